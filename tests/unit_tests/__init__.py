@@ -1,0 +1,1 @@
+"""One test file a subject; `ranks.py` gives a test its ranks."""

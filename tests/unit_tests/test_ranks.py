@@ -1,0 +1,145 @@
+"""The pool of ranks itself: what a test gets, and what a failing one leaves behind."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit_tests import ranks as pool
+from tests.unit_tests.ranks import RankFailure, ranks, run_on_ranks
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_each_rank_has_its_number_and_a_group_that_sums(rank: int, world: int, factor: float) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+    value = torch.tensor([factor * (rank + 1)])
+    dist.all_reduce(value)
+    assert value.item() == factor * sum(range(1, world + 1))
+
+
+@ranks(2)
+def test_fixtures_reach_the_ranks(rank: int, tmp_path) -> None:
+    (tmp_path / str(rank)).write_text("here")
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("repetition", [0, 1])
+def test_every_test_starts_from_the_same_seed_and_with_one_thread(rank: int, repetition: int) -> None:
+    assert torch.get_num_threads() == 1
+    torch.testing.assert_close(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(pool.SEED)))
+
+
+class TestInAClass:
+    @ranks(2)
+    def test_a_method_runs_on_ranks_too(self, rank: int, world: int) -> None:
+        assert world == 2
+
+
+@ranks(2)
+def test_a_skip_on_a_rank_skips_the_test(rank: int) -> None:
+    pytest.skip("as asked")
+
+
+def _fail_on_rank_1_while_others_wait(rank: int) -> None:
+    expected = [rank, 5]
+    if rank == 1:
+        assert expected == [1, 6]
+    dist.barrier()
+
+
+def _crash_on_rank_2(rank: int) -> None:
+    if rank == 2:
+        os._exit(7)
+    dist.barrier()
+
+
+def _hang_on_rank_1(rank: int) -> None:
+    while rank == 1:
+        time.sleep(0.1)
+    dist.barrier()
+
+
+def _sum(rank: int) -> None:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == dist.get_world_size()
+
+
+def _default_dtype_is_changed(rank: int) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def _default_dtype_is_float32(rank: int) -> None:
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_failure_shows_the_values_of_the_first_failing_rank_only() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_on_ranks(_fail_on_rank_1_while_others_wait, 4, {})
+    message = str(failure.value)
+    assert "rank 1 of 4" in message and "assert [1, 5] == [1, 6]" in message
+    assert message.count("Traceback") == 1
+    assert time.monotonic() - begin < 30
+    run_on_ranks(_sum, 4, {})
+
+
+def test_a_crash_is_named_with_its_exit_code_and_the_next_test_runs() -> None:
+    with pytest.raises(RankFailure, match="rank 2 of 4:\nthe process ended with exit code 7"):
+        run_on_ranks(_crash_on_rank_2, 4, {})
+    run_on_ranks(_sum, 4, {})
+
+
+def test_a_hang_is_ended_at_the_limit_and_shows_where_it_was() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)had not ended after 1\.5 s; rank 0 was here:.*_hang_on_rank_1"):
+        run_on_ranks(_hang_on_rank_1, 2, {}, timeout_s=1.5)
+    run_on_ranks(_sum, 2, {})
+
+
+def test_a_passing_test_keeps_its_workers_and_a_failed_one_replaces_them() -> None:
+    run_on_ranks(_sum, 2, {})
+    before = [worker.process.pid for worker in pool._the_pool().workers[:2]]
+    run_on_ranks(_sum, 2, {})
+    assert [worker.process.pid for worker in pool._the_pool().workers[:2]] == before
+    with pytest.raises(RankFailure):
+        run_on_ranks(_crash_on_rank_2, 3, {})
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
+
+
+def test_a_default_dtype_set_by_one_test_does_not_reach_the_next() -> None:
+    run_on_ranks(_default_dtype_is_changed, 2, {})
+    run_on_ranks(_default_dtype_is_float32, 2, {})
+
+
+def test_a_function_inside_a_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="defined inside a function"):
+        run_on_ranks(lambda rank: None, 2, {})
+
+
+def test_no_worker_outlives_a_killed_pytest_process() -> None:
+    program = (
+        "import time\n"
+        "from tests.unit_tests import ranks, test_ranks\n"
+        "ranks.run_on_ranks(test_ranks._sum, 2, {})\n"
+        "print(*[worker.process.pid for worker in ranks._the_pool().workers], flush=True)\n"
+        "ranks.run_on_ranks(test_ranks._hang_on_rank_1, 2, {})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2 and all(psutil.pid_exists(pid) for pid in workers)
+    time.sleep(0.5)  # into the hanging test
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(pid) for pid in workers)
