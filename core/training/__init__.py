@@ -1,0 +1,1 @@
+"""The main job: configuration, data, launch, the training loop, and what it shows and writes."""

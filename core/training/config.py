@@ -1,0 +1,146 @@
+"""What a job is told: frozen dataclasses, one a subject. Read from TOML and flags by config_file, checked by plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+
+DEFAULT_BUCKET_NUMEL = 200_000  # a small model still gets several buckets, so that there is something to overlap
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The GPT."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None  # key/value heads; None for as many as query heads
+    ffn_hidden_size: int | None = None  # None for 4 x hidden_size (8/3 x, rounded up to 64, under swiglu)
+    sequence_length: int = 256  # tokens in one training window
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    position_embedding_type: Literal["learned_absolute", "rope"] = "rope"
+    qk_layernorm: bool = False
+    add_bias_linear: bool = False
+    share_embeddings_and_output_weights: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_method_std: float = 0.02
+    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; must be a multiple of tp
+    gradient_accumulation_fusion: bool = False
+    # of the parameters; the optimizer keeps fp32 copies of 16-bit ones
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def ffn_width(self) -> int:
+        """ffn_hidden_size, or its default."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return (self.hidden_size * 8 // 3 + 63) // 64 * 64
+        return 4 * self.hidden_size
+
+    @property
+    def query_groups(self) -> int:
+        """num_query_groups, or its default."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the ranks are divided; what is left over is data parallel."""
+
+    tp: int = 2
+    sequence_parallel: bool | None = None  # None means wherever tp is larger than 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expt_tp: int | None = None  # tensor parallel size of experts; None for tp
+    order: str = "tp-cp-ep-dp-pp"  # axes from the smallest stride to the largest
+    timeout_minutes: int = 30
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """sequence_parallel, or its default."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The update and its learning rate: linear warmup to lr, then a cosine down to min_lr at the last step."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the text comes from and how it becomes tokens."""
+
+    # files, or directories searched for *.txt, *.md and *.py; empty for the source of the Python standard library
+    text: tuple[Path, ...] = ()
+    tokenizer: str = "bytes"  # 'bytes', 'bpe' (trained on the text), or the path of a tokenizers JSON file
+    bpe_vocab_size: int = 4096
+    validation_fraction: float = 0.02  # the share of the text, at its end, that is never trained on
+    cache: Path = Path("runs/tokens")  # directory of the token files; one is made for each text and tokenizer
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How long, in what portions, and where."""
+
+    name: str = "default"
+    directory: Path = Path("runs")
+    steps: int = 200
+    global_batch_size: int = 32  # windows in one optimizer step, whatever the layout
+    micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
+    validation_windows: int = 128  # windows the validation loss at the end is taken over
+    seed: int = 1234
+    ranks: int = 4  # processes to start when no launcher (torchrun, SLURM) has started this one
+    threads_per_rank: int | None = None  # None for OMP_NUM_THREADS where the user set it, else cores / local ranks
+    # 'auto' is CUDA where every local rank has a device of its own, else CPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """What is shown and written besides steps.jsonl."""
+
+    print_every: int = 10  # steps between printed lines where the output is not a terminal
+    tensorboard: bool = False
+    trace: bool = False
+    trace_steps: int = 5  # the last steps that the Perfetto trace holds
+    plots: bool = True
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Everything a job is told."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    ddp: DistributedDataParallelConfig = field(
+        default_factory=lambda: DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            check_for_nan_in_grad=True,
+            bucket_size=DEFAULT_BUCKET_NUMEL,
+        )
+    )
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    logging: LoggingOptions = field(default_factory=LoggingOptions)

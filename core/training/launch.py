@@ -1,0 +1,106 @@
+"""Where a launcher put this process among the ranks: torchrun's variables, or SLURM's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.training.config_file import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place, and where the ranks meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    launcher: str  # 'torchrun' (or whatever sets the same variables), 'slurm'
+
+    def environment(self) -> dict[str, str]:
+        """The variables that torch.distributed's env:// rendezvous reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def find_launch(environment: Mapping[str, str]) -> Launch | None:
+    """The place a launcher gave this process; None when it was started plainly.
+
+    torchrun's variables win over SLURM's: torchrun is often started by srun, one a node.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _torchrun_launch(environment)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a step of one task is a shell, or srun without -n
+        return _slurm_launch(environment)
+    return None
+
+
+def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set and {', '.join(missing)} "
+            "not; start with torchrun, or unset RANK to let this program start its own ranks"
+        )
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+        launcher="torchrun",
+    )
+
+
+def _slurm_launch(environment: Mapping[str, str]) -> Launch:
+    def read(*names: str) -> str:
+        for name in names:
+            if name in environment:
+                return environment[name]
+        raise ConfigError(f"this is a SLURM step of several tasks, and {' / '.join(names)} is not set; start with srun")
+
+    tasks_per_node = expand_counts(read("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    hosts = read("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    job = int(environment.get("SLURM_JOB_ID", 0))
+    return Launch(
+        rank=int(read("SLURM_PROCID")),
+        world_size=int(read("SLURM_STEP_NUM_TASKS")),
+        local_rank=int(read("SLURM_LOCALID")),
+        local_world_size=tasks_per_node[int(environment.get("SLURM_NODEID", 0))],
+        master_addr=environment.get("MASTER_ADDR", first_host(hosts)),
+        # the same port on every node without asking anybody, another one for another job
+        master_port=int(environment.get("MASTER_PORT", 20000 + job % 20000)),
+        launcher="slurm",
+    )
+
+
+def expand_counts(text: str) -> list[int]:
+    """SLURM's tasks per node, '4(x2),3', as [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"cannot read the number of tasks a node from {text!r}; e.g. '4(x2),3'")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM host list: 'gpu[003-006,9],login' is 'gpu003'."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", hosts)
+    if match is None:
+        raise ConfigError(f"cannot read the first host from {hosts!r}; expected something like 'node[001-004]'")
+    stem, ranges, tail = match[1], match[2], match[3]
+    return stem if ranges is None else stem + re.split("[,-]", ranges)[0] + (tail or "")

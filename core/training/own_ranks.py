@@ -1,0 +1,79 @@
+"""A job started plainly starts its own ranks on this machine, and waits for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+
+from core.training.launch import Launch
+
+STARTED_BY_US = "GRADIENT_CORE_PARENT"  # process id of the process that started this rank
+GRACE_S = 10.0  # what the other ranks get to end by themselves after one has failed
+
+
+def start_ranks(ranks: int) -> int:
+    """Run this very command once a rank, and wait; the first failing rank's exit status, or 0.
+
+    The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(ranks):
+            launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", store.port, "own")
+            environment = {**os.environ, **launch.environment(), STARTED_BY_US: str(os.getpid())}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to our store, and holds none
+            # a session of its own: a terminal's Ctrl-C reaches a rank once, through us
+            command = [sys.executable, *sys.orig_argv[1:]]
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _wait_for_all(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_all(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended; after a failure, GRACE_S longer at most."""
+    status = 0
+    deadline: float | None = None
+    while any(process.poll() is None for process in processes):
+        failed = [process.returncode for process in processes if process.returncode]
+        if failed and deadline is None:
+            status, deadline = failed[0], time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            return status
+        time.sleep(0.05)
+    return status or next((process.returncode for process in processes if process.returncode), 0)
+
+
+def end_with_parent(environment: Mapping[str, str]) -> None:
+    """In a rank that `start_ranks` started: end when the starting process is gone, however it went."""
+    if STARTED_BY_US not in environment:
+        return
+    parent = int(environment[STARTED_BY_US])
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()

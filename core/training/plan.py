@@ -1,0 +1,129 @@
+"""JobPlan: what a configuration comes to on a number of ranks. Pure; all that can be wrong is found here.
+
+Runs before any process group exists, so a wrong size costs a second and a message, not a timeout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.rank_grid import RankGrid
+from core.training.config import JobConfig, ModelOptions
+from core.training.config_file import ConfigError
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The resolved sizes of a job."""
+
+    world_size: int
+    dp: int
+    micro_batch_size: int  # windows in one forward of one rank
+    num_microbatches: int  # forwards of one rank in one step
+    tokens_per_step: int  # of all ranks together
+
+    def describe(self, config: JobConfig) -> str:
+        """One line for the log."""
+        parallel = config.parallel
+        sequence = " with sequence parallelism" if parallel.uses_sequence_parallel else ""
+        sharding = "sharded optimizer" if config.ddp.sharded else "replicated optimizer"
+        return (
+            f"{self.world_size} ranks = tp {parallel.tp}{sequence} x dp {self.dp} ({sharding}); global batch "
+            f"{config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} microbatches "
+            f"x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
+        )
+
+
+def plan_job(config: JobConfig, world_size: int) -> JobPlan:
+    """Check every size against every other; ConfigError with the arithmetic on the first that does not fit."""
+    parallel, run, model = config.parallel, config.run, config.model
+    for axis in ("pp", "cp", "ep"):
+        if getattr(parallel, axis) != 1:
+            raise ConfigError(
+                f"--parallel.{axis} is {getattr(parallel, axis)}, and the GPT of this job is split over tp and dp "
+                f"only; use --parallel.{axis} 1"
+            )
+    try:
+        grid = RankGrid(
+            world_size,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            cp=parallel.cp,
+            ep=parallel.ep,
+            expt_tp=parallel.expt_tp,
+            order=parallel.order,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"these ranks cannot be divided so: {error}") from error
+    _check_model(model, parallel.tp, parallel.uses_sequence_parallel)
+    _check_positive(config)
+    if grid.dp % config.ddp.num_distributed_optimizer_instances:
+        raise ConfigError(
+            f"dp = {grid.dp} is not divisible by --ddp.num-distributed-optimizer-instances "
+            f"{config.ddp.num_distributed_optimizer_instances}"
+        )
+    if run.global_batch_size % grid.dp:
+        raise ConfigError(
+            f"--run.global-batch-size {run.global_batch_size} is not divisible by dp = {grid.dp} "
+            f"(world {world_size} / tp {parallel.tp})"
+        )
+    share = run.global_batch_size // grid.dp
+    micro = share if run.micro_batch_size is None else run.micro_batch_size
+    if share % micro:
+        raise ConfigError(
+            f"--run.micro-batch-size {micro} does not divide a rank's share of the global batch: "
+            f"{run.global_batch_size} / dp {grid.dp} = {share}"
+        )
+    return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length)
+
+
+def padded_vocab_size(vocab_size: int, model: ModelOptions) -> int:
+    """The vocabulary rounded up to vocab_multiple: the same for every tp, so that every layout has the same weights."""
+    return (vocab_size + model.vocab_multiple - 1) // model.vocab_multiple * model.vocab_multiple
+
+
+def _check_model(model: ModelOptions, tp: int, sequence_parallel: bool) -> None:
+    """Every width must divide over heads and tensor ranks."""
+    if sequence_parallel and tp == 1:
+        raise ConfigError("--parallel.sequence-parallel True splits activations over tp, and tp is 1; use False")
+    divisions = [
+        ("--model.hidden-size", model.hidden_size, "--model.num-attention-heads", model.num_attention_heads),
+        ("--model.num-attention-heads", model.num_attention_heads, "the number of query groups", model.query_groups),
+        ("--model.num-attention-heads", model.num_attention_heads, "tp", tp),
+        ("the number of query groups", model.query_groups, "tp", tp),
+        ("the feed-forward width", model.ffn_width, "tp", tp),
+        ("--model.vocab-multiple", model.vocab_multiple, "tp", tp),
+    ]
+    if sequence_parallel:
+        divisions.append(("--model.sequence-length", model.sequence_length, "tp (sequence parallel)", tp))
+    for name, size, divisor_name, divisor in divisions:
+        if divisor < 1 or size % divisor:
+            raise ConfigError(f"{name} {size} is not divisible by {divisor_name} {divisor}")
+    head_size = model.hidden_size // model.num_attention_heads
+    if model.position_embedding_type == "rope" and head_size % 2:
+        raise ConfigError(
+            f"rotary positions need an even head size; --model.hidden-size {model.hidden_size} / "
+            f"--model.num-attention-heads {model.num_attention_heads} = {head_size}"
+        )
+
+
+def _check_positive(config: JobConfig) -> None:
+    """Counts that must be at least 1, and fractions that must lie between 0 and 1."""
+    run = config.run
+    counts = {
+        "--run.steps": run.steps,
+        "--run.global-batch-size": run.global_batch_size,
+        "--run.micro-batch-size": 1 if run.micro_batch_size is None else run.micro_batch_size,
+        "--run.validation-windows": run.validation_windows,
+        "--model.num-layers": config.model.num_layers,
+        "--model.sequence-length": config.model.sequence_length,
+        "--logging.print-every": config.logging.print_every,
+        "--logging.trace-steps": config.logging.trace_steps,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} is {count}; it must be at least 1")
+    if not 0 < config.data.validation_fraction < 1:
+        raise ConfigError(
+            f"--data.validation-fraction is {config.data.validation_fraction}; it must lie between 0 and 1"
+        )

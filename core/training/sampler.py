@@ -1,0 +1,68 @@
+"""Which windows a step trains on: a function of the seed and the number of windows consumed, never of the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class GlobalBatchSampler:
+    """Deals shuffled window indices in global batches; each data rank takes a slice, cut into microbatches.
+
+    The global batch of a step is the same for every number of data ranks and every microbatch size. Every window comes
+    once an epoch, in a new order each epoch; a batch may reach over the end of an epoch.
+
+        indices = sampler.next_global_batch()                    # [global_batch_size], equal on all ranks
+        for micro in microbatches(indices, dp_rank, dp, size):   # [size] each, this rank's part
+            ...
+    """
+
+    def __init__(self, num_windows: int, global_batch_size: int, seed: int) -> None:
+        if num_windows < 1:
+            raise ValueError("there is no window to sample: the text is shorter than one sequence and its label")
+        self.num_windows = num_windows
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.consumed = 0  # windows dealt so far, all epochs
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def next_global_batch(self) -> np.ndarray:
+        """[global_batch_size] window indices; the position moves on."""
+        parts = []
+        missing = self.global_batch_size
+        while missing > 0:
+            epoch, offset = divmod(self.consumed, self.num_windows)
+            part = self._order_of(epoch)[offset : offset + missing]
+            self.consumed += len(part)
+            missing -= len(part)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in."""
+        return {"consumed": self.consumed, "seed": self.seed, "num_windows": self.num_windows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another sampler stopped; the global batch size may be another one."""
+        for name in ("seed", "num_windows"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved sampler position belongs to {name} {state[name]} and this sampler has "
+                    f"{getattr(self, name)}; go on with the same text, sequence length and seed"
+                )
+        self.consumed = int(state["consumed"])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.num_windows)
+        return self._order
+
+
+def microbatches(indices: np.ndarray, dp_rank: int, dp: int, micro_batch_size: int) -> list[np.ndarray]:
+    """This data rank's slice of a global batch, cut into microbatches; the sizes have been checked to divide."""
+    share = len(indices) // dp
+    mine = indices[dp_rank * share : (dp_rank + 1) * share]
+    return [mine[start : start + micro_batch_size] for start in range(0, share, micro_batch_size)]

@@ -1,0 +1,130 @@
+"""The token file: a text as numbers on disk, made once, memory mapped by every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from core.training.config import DataOptions
+from core.training.text import Text, open_text
+from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
+
+FORMAT = 1  # changes whenever the same text and tokenizer would give another file
+
+
+@dataclass(frozen=True)
+class TokenFileHeader:
+    """What a token file holds; lies beside it as JSON."""
+
+    text: str
+    files: int
+    text_bytes: int
+    tokens: int
+    vocab_size: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text one token stands for, on average over the whole text; 1 for bytes but for the end marks."""
+        return self.text_bytes / self.tokens
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"text: {self.text}, {self.files} files, {self.text_bytes:,} bytes -> {self.tokens:,} tokens "
+            f"(vocabulary {self.vocab_size}, {self.bytes_per_token:.3f} bytes a token)"
+        )
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Memory-mapped tokens, cut into a training part and a validation part at the end."""
+
+    header: TokenFileHeader
+    train: np.ndarray  # [tokens]
+    validation: np.ndarray  # [tokens]
+
+
+def prepare_token_file(options: DataOptions) -> Path:
+    """Make the token file of these options unless it is there; its path without a suffix.
+
+    Safe to call from several processes: files appear whole, under a name that their content decides.
+    """
+    text = open_text(options.text)
+    text_digest = text.digest()
+    tokenizer = make_tokenizer(options, text, text_digest)
+    key = hashlib.sha256(f"{FORMAT}\0{text_digest}\0{tokenizer.identity}".encode()).hexdigest()[:16]
+    path = options.cache / key
+    if not path.with_suffix(".json").is_file():  # written last
+        write_token_file(path, text, tokenizer)
+    return path
+
+
+def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokenizer:
+    """The tokenizer the options name; a BPE is trained on the text once and kept in the cache."""
+    if options.tokenizer == "bytes":
+        return ByteTokenizer()
+    if options.tokenizer != "bpe":
+        return read_tokenizer(Path(options.tokenizer))
+    path = options.cache / f"bpe-{options.bpe_vocab_size}-{text_digest[:16]}.tokenizer"
+    if not path.is_file():
+        tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
+        _write_whole(path, tokenizer.tokenizer.to_str().encode())
+    return read_tokenizer(path)
+
+
+def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
+    """Tokenize `text` into `path`.tokens, and describe it in `path`.json."""
+    dtype = next(kind for kind in ("uint8", "uint16", "uint32") if tokenizer.vocab_size <= np.iinfo(kind).max + 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    tokens = text_bytes = 0
+    with partial.open("wb") as file:
+        for document in text.documents():
+            numbers = tokenizer.encode(document).astype(dtype, copy=False)
+            file.write(numbers.tobytes())
+            tokens += len(numbers)
+            text_bytes += len(document)
+    if text_bytes == 0:
+        partial.unlink()
+        raise ValueError(f"the text {text.name} is empty: {len(text.files)} files, 0 bytes")
+    partial.replace(path.with_suffix(".tokens"))
+    header = TokenFileHeader(text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype)
+    _write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
+
+
+def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
+    """Map a token file that `prepare_token_file` has made; the last `validation_fraction` of it is held out."""
+    header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_text()))
+    tokens = np.memmap(path.with_suffix(".tokens"), dtype=header.dtype, mode="r")
+    if len(tokens) != header.tokens:
+        raise ValueError(
+            f"{path.with_suffix('.tokens')} holds {len(tokens)} tokens and its header says {header.tokens}; "
+            "delete both files to make them anew"
+        )
+    cut = round(len(tokens) * (1 - validation_fraction))
+    return TokenFile(header, tokens[:cut], tokens[cut:])
+
+
+def window(tokens: np.ndarray, index: int, length: int) -> np.ndarray:
+    """[length + 1] of int64: window `index`; the last token is only a label. Windows share no input token."""
+    start = index * length
+    return tokens[start : start + length + 1].astype(np.int64)
+
+
+def num_windows(tokens: np.ndarray, length: int) -> int:
+    """How many windows of `length` inputs, each followed by one more token, fit."""
+    return max(0, (len(tokens) - 1) // length)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file that other processes see complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)

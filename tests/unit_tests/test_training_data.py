@@ -1,0 +1,155 @@
+"""Text, tokenizers, token files and the sampler."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.training.config import DataOptions, OptimizerOptions
+from core.training.sampler import GlobalBatchSampler, microbatches
+from core.training.schedule import learning_rate
+from core.training.text import open_text, standard_library
+from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
+
+
+def test_the_default_text_is_the_standard_library_in_one_order() -> None:
+    text = standard_library()
+    assert text == standard_library()
+    names = [file.as_posix() for file in text.files]
+    assert "argparse.py" in names and not [name for name in names if "site-packages" in name]
+    assert names != sorted(names), "the end of the text must be a sample of it, not one subject"
+
+
+def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="novel.txt is neither a file nor a directory"):
+        open_text([tmp_path / "novel.txt"])
+    with pytest.raises(FileNotFoundError, match="holds no file that ends in"):
+        open_text([tmp_path])
+
+
+def test_byte_tokens_are_the_bytes_of_the_documents_and_an_end_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9 \xff")
+    options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache")
+    file = open_token_file(prepare_token_file(options), validation_fraction=0.25)
+    assert np.concatenate([file.train, file.validation]).tobytes() == b"caf\xc3\xa9 \xff\0"
+    assert len(file.train) == 6 and len(file.validation) == 2
+    assert (file.header.text_bytes, file.header.tokens, file.header.dtype) == (7, 8, "uint8")
+    assert "7 bytes -> 8 tokens" in file.header.describe()
+
+
+def test_a_token_file_is_made_once_and_anew_when_the_text_changes(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("one")
+    options = DataOptions(text=(source,), cache=tmp_path / "cache")
+    first = prepare_token_file(options)
+    written = first.with_suffix(".tokens").stat().st_mtime_ns
+    assert prepare_token_file(options) == first
+    assert first.with_suffix(".tokens").stat().st_mtime_ns == written
+    source.write_text("two")
+    assert prepare_token_file(options) != first
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_a_cut_off_token_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    path = prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path))
+    path.with_suffix(".tokens").write_bytes(b"some")
+    with pytest.raises(ValueError, match="holds 4 tokens and its header says 10; delete both"):
+        open_token_file(path, validation_fraction=0.1)
+
+
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match="is empty: 1 files, 0 bytes"):
+        prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path / "cache"))
+
+
+def test_bpe_tokens_decode_to_the_text_and_are_fewer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    content = "def gradient(bucket):\n    return bucket.gradient\n" * 50
+    (tmp_path / "a.py").write_text(content)
+    options = DataOptions(text=(tmp_path / "a.py",), tokenizer="bpe", bpe_vocab_size=300, cache=tmp_path / "cache")
+    file = open_token_file(prepare_token_file(options), validation_fraction=0.1)
+    tokens = np.concatenate([file.train, file.validation])
+    (trained,) = (tmp_path / "cache").glob("*.tokenizer")
+    assert tokenizers.Tokenizer.from_file(str(trained)).decode(tokens.tolist()) == content
+    assert file.header.bytes_per_token > 2 and file.header.dtype == "uint16"
+    again = DataOptions(text=options.text, tokenizer=str(trained), cache=tmp_path / "cache")
+    assert prepare_token_file(again) == prepare_token_file(options), "the same tokenizer from its file"
+
+
+def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(FileNotFoundError, match="'bpee': not 'bytes', not 'bpe', and no such file"):
+        prepare_token_file(DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpee", cache=tmp_path))
+
+
+def test_windows_cover_the_text_and_overlap_only_in_the_label() -> None:
+    tokens = np.arange(11, dtype=np.uint8)
+    assert num_windows(tokens, 5) == 2 and num_windows(tokens[:10], 5) == 1 and num_windows(tokens[:0], 5) == 0
+    assert window(tokens, 0, 5).tolist() == [0, 1, 2, 3, 4, 5]
+    assert window(tokens, 1, 5).tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def test_an_epoch_deals_every_window_once_and_the_next_in_another_order() -> None:
+    sampler = GlobalBatchSampler(num_windows=12, global_batch_size=4, seed=1)
+    epochs = [np.concatenate([sampler.next_global_batch() for _ in range(3)]) for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert list(epochs[0]) != list(epochs[1])
+
+
+def test_a_batch_reaches_over_the_end_of_an_epoch_even_when_it_is_larger_than_one() -> None:
+    sampler = GlobalBatchSampler(num_windows=3, global_batch_size=7, seed=1)
+    dealt = sampler.next_global_batch()
+    assert len(dealt) == 7 and sampler.consumed == 7
+    assert sorted(dealt[:3]) == sorted(dealt[3:6]) == [0, 1, 2]
+
+
+def test_every_layout_trains_on_the_same_global_batches() -> None:
+    """Random sizes: the slices of all data ranks and their microbatches put together are the global batch."""
+    rng = random.Random(5)
+    for _ in range(200):
+        dp, micro, count = rng.randint(1, 8), rng.randint(1, 5), rng.randint(1, 4)
+        total = dp * micro * count
+        windows, seed = rng.randint(1, 100), rng.randint(0, 9)
+        reference = GlobalBatchSampler(windows, total, seed)
+        ranks = [GlobalBatchSampler(windows, total, seed) for _ in range(dp)]
+        for _step in range(3):
+            expected = reference.next_global_batch()
+            parts = [microbatches(sampler.next_global_batch(), r, dp, micro) for r, sampler in enumerate(ranks)]
+            assert all(len(part) == count and all(len(m) == micro for m in part) for part in parts)
+            assert np.concatenate([m for part in parts for m in part]).tolist() == expected.tolist()
+
+
+def test_a_sampler_goes_on_where_another_stopped_at_another_batch_size() -> None:
+    whole = GlobalBatchSampler(num_windows=50, global_batch_size=12, seed=3)
+    expected = np.concatenate([whole.next_global_batch() for _ in range(6)])
+    first = GlobalBatchSampler(num_windows=50, global_batch_size=24, seed=3)
+    dealt = [first.next_global_batch()]
+    resumed = GlobalBatchSampler(num_windows=50, global_batch_size=8, seed=3)
+    resumed.load_state_dict(first.state_dict())
+    dealt += [resumed.next_global_batch() for _ in range(6)]
+    assert np.concatenate(dealt).tolist() == expected.tolist()
+
+
+def test_a_position_in_another_text_is_refused() -> None:
+    state = GlobalBatchSampler(num_windows=50, global_batch_size=2, seed=3).state_dict()
+    with pytest.raises(ValueError, match="belongs to num_windows 50 and this sampler has 60"):
+        GlobalBatchSampler(num_windows=60, global_batch_size=2, seed=3).load_state_dict(state)
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="shorter than one sequence"):
+        GlobalBatchSampler(num_windows=0, global_batch_size=2, seed=3)
+
+
+def test_the_learning_rate_warms_up_then_falls_on_a_cosine_to_its_minimum() -> None:
+    options = OptimizerOptions(lr=1.0, min_lr=0.2, warmup_steps=4)
+    rates = [learning_rate(options, step, 15) for step in range(15)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[9] == pytest.approx(0.6) and rates[14] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert learning_rate(OptimizerOptions(lr=1.0, warmup_steps=0), 0, 1) == 1.0
