@@ -1,0 +1,117 @@
+"""What users may ask of a group's communicator: stream priority and NCCL settings, by Megatron's group names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# The name in user's lists and files -> field of ProcessGroups.
+GROUP_NAMES = {
+    "dp": "dp",
+    "dp_cp": "dp_cp",
+    "intra_dp_cp": "intra_dp_cp",
+    "inter_dp_cp": "inter_dp_cp",
+    "cp": "cp",
+    "mp": "mp",
+    "tp": "tp",
+    "pp": "pp",
+    "embd": "embd",
+    "pos_embd": "pos_embd",
+    "tp_dp": "tp_dp",
+    "tp_dp_cp": "tp_dp_cp",
+    "tp_cp": "tp_cp",
+    "ep": "ep",
+    "ep_tp": "expt_tp",
+    "tp_ep_mp": "tp_ep",
+    "tp_ep_pp": "tp_ep_pp",
+    "ep_dp": "expt_dp",
+    "intra_ep_dp": "intra_expt_dp",
+    "inter_ep_dp": "inter_expt_dp",
+    "intra_dist_opt_instance": "intra_dist_opt",
+    "inter_dist_opt_instance": "inter_dist_opt",
+}
+COMMUNICATOR_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+NET_NAMES = {"ib": "IB", "socket": "Socket"}
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """high_priority: collectives run on a high-priority stream. settings: (name, value) of the NCCL communicator."""
+
+    high_priority: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def nccl(self) -> Any | None:
+        """As torch's ProcessGroupNCCL.Options; None where nothing was asked for."""
+        if self == NO_OPTIONS:
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
+        for name, value in self.settings:
+            setattr(options.config, name, value)
+        return options
+
+
+NO_OPTIONS = GroupOptions()
+
+
+def group_options(high_priority: Sequence[str] = (), config_path: str | None = None) -> dict[str, GroupOptions]:
+    """Field of ProcessGroups -> what was asked for it.
+
+    high_priority: group names. config_path: YAML file, group name -> settings. ValueError on unknown names, settings
+    and values, RuntimeError where the file is given and PyYAML is not installed.
+    """
+    asked = {} if config_path is None else _read(config_path)
+    for name in high_priority:
+        _check_group(name, "high_priority_stream_groups")
+    options = {}
+    for name, group in GROUP_NAMES.items():
+        settings = asked.get(name, {})
+        priority = name in high_priority or bool(settings.get("is_high_priority_stream", False))
+        found = GroupOptions(priority, tuple((key, settings[key]) for key in COMMUNICATOR_SETTINGS if key in settings))
+        if found != NO_OPTIONS:
+            options[group] = found
+    return options
+
+
+def _check_group(name: str, source: str) -> None:
+    if name not in GROUP_NAMES:
+        raise ValueError(f"{source} names the group {name!r}; known are {', '.join(GROUP_NAMES)}.")
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        import yaml
+    except ImportError as missing:
+        raise RuntimeError(
+            f"nccl_communicator_config_path={path!r} needs PyYAML, which is not installed; run 'pip install pyyaml'."
+        ) from missing
+    content = yaml.safe_load(Path(path).read_text()) or {}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} must map group names to settings, got {content!r}.")
+    return {name: _check_settings(path, name, settings) for name, settings in content.items()}
+
+
+def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
+    _check_group(group, path)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{path}: '{group}' must map settings to values, got {settings!r}.")
+    checked = {}
+    for key, value in settings.items():
+        if key == "is_high_priority_stream":
+            fits = isinstance(value, bool)
+        elif key == "net_name":
+            fits = str(value).lower() in NET_NAMES
+            value = NET_NAMES.get(str(value).lower(), value)
+        elif key in COMMUNICATOR_SETTINGS:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        else:
+            known = ", ".join((*COMMUNICATOR_SETTINGS, "is_high_priority_stream"))
+            raise ValueError(f"{path}: '{group}' has the unknown setting {key!r}; known are {known}.")
+        if not fits:
+            raise ValueError(f"{path}: '{group}' has {key}={value!r}, which that setting cannot be.")
+        checked[key] = value
+    return checked

@@ -1,0 +1,87 @@
+"""What layers and the gradient path read of a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class ModelParallelConfig:
+    """Parallel sizes, dtypes and callbacks of a model; a model's own config extends it.
+
+    Not frozen, because users set the callbacks once optimizer and wrapper exist; nothing in `core` writes to it.
+    Raises ValueError where fields contradict each other, naming both.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None  # tensor_model_parallel_size where None
+    sequence_parallel: bool = False
+
+    params_dtype: torch.dtype = torch.float32
+    fp16: bool = False
+    bf16: bool = False
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+
+    gradient_accumulation_fusion: bool = False
+    calculate_per_token_loss: bool = False
+    deterministic_mode: bool = False
+
+    qk_layernorm: bool = False
+    has_cond_embedder: bool = False
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: float = 1e-3
+
+    timers: Any | None = None
+    barrier_with_L1_time: bool = False
+
+    no_sync_func: Callable[..., Any] | None = None
+    grad_sync_func: Callable[..., Any] | None = None
+    param_sync_func: Callable[..., Any] | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    grad_scale_func: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=True with tensor_model_parallel_size=1: the sequence is split over the tensor "
+                "parallel ranks, so there must be at least 2; set sequence_parallel=False or a larger size."
+            )
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} with "
+                f"pipeline_model_parallel_size=1: pipeline-model-parallel size should be greater than 1 with "
+                f"interleaved schedule."
+            )
+        if self.fp16 and self.bf16:
+            raise ValueError("fp16=True and bf16=True; choose one of them.")
+        if self.moe_router_enable_expert_bias and not self.moe_router_bias_update_rate > 0:
+            raise ValueError(
+                f"moe_router_bias_update_rate must be above 0 with moe_router_enable_expert_bias=True, got "
+                f"{self.moe_router_bias_update_rate}."
+            )
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ):
+            size = getattr(self, name)
+            optional = name in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+            if size is None and optional:
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}.")

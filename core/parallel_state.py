@@ -1,0 +1,607 @@
+"""The module-level face of the process groups: `initialize_model_parallel` and the accessors Megatron's users know.
+
+All state is the one object `_state`; groups live in a `ProcessGroups`, arithmetic in a `RankGrid`. Code of ours takes
+`pg_collection=` and asks here only for the default. The file is long because the list of public names is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from core.group_options import group_options
+from core.process_groups import ProcessGroups
+from core.rank_grid import (
+    DEFAULT_ORDER,
+    EmbeddingRule,
+    RankGrid,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    group_ranks,
+)
+
+__all__ = ["default_embedding_ranks", "default_position_embedding_ranks", "initialize_model_parallel"]
+
+
+@dataclass
+class _ParallelState:
+    """What `initialize_model_parallel` sets, and the sizes and ranks that tests put in their place."""
+
+    groups: ProcessGroups | None = None
+    grid: RankGrid | None = None
+    virtual_size: int | None = None
+    virtual_rank: int | None = None
+    overrides: dict[str, int] = field(default_factory=dict)  # 'size tp' or 'rank tp' -> value
+
+
+_state = _ParallelState()
+
+
+# --- life cycle -------------------------------------------------------------------------------------------------------
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    gtp_remat: int = 1,
+    expert_gtp_remat: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: float = 30,
+    order: str = DEFAULT_ORDER,
+    get_embedding_ranks: EmbeddingRule | None = None,
+    get_position_embedding_ranks: EmbeddingRule | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> None:
+    """Split the ranks of the started default process group and create the groups this rank belongs to.
+
+    Collective: every rank of the world calls it with the same arguments. Everything is validated before the first group
+    is created, and a call that fails leaves nothing behind: call again with other arguments.
+
+    *_size: ranks along an axis; the data parallel size is what remains. expert_tensor_parallel_size: the tensor size by
+    default. num_distributed_optimizer_instances: the data groups are cut into that many slices; the optimizer shards
+    inside one and replicates across. order: axes, smallest stride first. get_embedding_ranks,
+    get_position_embedding_ranks: the ranks of a pipeline group -> those that share the (position) embedding.
+    distributed_timeout_minutes: of every group. create_gloo_process_groups: twins of the data groups for CPU tensors;
+    on a gloo backend they are the groups themselves. high_priority_stream_groups: names such as 'tp', 'ep_dp';
+    nccl_communicator_config_path: YAML, group name -> cga_cluster_size, min_ctas, max_ctas, net_name,
+    is_high_priority_stream. Both are checked everywhere and take effect on NCCL.
+
+    Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
+    ValueError on malformed or unsupported arguments.
+
+        torch.distributed.init_process_group("gloo")
+        initialize_model_parallel(tensor_model_parallel_size=2)
+    """
+    _refuse_unsupported(
+        pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
+        use_sharp=(use_sharp, False),
+        hierarchical_context_parallel_sizes=(hierarchical_context_parallel_sizes, None),
+        hybrid_context_parallel=(hybrid_context_parallel, False),
+        gtp_remat=(gtp_remat, 1),
+        expert_gtp_remat=(expert_gtp_remat, 1),
+        sharp_enabled_group=(sharp_enabled_group, None),
+        rank_offset=(rank_offset, 0),
+        local_world_size=(local_world_size, None),
+    )
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not started; call torch.distributed.init_process_group first.")
+    if _state.groups is not None:
+        raise RuntimeError(
+            "data parallel group is already initialized; call destroy_model_parallel before initializing again."
+        )
+    if not distributed_timeout_minutes > 0:
+        raise ValueError(f"distributed_timeout_minutes must be above 0, got {distributed_timeout_minutes}.")
+    _check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+    grid = RankGrid(
+        world_size=dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        expt_tp=expert_tensor_parallel_size,
+        order=order,
+    )
+    members = group_ranks(
+        grid,
+        dist.get_rank(),
+        num_instances=num_distributed_optimizer_instances,
+        embedding_ranks=get_embedding_ranks,
+        position_embedding_ranks=get_position_embedding_ranks,
+    )
+    options = group_options(high_priority_stream_groups or (), nccl_communicator_config_path)
+
+    _state.groups = ProcessGroups.build(
+        members,
+        timeout=timedelta(minutes=distributed_timeout_minutes),
+        gloo_twins=create_gloo_process_groups,
+        options=options,
+    )
+    _state.grid = grid
+    _state.virtual_size = virtual_pipeline_model_parallel_size
+    _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
+
+
+def destroy_model_parallel() -> None:
+    """Destroy every group that `initialize_model_parallel` created and forget all overrides. May be called twice."""
+    global _state
+    groups, _state = _state.groups, _ParallelState()
+    if groups is not None:
+        groups.destroy()
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` has succeeded and not been undone."""
+    return _state.groups is not None
+
+
+is_initialized = model_parallel_is_initialized  # the older name
+
+
+def get_process_groups() -> ProcessGroups:
+    """All groups of this rank as one object, to be passed as `pg_collection`. RuntimeError before initialization."""
+    if _state.groups is None:
+        raise RuntimeError(
+            "model parallel groups are not initialized; call core.parallel_state.initialize_model_parallel first or "
+            "pass pg_collection=ProcessGroups(...)."
+        )
+    return _state.groups
+
+
+def get_rank_grid() -> RankGrid:
+    """The grid the groups were cut from. RuntimeError before initialization."""
+    get_process_groups()
+    assert _state.grid is not None, "groups are set only together with their grid"
+    return _state.grid
+
+
+def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, default) in arguments.items():
+        if value != default:
+            raise ValueError(f"initialize_model_parallel does not support {name}={value!r}; leave it at {default!r}.")
+
+
+def _check_virtual_size(virtual: int | None, pipeline: int) -> None:
+    if virtual is None:
+        return
+    if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+        raise ValueError(f"virtual_pipeline_model_parallel_size must be at least 1 or None, got {virtual!r}.")
+    if pipeline == 1:
+        raise RuntimeError(
+            f"pipeline-model-parallel size should be greater than 1 with interleaved schedule: got "
+            f"virtual_pipeline_model_parallel_size {virtual} and pipeline_model_parallel_size {pipeline}."
+        )
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
+    """The group `name`; where there is none, an error that names it, or None if `check_initialized` is False."""
+    if check_initialized:
+        return get_process_groups().require(name)
+    return None if _state.groups is None else getattr(_state.groups, name)
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that hold one dense model replica: tensor x pipeline."""
+    return _group("mp", check_initialized)
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks over which this rank's tensors are split."""
+    return _group("tp", check_initialized)
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The stages of this rank's pipeline."""
+    return _group("pp", check_initialized)
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
+) -> ProcessGroup | None:
+    """The replicas of this rank's dense parameters.
+
+    with_context_parallel: the context parallel ranks too, over which gradients are reduced. partial_data_parallel: only
+    those of this optimizer instance (then with_context_parallel must be True). with_gtp_remat: has no effect here.
+    """
+    return _group(_data_group(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup | None:
+    """The twin of `get_data_parallel_group` for CPU tensors."""
+    return _group(_data_group(with_context_parallel, partial_data_parallel) + "_gloo")
+
+
+def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+    if not partial_data_parallel:
+        return "dp_cp" if with_context_parallel else "dp"
+    if not with_context_parallel:
+        raise ValueError("partial_data_parallel=True needs with_context_parallel=True: it slices the dp_cp group.")
+    return "intra_dp_cp"
+
+
+def get_inter_partial_data_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """This rank's place in every optimizer instance: over it sharded dense gradients are all-reduced."""
+    return _group("inter_dp_cp", check_initialized)
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that split the sequence of one sample."""
+    return _group("cp", check_initialized)
+
+
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The stages that hold the tied word embedding; only those ranks have it."""
+    return _group("embd", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The stages that hold the position embedding; only those ranks have it."""
+    return _group("pos_embd", check_initialized)
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> ProcessGroup | None:
+    """All ranks of this rank's pipeline stage (of this place in the sequence, without context parallelism)."""
+    return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that work on the same samples in one stage."""
+    return _group("tp_cp", check_initialized)
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> ProcessGroup | None:
+    """The ranks that agree on a quantization scale: tensor and (unless `tp_only_amax_red`) data, context if asked."""
+    if tp_only_amax_red:
+        return _group("tp_cp" if with_context_parallel else "tp")
+    return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks over which experts are distributed."""
+    return _group("ep", check_initialized)
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks over which each expert's tensors are split."""
+    return _group("expt_tp", check_initialized)
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that hold one stage's experts: expert tensor x expert."""
+    return _group("tp_ep", check_initialized)
+
+
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks that hold all experts of the model once: expert tensor x expert x pipeline."""
+    return _group("tp_ep_pp", check_initialized)
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup | None:
+    """The replicas of this rank's experts; with `partial_expert_data_parallel` those of this optimizer instance."""
+    return _group("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
+    """The twin of `get_expert_data_parallel_group` for CPU tensors."""
+    return _group("intra_expt_dp_gloo" if partial_expert_data_parallel else "expt_dp_gloo")
+
+
+def get_inter_partial_expert_data_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """This rank's place in every optimizer instance: over it sharded expert gradients are all-reduced."""
+    return _group("inter_expt_dp", check_initialized)
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """All ranks of this optimizer instance; gradient statistics are reduced over it."""
+    return _group("intra_dist_opt", check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """This rank's place in every optimizer instance."""
+    return _group("inter_dist_opt", check_initialized)
+
+
+# --- sizes and ranks --------------------------------------------------------------------------------------------------
+
+
+def _size(name: str) -> int:
+    override = _state.overrides.get(f"size {name}")
+    return dist.get_world_size(get_process_groups().require(name)) if override is None else override
+
+
+def _rank(name: str) -> int:
+    override = _state.overrides.get(f"rank {name}")
+    return dist.get_rank(get_process_groups().require(name)) if override is None else override
+
+
+def _override(what: str, name: str, value: int | None) -> None:
+    if value is None:
+        _state.overrides.pop(f"{what} {name}", None)
+    else:
+        _state.overrides[f"{what} {name}"] = value
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks over which a tensor is split."""
+    return _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place in its tensor group."""
+    return _rank("tp")
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of pipeline stages."""
+    return _size("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's pipeline stage."""
+    return _rank("pp")
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """Number of replicas of this rank's dense parameters; arguments as in `get_data_parallel_group`."""
+    return _size(_data_group(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """This rank's place among them; arguments as in `get_data_parallel_group`."""
+    if "rank dp" in _state.overrides:
+        return _state.overrides["rank dp"]
+    return _rank(_data_group(with_context_parallel, partial_data_parallel))
+
+
+def get_context_parallel_world_size() -> int:
+    """Number of ranks that split the sequence of one sample."""
+    return _size("cp")
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's place in the sequence."""
+    return _rank("cp")
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Number of ranks that work on the same samples in one stage."""
+    return _size("tp_cp")
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """This rank's place among the ranks that work on the same samples."""
+    return _rank("tp_cp")
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Number of ranks over which experts are distributed."""
+    return _size("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _rank("ep")
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Number of ranks over which each expert's tensors are split."""
+    return _size("expt_tp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _rank("expt_tp")
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Number of ranks that hold one stage's experts."""
+    return _size("tp_ep")
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _rank("tp_ep")
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Number of replicas of this rank's experts."""
+    return _size("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """This rank's place among them."""
+    return _rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+
+
+# Stand-ins for tests that have no such groups: a value that the getters return instead, None to take it back.
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Make `get_tensor_model_parallel_world_size` return this."""
+    _override("size", "tp", world_size)
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Make `get_tensor_model_parallel_rank` return this."""
+    _override("rank", "tp", rank)
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Make `get_pipeline_model_parallel_world_size` return this."""
+    _override("size", "pp", world_size)
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Make `get_pipeline_model_parallel_rank` return this."""
+    _override("rank", "pp", rank)
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Make `get_virtual_pipeline_model_parallel_world_size` return this."""
+    _state.virtual_size = world_size
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Say which model chunk this rank works on; new code passes `vp_stage` instead."""
+    _state.virtual_rank = rank
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Make `get_data_parallel_rank` return this, with and without context parallelism."""
+    _override("rank", "dp", rank)
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Make `get_expert_model_parallel_world_size` return this."""
+    _override("size", "ep", world_size)
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Make `get_expert_model_parallel_rank` return this."""
+    _override("rank", "ep", rank)
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Make `get_expert_tensor_parallel_world_size` return this."""
+    _override("size", "expt_tp", world_size)
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Make `get_expert_tensor_parallel_rank` return this."""
+    _override("rank", "expt_tp", rank)
+
+
+# --- position in the pipeline -----------------------------------------------------------------------------------------
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Number of model chunks a stage; None without an interleaved schedule."""
+    return _state.virtual_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The model chunk this rank works on; None without an interleaved schedule."""
+    return _state.virtual_rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank is the first stage and, unless `ignore_virtual`, works on its first chunk."""
+    if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != 0:
+        return False
+    return get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank is the last stage and, unless `ignore_virtual`, works on its last chunk."""
+    if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != _state.virtual_size - 1:
+        return False
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (unless `ignore_virtual`, this chunk of it) holds the word embedding.
+
+    On the pipeline's first stage that is the first chunk, on its last the last chunk, on others every chunk.
+    """
+    if get_process_groups().embd is None:
+        return False
+    if ignore_virtual:
+        return True
+    ranks = get_process_groups().ranks("embd")
+    if dist.get_rank() == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if dist.get_rank() == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
+    return get_process_groups().pos_embd is not None
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of the first stage of this rank's pipeline."""
+    return get_process_groups().ranks("pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of the last stage of this rank's pipeline."""
+    return get_process_groups().ranks("pp")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the stage after this one; of the first after the last."""
+    return _pipeline_neighbour(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the stage before this one; of the last before the first."""
+    return _pipeline_neighbour(-1)
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tensor group, from which it broadcasts."""
+    return get_process_groups().ranks("tp")[0]
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's model group."""
+    return get_process_groups().ranks("mp")[0]
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first member of this rank's data group."""
+    return get_process_groups().ranks("dp_cp" if with_context_parallel else "dp")[0]
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's expert group."""
+    return get_process_groups().ranks("ep")[0]
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks that split the sequence with this rank, in sequence order."""
+    if not check_initialized and _state.groups is None:
+        return None
+    return get_process_groups().ranks("cp")
+
+
+def _chunk(vp_stage: int | None) -> int:
+    chunk = _state.virtual_rank if vp_stage is None else vp_stage
+    if chunk is None:
+        raise RuntimeError("The model chunk is unknown; pass vp_stage=, or set_virtual_pipeline_model_parallel_rank.")
+    return chunk
+
+
+def _pipeline_neighbour(step: int) -> int:
+    ranks = get_process_groups().ranks("pp")
+    return ranks[(get_pipeline_model_parallel_rank() + step) % get_pipeline_model_parallel_world_size()]

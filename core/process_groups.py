@@ -1,0 +1,257 @@
+"""This rank's process groups as one typed object that can be passed around, and the function that creates them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from core.group_options import NO_OPTIONS, GroupOptions
+
+# Gloo twin -> the group it doubles, for CPU tensors where the backend moves only device memory.
+GLOO_TWINS = {
+    "dp_gloo": "dp",
+    "dp_cp_gloo": "dp_cp",
+    "intra_dp_cp_gloo": "intra_dp_cp",
+    "expt_dp_gloo": "expt_dp",
+    "intra_expt_dp_gloo": "intra_expt_dp",
+}
+
+
+class ProcessGroups:
+    """The process groups of one rank; Megatron's users know it as a process group collection.
+
+    Constructed by keyword from any subset of the fields; ValueError on an unknown one. A field that was not given reads
+    None; `require` turns that into an error that names it.
+
+        groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
+        groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
+    """
+
+    tp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+    mp: ProcessGroup | None = None
+    embd: ProcessGroup | None = None
+    pos_embd: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    tp_cp: ProcessGroup | None = None
+    tp_dp: ProcessGroup | None = None
+    tp_dp_cp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+    intra_dp_cp: ProcessGroup | None = None
+    inter_dp_cp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    expt_tp: ProcessGroup | None = None
+    tp_ep: ProcessGroup | None = None
+    tp_ep_pp: ProcessGroup | None = None
+    expt_dp: ProcessGroup | None = None
+    intra_expt_dp: ProcessGroup | None = None
+    inter_expt_dp: ProcessGroup | None = None
+    intra_dist_opt: ProcessGroup | None = None
+    inter_dist_opt: ProcessGroup | None = None
+    dp_gloo: ProcessGroup | None = None
+    dp_cp_gloo: ProcessGroup | None = None
+    intra_dp_cp_gloo: ProcessGroup | None = None
+    expt_dp_gloo: ProcessGroup | None = None
+    intra_expt_dp_gloo: ProcessGroup | None = None
+
+    _created: tuple[ProcessGroup, ...] = ()
+
+    def __init__(self, **groups: ProcessGroup | None) -> None:
+        for name, group in groups.items():
+            setattr(self, name, group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS and name != "_created":
+            raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        held = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
+        return f"ProcessGroups({', '.join(held)})"
+
+    @property
+    def num_created(self) -> int:
+        """How many groups `build` created for this object; the fields that share one count once."""
+        return len(self._created)
+
+    def require(self, name: str) -> ProcessGroup:
+        """The group `name`. RuntimeError that names it where this object has none."""
+        group = self._field(name)
+        if group is None:
+            raise RuntimeError(
+                f"The process group '{name}' is needed and not set on this rank; pass ProcessGroups({name}=...) or "
+                f"call core.parallel_state.initialize_model_parallel (ranks outside an embedding group have none)."
+            )
+        return group
+
+    def size(self, name: str) -> int:
+        """Number of ranks in the group `name`; 1 where this object has none."""
+        group = self._field(name)
+        return 1 if group is None else dist.get_world_size(group)
+
+    def rank(self, name: str) -> int:
+        """This rank's place in the group `name`; 0 where this object has none."""
+        group = self._field(name)
+        return 0 if group is None else dist.get_rank(group)
+
+    def ranks(self, name: str) -> list[int]:
+        """The global ranks of the group `name`, ascending. RuntimeError where this object has none."""
+        return dist.get_process_group_ranks(self.require(name))
+
+    def destroy(self) -> None:
+        """Destroy the groups that `build` created, once; groups that were passed in belong to the caller."""
+        created, self._created = self._created, ()
+        _destroy(created)
+        for name in FIELDS:
+            if name in self.__dict__:
+                delattr(self, name)
+
+    def _field(self, name: str) -> ProcessGroup | None:
+        if name not in FIELDS:
+            raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
+        return getattr(self, name)
+
+    @classmethod
+    def build(
+        cls,
+        members: Mapping[str, Sequence[int]],
+        *,
+        timeout: timedelta | None = None,
+        gloo_twins: bool = True,
+        options: Mapping[str, GroupOptions] | None = None,
+    ) -> ProcessGroups:
+        """Create the groups of this rank on top of the started default process group.
+
+        Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`; creating
+        a group waits for the members of that group only. All ranks go through the kinds in the same order, so a wait
+        ends as soon as the members have finished the kinds before: no cycle is possible. Kinds with equal ranks and
+        options share one group; all ranks of the world as 'intra_dist_opt' are the default group unless another kind
+        already spans them.
+
+        timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields; on gloo itself
+        they are the same groups. options: stream priority and communicator settings of a kind, NCCL only.
+        Where creation fails, what was created so far is destroyed before the error leaves.
+        """
+        options = options or {}
+        backend = dist.get_backend()
+        shared: dict[tuple[Any, ...], ProcessGroup] = {}
+        groups = cls()
+        with _named_groups() as create:
+            try:
+                for name, twin_of, ranks in _kinds(members, gloo_twins):
+                    kind_options = options.get(twin_of or name, NO_OPTIONS) if backend == "nccl" else NO_OPTIONS
+                    kind_backend = "gloo" if twin_of else backend
+                    if kind_backend == "gloo":
+                        kind_options = NO_OPTIONS
+                    key = (tuple(ranks), kind_backend, kind_options)
+                    if name == "intra_dist_opt" and key not in shared and _is_world(ranks) and key[2] == NO_OPTIONS:
+                        groups.intra_dist_opt = dist.group.WORLD
+                        continue
+                    if key not in shared:
+                        shared[key] = create(name, list(ranks), kind_backend, timeout, kind_options)
+                    setattr(groups, name, shared[key])
+            except BaseException:
+                _destroy(tuple(shared.values()))
+                raise
+        groups._created = tuple(shared.values())
+        return groups
+
+
+FIELDS = tuple(name for name in ProcessGroups.__annotations__ if not name.startswith("_"))
+ProcessGroupCollection = ProcessGroups
+
+
+def _is_world(ranks: Sequence[int]) -> bool:
+    return len(ranks) == dist.get_world_size()
+
+
+def _kinds(members: Mapping[str, Sequence[int]], gloo_twins: bool) -> Iterator[tuple[str, str | None, Sequence[int]]]:
+    for name, ranks in members.items():
+        yield name, None, ranks
+    if gloo_twins:
+        for twin, name in GLOO_TWINS.items():
+            if name in members:
+                yield twin, name, members[name]
+
+
+def _destroy(groups: Sequence[ProcessGroup]) -> None:
+    """Destroy groups, last created first; those that went with the default group are gone already."""
+    for group in reversed(groups):
+        with contextlib.suppress(ValueError):  # torch's "Invalid process group specified"
+            dist.destroy_process_group(group)
+
+
+_build_count = itertools.count()
+
+
+def _next_build() -> int:
+    """The number of this build on this job's store: the same on all ranks, never given twice.
+
+    It lives in the store because that is what outlives a default group and what names must not collide in: gloo would
+    read the addresses of a destroyed group under an old name. Every rank counts for itself, so nobody waits.
+    """
+    if dist.get_backend() == "fake":  # a fake store holds nothing, and nothing can collide in it
+        return next(_build_count)
+    store = distributed_c10d._get_default_store()
+    return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
+
+
+# Note [Names of groups]
+# new_group(use_local_synchronization=True) lets only the members of a group take part in creating it. The members meet
+# in the store under the group's name, and torch makes that name from the ranks and the NUMBER OF GROUPS that this
+# process has. Ranks differ in that number as soon as one of them is in an embedding group or made a group of its own:
+# they would wait for each other under different names until the timeout. So groups get names that follow from the
+# build, the kind and the ranks alone.
+#
+# A default group bound to a device makes torch split its communicator eagerly, and a split needs every rank of the
+# world. The binding is lifted while ours are created: their communicators then start on first use.
+
+
+@contextlib.contextmanager
+def _named_groups() -> Iterator[Any]:
+    build = _next_build()
+    name = ""
+    world = dist.group.WORLD
+    device = world.bound_device_id
+    torch_name = distributed_c10d._process_group_name
+
+    def create(
+        kind: str, ranks: list[int], backend: str, timeout: timedelta | None, options: GroupOptions
+    ) -> ProcessGroup:
+        nonlocal name
+        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
+        name = f"core.{build}.{kind}.{backend}.{digest}"
+        group = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options.nccl(),
+            use_local_synchronization=True,
+            group_desc=f"core:{kind}",
+        )
+        if group.group_name != name:
+            dist.destroy_process_group(group)
+            raise RuntimeError(
+                f"torch {torch.__version__} named the group '{kind}' {group.group_name!r} instead of {name!r}; without "
+                f"our name ranks can wait for each other forever. Use torch 2.11 to 2.13."
+            )
+        return group
+
+    try:
+        distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+        if device is not None:
+            world.bound_device_id = None
+        yield create
+    finally:
+        distributed_c10d._process_group_name = torch_name
+        if device is not None:
+            world.bound_device_id = device
