@@ -1,0 +1,23 @@
+"""The gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
+
+from core.distributed.bucket import SyncError
+from core.distributed.distributed_data_parallel import DistributedDataParallel
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.finalize_model_grads import finalize_model_grads
+from core.distributed.fingerprint import LayoutMismatch
+from core.distributed.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
+from core.distributed.guards import NonFiniteGradientError, ReplicaDriftError
+
+__all__ = [
+    "ContractError",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GradSyncRule",
+    "GradientContract",
+    "LayoutMismatch",
+    "NonFiniteGradientError",
+    "ReplicaDriftError",
+    "SyncError",
+    "declare_gradient",
+    "finalize_model_grads",
+]

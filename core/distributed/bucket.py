@@ -1,0 +1,229 @@
+"""Bucket: one collective's worth of gradients, and the state machine that moves it. No hooks, no modules.
+
+    ACCUMULATING --launch--> IN_FLIGHT --complete--> REDUCED --close--> FINAL --reset--> ACCUMULATING
+
+While a bucket is in flight its parameters' `.grad` is detached (None): a gradient that arrives late lands in a fresh
+tensor instead of racing with the wire, is noticed, and is reduced afterwards. No peer can silently lose or mix it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.collectives import Collectives, Handle, Op
+from core.distributed.gradient_contract import GradientContract
+from core.distributed.param_layout import BucketLayout
+
+
+class SyncError(RuntimeError):
+    """A gradient or a call came at a moment at which it could only have been mixed up with another step's."""
+
+
+class BucketState(Enum):
+    """Where a bucket's gradients are on their way from autograd to the optimizer."""
+
+    ACCUMULATING = "accumulating"  # autograd adds this rank's gradients
+    IN_FLIGHT = "in flight"  # a collective owns the memory
+    REDUCED = "reduced"  # whole over the data group; sync rules may still be due
+    FINAL = "final"  # ready for the optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGroups:
+    """The process groups of a bucket: shard x replica = data."""
+
+    data: dist.ProcessGroup  # all ranks whose gradients are added
+    shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
+    replica: dist.ProcessGroup | None  # the same shard in the other optimizer instances
+
+
+@dataclass(slots=True)
+class BucketEvent:
+    """When one bucket did what in a step, in perf_counter seconds; None for what did not happen."""
+
+    bucket: int
+    name: str
+    nbytes: int
+    ready_s: float | None = None
+    launched_s: float | None = None
+    done_s: float | None = None
+    wait_start_s: float | None = None
+    wait_end_s: float | None = None
+
+
+class Bucket:
+    """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        grad: torch.Tensor,
+        params: list[nn.Parameter],
+        contracts: list[GradientContract],
+        groups: BucketGroups,
+        *,
+        sharded: bool,
+        scale: float,
+        average: bool,
+        param_data: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.grad = grad  # [layout.numel], a view of the buffer
+        self.param_data = param_data  # [layout.numel] of the parameters where they are sharded, else None
+        self.params = params
+        self.contracts = contracts
+        self.groups = groups
+        self.sharded = sharded
+        self.scale = scale
+        self.op: Op = "mean" if average else "sum"
+        offset = layout.start
+        self.views = [grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in layout.slots]
+        self.state = BucketState.ACCUMULATING
+        self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
+        self.arrivals = [0] * len(params)
+        self.expected = [1] * len(params)
+        self.pending = len(params)
+        self.has_late = False
+        self.handle = Handle()
+        self.event = BucketEvent(layout.index, layout.describe(), grad.numel() * grad.element_size())
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """[start, end) within the bucket that this rank owns; everything where gradients are not sharded."""
+        if not self.sharded:
+            return 0, self.layout.numel
+        return self.layout.shard(dist.get_rank(self.groups.shard), dist.get_world_size(self.groups.shard))
+
+    @property
+    def valid_range(self) -> tuple[int, int]:
+        """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
+        return (0, self.layout.numel) if self.full else self.shard_range
+
+    def valid_part(self, index: int) -> torch.Tensor:
+        """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
+        slot = self.layout.slots[index]
+        low, high = self.valid_range
+        start = max(slot.start - self.layout.start, low)
+        end = min(slot.end - self.layout.start, high)
+        return self.grad[start : max(start, end)]
+
+    def attach(self) -> None:
+        """Make every trainable parameter's `.grad` its view of the buffer."""
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view if param.requires_grad else None
+
+    def reset(self) -> None:
+        """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it."""
+        self.state = BucketState.ACCUMULATING
+        self.full = not self.sharded
+        self.arrivals = [0] * len(self.params)
+        self.pending = sum(count > 0 for count in self.expected)
+        self.has_late = False
+        self.handle = Handle()
+        self.event = BucketEvent(self.layout.index, self.event.name, self.event.nbytes)
+
+    # -- the state machine ------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> bool:
+        """Note a gradient that came outside no_sync; True when it was the last one the bucket waited for."""
+        count = self.arrivals[index] = self.arrivals[index] + 1
+        if self.state is BucketState.IN_FLIGHT:
+            return False
+        if count == self.expected[index]:
+            self.pending -= 1
+            if self.pending == 0:
+                self.event.ready_s = time.perf_counter()
+                return True
+        return False
+
+    def collect(self) -> None:
+        """Bring every gradient into the buffer, wherever the user or autograd left it, and detach `.grad`."""
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is None or not param.requires_grad:
+                view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
+            elif grad is not view:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+            param.grad = None
+
+    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False) -> None:
+        """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
+        self._expect(BucketState.ACCUMULATING, "launched")
+        self.collect()
+        if self.scale != 1.0:
+            self.grad.mul_(self.scale)
+        self.full = force_all_reduce or not self.sharded
+        self.state = BucketState.IN_FLIGHT
+        self.event.launched_s = time.perf_counter()
+        self.handle = self.reduce(self.grad, collectives)
+        if self.grad.device.type == "cpu":
+            self.handle.watch()
+
+    def reduce(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
+        """Reduce a tensor laid out like this bucket, in place, over the data group or to this rank's shard."""
+        if self.full:
+            return collectives.all_reduce(grad, self.groups.data, self.op)
+        return collectives.reduce_scatter(grad, self.groups.shard, self.op)
+
+    def complete(self, collectives: Collectives) -> None:
+        """Wait for the reduction; with several optimizer instances add the shards of the other instances."""
+        self._expect(BucketState.IN_FLIGHT, "waited for")
+        self.event.wait_start_s = time.perf_counter()
+        self.handle.wait()
+        self.add_instances(self.grad, collectives)
+        self.event.wait_end_s = time.perf_counter()
+        self.event.done_s = self.handle.done_s or self.event.wait_end_s
+        self.handle = Handle()
+        self.state = BucketState.REDUCED
+
+    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> None:
+        """Second half of a sharded reduction over several optimizer instances: the same shard, across instances."""
+        if not self.full and self.groups.replica is not None:
+            low, high = self.shard_range
+            collectives.all_reduce(grad[low:high], self.groups.replica, self.op).wait()
+
+    def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
+        """(index, gradient) of what arrived while the bucket was in flight; detaches it."""
+        late = []
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                late.append((index, param.grad))
+                param.grad = None
+        return late
+
+    def add_late(self, late: list[tuple[int, torch.Tensor]], collectives: Collectives) -> None:
+        """Reduce gradients that came after the launch, and add them. Collective: all ranks of the data group."""
+        extra = torch.zeros_like(self.grad)
+        for index, grad in late:
+            slot = self.layout.slots[index]
+            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(grad.reshape(-1))
+        if self.scale != 1.0:
+            extra.mul_(self.scale)
+        self.reduce(extra, collectives).wait()
+        self.add_instances(extra, collectives)
+        low, high = self.valid_range
+        self.grad[low:high].add_(extra[low:high])
+
+    def learn(self) -> None:
+        """Expect next time what was seen this time, so that a bucket leaves as soon as its last gradient is there.
+
+        A wrong expectation costs overlap or a second reduction, never correctness.
+        """
+        self.expected = list(self.arrivals)
+
+    def close(self) -> None:
+        """The sync rules are done: hand the gradients to the optimizer."""
+        self._expect(BucketState.REDUCED, "closed")
+        self.state = BucketState.FINAL
+
+    def _expect(self, state: BucketState, action: str) -> None:
+        if self.state is not state:
+            raise SyncError(f"{self.event.name} cannot be {action}: it is {self.state.value}, not {state.value}")

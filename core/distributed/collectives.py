@@ -1,0 +1,188 @@
+"""Collectives: the only file that calls torch.distributed reductions for gradients and gathers for parameters.
+
+Every call is counted (bytes this rank sends, number of calls) and answers with a handle; `handle.wait()` completes it.
+A handle may hold work that only happens in `wait()`, so handles of one group are waited for in the order of their
+launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Op = Literal["sum", "mean", "max"]
+
+# torch 2.13 renames the flat collectives; 2.11 has only the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has put on the wire since the last `reset`."""
+
+    bytes_sent: int = 0
+    collectives: int = 0
+
+    def count(self, nbytes: float) -> None:
+        """Add one collective that sends `nbytes`."""
+        self.bytes_sent += int(nbytes)
+        self.collectives += 1
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self.bytes_sent = 0
+        self.collectives = 0
+
+
+@dataclass(slots=True)
+class Handle:
+    """A collective in flight. `done_s` is the perf_counter reading at which the backend finished its part."""
+
+    works: Sequence[dist.Work] = ()
+    finish: Callable[[], None] | None = None
+    keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
+    done_s: float | None = None
+    _waited: bool = field(default=False, repr=False)
+
+    def watch(self) -> Handle:
+        """Record when the backend is done, where it can tell without being asked."""
+        if self.works:
+            with contextlib.suppress(RuntimeError):  # gloo's reduce-scatter has no future; then the wait's end is noted
+                self.works[-1].get_future().add_done_callback(self._note)
+        return self
+
+    def _note(self, _future: Any) -> None:
+        self.done_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Complete the collective; a second wait does nothing."""
+        if self._waited:
+            return
+        for work in self.works:
+            work.wait()
+        if self.finish is not None:
+            self.finish()
+        self._waited = True
+        self.keep = ()
+
+
+class Collectives:
+    """The gradient collectives of one wrapped model; `ordered` adds in rank order whatever the backend would do.
+
+    In ordered mode (deterministic_reduction, or fp32 accumulation of a 16-bit wire) the parts of a bucket are
+    exchanged and added locally, rank 0 first, so that a sum does not depend on where bucket borders lie or on the
+    backend's algorithm.
+    """
+
+    def __init__(self, *, ordered: bool = False, traffic: Traffic | None = None) -> None:
+        self.ordered = ordered
+        self.traffic = traffic if traffic is not None else Traffic()
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+        """Reduce a contiguous tensor in place over `group`. Collective, asynchronous."""
+        size = dist.get_world_size(group)
+        if size == 1 or tensor.numel() == 0:
+            return Handle()
+        self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
+        if self.ordered and op in ("sum", "mean"):
+            return self._ordered_all_reduce(tensor, group, mean=op == "mean")
+        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
+        return Handle((work,), (lambda: _divide(tensor, size)) if op == "mean" else None, (tensor,))
+
+    def reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+        """Reduce `full` [n * size] over `group`; afterwards only this rank's part of it, [n], is defined. In place."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if size == 1 or full.numel() == 0:
+            return Handle()
+        self.traffic.count((size - 1) / size * full.numel() * full.element_size())
+        part = full.numel() // size
+        shard = full[rank * part : (rank + 1) * part]
+        if self.ordered:
+            received = torch.empty_like(full)
+            work = dist.all_to_all_single(received, full, group=group, async_op=True)
+            return Handle((work,), lambda: _sum_parts(received, shard, size, op == "mean"), (received, full))
+        work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        return Handle((work,), (lambda: _divide(shard, size)) if op == "mean" else None, (full,))
+
+    def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> Handle:
+        """Fill `full` [n * size] from every rank's own part of it, in place."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if size == 1 or full.numel() == 0:
+            return Handle()
+        self.traffic.count((size - 1) / size * full.numel() * full.element_size())
+        part = full.numel() // size
+        work = _all_gather(full, full[rank * part : (rank + 1) * part], group=group, async_op=True)
+        return Handle((work,), None, (full,))
+
+    def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+        """Copy the tensor of the group's rank `source` to all others."""
+        if dist.get_world_size(group) > 1 and tensor.numel():
+            self.traffic.count(tensor.numel() * tensor.element_size())
+            dist.broadcast(tensor, group=group, group_src=source)
+
+    def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        flat = tensor.view(-1)
+        base, extra = divmod(flat.numel(), size)
+        sizes = [base + (r < extra) for r in range(size)]
+        parts = list(flat.split(sizes))
+        received = torch.empty(size * sizes[rank], dtype=flat.dtype, device=flat.device)
+        work = dist.all_to_all_single(
+            received, flat, output_split_sizes=[sizes[rank]] * size, input_split_sizes=sizes, group=group, async_op=True
+        )
+
+        def finish() -> None:
+            _sum_parts(received, parts[rank], size, mean)
+            sends = [
+                dist.broadcast(part, group=group, group_src=r, async_op=True)
+                for r, part in enumerate(parts)
+                if part.numel()
+            ]
+            for send in sends:
+                send.wait()
+
+        return Handle((work,), finish, (received, flat))
+
+
+def _divide(tensor: torch.Tensor, size: int) -> None:
+    tensor.div_(size)
+
+
+def _sum_parts(received: torch.Tensor, out: torch.Tensor, size: int, mean: bool) -> None:
+    """out = sum of the `size` equal parts of `received`, first part first; 16-bit parts are added in fp32."""
+    parts = received.view(size, -1)
+    accumulate = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
+    total = parts[0].to(accumulate, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    if mean:
+        total.div_(size)
+    out.copy_(total)
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a small tensor must lie to travel over `group`: the CPU if gloo can take it, else this rank's GPU."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Elementwise maximum of a small int64 vector over a control group, in place and asynchronous."""
+    work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's picklable value, in group order. For wrap time and for failures, never for a step."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -1,0 +1,39 @@
+"""The table behind `ddp.describe()`: where every gradient lies and what will be done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from core.distributed.grad_buffer import GradBuffer
+from core.distributed.model_plan import ModelPlan
+from core.process_groups import ProcessGroups
+
+
+def describe_model(plan: ModelPlan, buffers: Sequence[GradBuffer], groups: ProcessGroups) -> str:
+    """Buffers, their buckets and their parameters as text, one line each."""
+    lines = []
+    for number, buffer in enumerate(buffers):
+        key = buffer.layout.key
+        ranks = dist.get_process_group_ranks(groups.require(key.data_group))
+        where = f"sharded over {buffer.layout.shards}" if buffer.sharded else "replicated"
+        lines.append(
+            f"buffer {number}: parameters {key.param_dtype}, gradients {key.grad_dtype}, {buffer.numel} elements "
+            f"({buffer.grad_data.element_size() * buffer.numel} bytes), {where}, data group {key.data_group} {ranks}"
+        )
+        for bucket in buffer.buckets:
+            layout = bucket.layout
+            padding = layout.numel - layout.numel_unpadded
+            scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
+            lines.append(
+                f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.event.nbytes} bytes, {padding} "
+                f"padding, {bucket.op}{scaled}"
+            )
+            for slot in layout.slots:
+                contract = plan.contracts[slot.name]
+                sharded = f", split over {', '.join(contract.sharded_over)}" if contract.sharded_over else ""
+                lines.append(f"    {slot.name} {list(slot.shape)}{sharded}: {'; '.join(contract.reductions)}")
+    for name, param in plan.frozen.items():
+        lines.append(f"frozen: {name} {list(param.shape)}")
+    return "\n".join(lines)

@@ -1,0 +1,302 @@
+"""DistributedDataParallel: the wrapper that users see. Plans, allocates, hooks; the engine below it does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed.bucket import Bucket, BucketGroups
+from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.describe import describe_model
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.fingerprint import LayoutMismatch, check_same_tables, checksum
+from core.distributed.grad_buffer import GradBuffer
+from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
+from core.distributed.grad_sync import GradSync
+from core.distributed.gradient_contract import GradientContract, data_group_of
+from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
+from core.distributed.model_plan import ModelPlan, plan_model, shard_group_name
+from core.distributed.param_sync import ParamSync
+from core.process_groups import ProcessGroups
+
+CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap a model chunk so that its gradients are kept in contiguous buffers and reduced over data parallelism.
+
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
+        for batch in data:
+            model.zero_grad_buffer()
+            loss_of(model, batch).backward()
+            finalize_model_grads([model])
+            optimizer.step()
+
+    config: a ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism.
+    ddp_config: how gradients are kept and reduced. module: any nn.Module whose parameters lie on one device.
+    disable_bucketing: one bucket a buffer, for chunks whose gradients are not on the critical path.
+    pg_collection: ProcessGroups; parallel_state's by default.
+
+    After `finalize_model_grads` gradients are the mean over the data-parallel ranks of what each rank's backwards
+    added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded,
+    where only this rank's shard of `main_grad` is valid. Neither config is written to.
+
+    Collective over all ranks that hold this chunk. Raises LayoutMismatch on every rank of a data group whose ranks hold
+    different models or weights, ContractError or ValueError for what one rank can know alone.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ddp_config = ddp_config
+        self.module = module
+        self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
+        self.groups.require("dp_cp")
+        one_bucket = disable_bucketing or self.groups.rank("pp") > 0
+        self.plan = self._plan_together(one_bucket)
+        self.contracts: dict[str, GradientContract] = self.plan.contracts
+        self.collectives = Collectives(
+            ordered=ddp_config.deterministic_reduction or ddp_config.reduce_scatter_with_fp32_accumulation
+        )
+        all_buffers = [self._allocate(number) for number in range(len(self.plan.layout.buffers))]
+        self.buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
+        self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
+        order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
+        self.nan_watch = NonFiniteWatch(order) if ddp_config.check_for_nan_in_grad else None
+        self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None
+        self.reducer = GradReducer(
+            order,
+            self.collectives,
+            self._control_groups(order),
+            self._thawed,
+            overlap=ddp_config.overlap_grad_reduce,
+            watch=self.nan_watch,
+        )
+        self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
+        self.param_sync = ParamSync(order, Collectives(), module, overlap=ddp_config.overlap_param_gather)
+        self.stages_checked = False
+        self._hook_params(order)
+        self._check_initial_weights()
+        module.register_state_dict_pre_hook(lambda *_: self.param_sync.finish())
+
+    # -- wrapping ---------------------------------------------------------------------------------------------------
+
+    def _plan_together(self, one_bucket: bool) -> ModelPlan:
+        """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
+        failure: Exception | None = None
+        plan: ModelPlan | None = None
+        try:
+            plan = plan_model(self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket)
+        except (ValueError, RuntimeError, TypeError) as error:
+            failure = error
+        for name in ("dp_cp", "expt_dp"):
+            if self.groups.size(name) > 1:
+                table = [repr(self.ddp_config.sharded), *plan.table(name)] if plan is not None else []
+                failure = self._compare(table, name, failure)
+        if self.groups.size("tp") > 1:
+            table = [] if plan is None else [f"{c.name!r}: {'; '.join(c.reductions)}" for c in plan.contracts.values()]
+            failure = self._compare(table, "tp", failure)
+        if plan is None or failure is not None:
+            raise failure or RuntimeError("this model could not be planned")
+        return plan
+
+    def _compare(self, table: list[str], name: str, failure: Exception | None) -> Exception | None:
+        """A failure in one group must still be told to the next group, so it is returned and raised at the end."""
+        try:
+            check_same_tables(table, self.groups.require(name), name, failure)
+        except (ValueError, RuntimeError, TypeError) as error:
+            return error
+        return failure
+
+    def _check_initial_weights(self) -> None:
+        if self.ddp_config.initial_weights == "broadcast":
+            self.broadcast_params()
+        elif self.ddp_config.initial_weights == "check":
+            for name in ("dp_cp", "expt_dp"):
+                if self.groups.size(name) > 1:
+                    self._check_equal_weights(name)
+
+    def _check_equal_weights(self, group_name: str) -> None:
+        group = self.groups.require(group_name)
+        named = [(n, p) for n, p in self.module.named_parameters() if data_group_of(p) == group_name]
+        sums = torch.tensor([checksum(p) for _, p in named], dtype=torch.int64, device=control_device(group))
+        bounds = torch.stack([sums, -sums])
+        agree_max(bounds, group).wait()
+        if torch.equal(bounds[0], -bounds[1]):
+            return
+        first = next(i for i in range(len(named)) if not torch.equal(bounds[0, i], -bounds[1, i]))
+        ranks = dist.get_process_group_ranks(group)
+        values = gather_objects(tuple(sums[first].tolist()), group)
+        other = next((r for r, v in zip(ranks, values, strict=True) if v != values[0]), ranks[0])
+        raise LayoutMismatch(
+            f"parameter {named[first][0]!r} starts with other values on rank {other} than on rank {ranks[0]} of data "
+            f"group {group_name!r} {ranks}. Seed all data ranks alike, load the same checkpoint, or wrap with "
+            "initial_weights='broadcast'"
+        )
+
+    def _allocate(self, number: int) -> GradBuffer:
+        layout = self.plan.layout.buffers[number]
+        data_group = layout.key.data_group
+        shard_name = shard_group_name(data_group, self.ddp_config)
+        replica = None
+        if shard_name != data_group:
+            replica = self.groups.require({"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}[data_group])
+        groups = BucketGroups(self.groups.require(data_group), self.groups.require(shard_name), replica)
+        return GradBuffer(
+            layout,
+            self.plan.params,
+            self.plan.contracts,
+            groups,
+            sharded=self.ddp_config.sharded,
+            scale=self._scale_before(data_group),
+            average=self.ddp_config.average_in_collective,
+            device=self.plan.device,
+        )
+
+    def _scale_before(self, data_group: str) -> float:
+        """What a bucket is multiplied by before its reduction, so that it comes out divided by the whole data group.
+
+        An expert's gradient is a sum over the tokens of all expert-parallel ranks, so its divisor is that of dense
+        parameters although fewer ranks hold it.
+        """
+        if getattr(self.config, "calculate_per_token_loss", False):
+            return 1.0
+        if self.ddp_config.average_in_collective:
+            return self.groups.size(data_group) / self.groups.size("dp_cp")
+        return 1.0 / self.groups.size("dp_cp")
+
+    def _control_groups(self, order: list[Bucket]) -> list[ControlGroup]:
+        control = []
+        for name, twin in CONTROL_TWIN.items():
+            buckets = tuple(bucket for bucket in order if bucket.contracts[0].data_group == name)
+            if buckets or name == "dp_cp":
+                group = getattr(self.groups, twin) or self.groups.require(name)
+                control.append(ControlGroup(name, group, buckets))
+        return control
+
+    def _hook_params(self, order: list[Bucket]) -> None:
+        for bucket in order:
+            for index, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+
+    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        reducer, param_sync = self.reducer, self.param_sync
+
+        def hook(_param: torch.Tensor) -> None:
+            if param_sync.pending:
+                param_sync.check_used(bucket, index)
+            reducer.arrive(bucket, index)
+
+        return hook
+
+    def _thawed(self) -> list[str]:
+        return [name for name, param in self.plan.frozen.items() if param.requires_grad]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        self.param_sync.before_forward()
+        if torch.is_grad_enabled():
+            self.reducer.forward_seen = True
+        output = self.module(*inputs, **kwargs)
+        self.param_sync.after_forward()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing: for every backward of a step but the last. May be nested."""
+        self.reducer.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self.reducer.no_sync_depth -= 1
+
+    def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
+        """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous."""
+        self.reducer.start(force_all_reduce=force_all_reduce)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Complete the data-parallel reduction, launching what is left. Idempotent. Collective over the data group.
+
+        Sync rules (sequence parallelism, tied embeddings) are `finalize_model_grads`' part.
+        """
+        self.reducer.finish(force_all_reduce=force_all_reduce)
+        self.reducer.attach()
+
+    def zero_grad_buffer(self) -> None:
+        """Zero all gradients and begin a new step. Drops what a collective in flight was about to deliver."""
+        self.reducer.drain()
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.zero()
+        self.reducer.begin()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""
+        self.zero_grad_buffer()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.scale_gradients(scaling_factor)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
+
+        With overlap_param_gather it returns at once, unless `force_sync`; modules wait for their own parameters.
+        """
+        if self.ddp_config.sharded:
+            self.param_sync.start(force_sync=force_sync)
+
+    def finish_param_sync(self) -> None:
+        """Wait for parameter gathers in flight, before parameters are read other than by a forward."""
+        self.param_sync.finish()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Copy the parameters of each data group's first rank to the others. Collective over the data groups."""
+        for param in self.module.parameters():
+            self.param_sync.collectives.broadcast(param.data, self.groups.require(data_group_of(param)))
+
+    # -- looking in -------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
+        return describe_model(self.plan, [*self.buffers, *self.expert_parallel_buffers], self.groups)
+
+    def step_report(self) -> StepReport:
+        """What the reductions of the last finished step cost on this rank."""
+        return self.reducer.report
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's state dict, without a prefix for the wrapper."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The same as state_dict, under the name that Megatron's checkpoint code calls."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the wrapped module. `assign` would replace parameters that live in the buffer, and is refused."""
+        if assign:
+            raise ValueError(
+                "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
+            )
+        self.param_sync.finish()
+        return self.module.load_state_dict(state_dict, strict=strict)

@@ -1,0 +1,85 @@
+"""DistributedDataParallelConfig: how gradients are kept and reduced. Frozen; the wrapper never writes to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from core.distributed.gradient_contract import GradSyncRule
+
+STRATEGIES = ("no_shard", "optim")
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelConfig:
+    """Names and defaults of Megatron Core; the last block is ours.
+
+    grad_reduce_in_fp32: accumulate and reduce in fp32 whatever the parameter's dtype.
+    overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.
+    overlap_param_gather: gather parameters while the next forward runs (needs a sharded strategy).
+    align_param_gather: leave the start of the gathers to `config.param_sync_func`.
+    use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
+    num_distributed_optimizer_instances: shard inside data / instances ranks, replicate across.
+    check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
+    check_for_large_grads: warn when a bucket's norm is 10 times what was seen before.
+    bucket_size: elements a bucket holds; None for max(40 000 000, 1 000 000 x data ranks). Only used under overlap.
+    num_buckets: the number of buckets instead of their size.
+    pad_buckets_for_high_nccl_busbw: pad bucket ends to multiples of 2**16 elements.
+    reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32.
+    average_in_collective: let the collective divide.
+    data_parallel_sharding_strategy: 'no_shard' or 'optim'.
+
+    initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
+    check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
+    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
+    sync_rules: further reductions of yours, run after the built-in ones.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+
+    initial_weights: Literal["check", "broadcast", "ignore"] = "check"
+    check_replicas: bool = False
+    deterministic_reduction: bool = False
+    sync_rules: tuple[GradSyncRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_sharding_strategy not in STRATEGIES:
+            raise ValueError(
+                f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
+                f"{', '.join(STRATEGIES)}"
+            )
+        for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.bucket_size is not None and self.num_buckets is not None:
+            raise ValueError(
+                f"bucket_size ({self.bucket_size}) and num_buckets ({self.num_buckets}) exclude each other; give one"
+            )
+        if self.overlap_param_gather and not self.sharded:
+            raise ValueError(
+                "overlap_param_gather gathers sharded parameters, and nothing is sharded; "
+                "set use_distributed_optimizer=True as well"
+            )
+        if self.initial_weights not in ("check", "broadcast", "ignore"):
+            raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
+        if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
+            raise ValueError("reduce_scatter_with_fp32_accumulation adds; average_in_collective must be False with it")
+
+    @property
+    def sharded(self) -> bool:
+        """Is the optimizer's state sharded over data parallelism?"""
+        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy == "optim"

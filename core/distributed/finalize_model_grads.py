@@ -1,0 +1,174 @@
+"""finalize_model_grads: the last reductions between backward and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.bucket import BucketState, SyncError
+from core.distributed.distributed_data_parallel import DistributedDataParallel
+from core.distributed.grad_sync import check_stages, sync_across_stages
+from core.distributed.guards import check_finite, check_replicas
+from core.process_groups import ProcessGroups
+
+
+def finalize_model_grads(
+    model: Sequence[nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroups | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Make the gradients of all model chunks whole. Call it on every rank, after backward and before the step.
+
+    model: this rank's chunks (DistributedDataParallel, or modules around one). num_tokens: with
+    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a 0-dim or [1] integer tensor,
+    valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: must hold the groups
+    that the model was wrapped with. force_all_reduce: leave whole gradients on every rank even where they are sharded.
+
+    In order: the data-parallel reduction of every chunk, launching what backward has not; the sync rules, on each
+    bucket as it becomes whole (see GradSyncRule); router expert bias; division by the global number of tokens; the
+    guards.
+
+    Raises ValueError for arguments that contradict the config, SyncError when there are no new gradients since the last
+    call, NonFiniteGradientError and ReplicaDriftError on all ranks alike. Collective over all groups of the model.
+    """
+    chunks = [_wrapper_of(chunk) for chunk in model]
+    groups = chunks[0].groups if chunks else None
+    if groups is None:
+        raise ValueError("finalize_model_grads was given no model chunk; pass the list of this rank's wrapped chunks")
+    config = chunks[0].config
+    _check_arguments(chunks, config, num_tokens, groups, pg_collection)
+
+    for chunk in chunks:
+        chunk.reducer.start(force_all_reduce=force_all_reduce)
+    for chunk in chunks:
+        _finish_chunk(chunk, force_all_reduce)
+    for chunk in chunks:
+        chunk.grad_sync.wait()
+    syncs = [chunk.grad_sync for chunk in chunks]
+    if not all(chunk.stages_checked for chunk in chunks):
+        check_stages(syncs)
+        for chunk in chunks:
+            chunk.stages_checked = True
+    sync_across_stages(syncs)
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
+    if num_tokens is not None:
+        total = _global_num_tokens(num_tokens, chunks[0])
+        for chunk in chunks:
+            chunk.scale_gradients(total.reciprocal())
+    _guard(chunks, groups)
+    for chunk in chunks:
+        chunk.reducer.close()
+
+
+def _wrapper_of(chunk: nn.Module) -> DistributedDataParallel:
+    part: Any = chunk
+    while not isinstance(part, DistributedDataParallel):
+        inner = getattr(part, "module", None)
+        if inner is None:
+            raise ValueError(
+                f"finalize_model_grads got a {type(chunk).__name__} that is not wrapped; its gradients were never "
+                "reduced. Wrap it in core.distributed.DistributedDataParallel and pass [wrapped]"
+            )
+        part = inner
+    return part
+
+
+def _check_arguments(
+    chunks: Sequence[DistributedDataParallel],
+    config: Any,
+    num_tokens: torch.Tensor | None,
+    groups: ProcessGroups,
+    pg_collection: ProcessGroups | None,
+) -> None:
+    """Everything that can be refused is refused here, before the first collective."""
+    per_token = getattr(config, "calculate_per_token_loss", False)
+    if per_token and num_tokens is None:
+        raise ValueError(
+            "the config says calculate_per_token_loss, so gradients are sums over tokens; pass num_tokens to divide "
+            "them by"
+        )
+    if not per_token and num_tokens is not None:
+        raise ValueError(
+            "num_tokens was given but calculate_per_token_loss is False, so gradients are already means over ranks; "
+            "set calculate_per_token_loss=True in the model's config, or leave num_tokens out"
+        )
+    if num_tokens is not None and num_tokens.numel() != 1:
+        raise ValueError(
+            f"num_tokens has shape {list(num_tokens.shape)}; expected one number, the sum over this rank's microbatches"
+        )
+    if pg_collection is not None and pg_collection is not groups:
+        _check_same_groups(groups, pg_collection)
+    for chunk in chunks:
+        if any(bucket.state is BucketState.FINAL for bucket in chunk.reducer.order) and not chunk.reducer.has_new_step:
+            raise SyncError(
+                f"rank {dist.get_rank()}: finalize_model_grads was called twice without a backward in between; the "
+                "second call would reduce and scale reduced gradients again. Call it once a step"
+            )
+
+
+def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
+    for name in ("dp_cp", "expt_dp", "tp", "pp", "embd", "pos_embd"):
+        ranks = [
+            None if group is None else dist.get_process_group_ranks(group)
+            for group in (getattr(wrapped, name), getattr(given, name))
+        ]
+        if ranks[1] is not None and ranks[0] != ranks[1]:
+            raise ValueError(
+                f"pg_collection.{name} holds ranks {ranks[1]}, and the model was wrapped with {ranks[0]}; pass the "
+                "groups it was wrapped with"
+            )
+
+
+def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> None:
+    if chunk.reducer.open:
+        chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
+    else:  # the user, or a schedule, has called finish_grad_sync: the rules are what is left
+        for bucket in chunk.reducer.order:
+            chunk.grad_sync.launch(bucket)
+
+
+def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:
+    """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+    A router module holds `expert_bias` [experts] and `local_tokens_per_expert` [experts], counts of this rank's tokens
+    since the last update; they are added over all ranks that route different tokens, then set to zero.
+    """
+    routers = [m for chunk in chunks for m in chunk.module.modules() if getattr(m, "expert_bias", None) is not None]
+    if not routers:
+        return
+    counts = torch.stack([router.local_tokens_per_expert for router in routers])  # [routers, experts]
+    chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp")).wait()
+    for router, tokens in zip(routers, counts, strict=True):
+        underloaded = tokens.float().mean() - tokens.float()
+        router.expert_bias.add_(torch.sign(underloaded), alpha=rate)
+        router.local_tokens_per_expert.zero_()
+
+
+def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
+    """The number of tokens of the whole batch, 0-dim fp64, at least 1.
+
+    The last stage knows this data rank's part, the data group adds the parts. Stays on the device: nobody waits for it.
+    """
+    groups = chunk.groups
+    total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.int64)
+    if groups.size("pp") > 1:
+        chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
+    chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
+    return total.clamp(min=1).to(torch.float64)
+
+
+def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
+    watches = [chunk.nan_watch for chunk in chunks if chunk.nan_watch is not None]
+    if watches:
+        check_finite(watches, groups)
+    for chunk in chunks:
+        if chunk.large_watch is not None:
+            chunk.large_watch.look()
+        if chunk.ddp_config.check_replicas:
+            check_replicas(chunk.reducer.order, groups)

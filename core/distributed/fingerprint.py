@@ -1,0 +1,78 @@
+"""Do all ranks of a data group hold the same model? Asked once, when wrapping, before any other collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.collectives import agree_max, control_device, gather_objects
+
+
+class LayoutMismatch(RuntimeError):
+    """The ranks of a data group do not hold the same model, or not the same weights."""
+
+
+def compare_tables(tables: Sequence[Sequence[str]], ranks: Sequence[int], group_name: str) -> str | None:
+    """The first difference between the ranks' tables in two sentences, or None. Pure.
+
+    A table has one line a fact ("parameter 'w': shape [2, 3], ..."); all ranks see the same tables, so all say the
+    same.
+    """
+    reference = tables[0]
+    for rank, table in zip(ranks[1:], tables[1:], strict=True):
+        if list(table) == list(reference):
+            continue
+        longest = max(len(reference), len(table))
+        for line in range(longest):
+            here = table[line] if line < len(table) else "nothing: the model ends before this"
+            there = reference[line] if line < len(reference) else "nothing: the model ends before this"
+            if here != there:
+                return (
+                    f"rank {rank} has {here}; rank {ranks[0]} has {there} "
+                    f"(group {group_name!r}, ranks {list(ranks)}). The ranks of this group must hold the same model; "
+                    "did they build it from different configurations or in a different order?"
+                )
+    return None
+
+
+def check_same_tables(
+    table: Sequence[str], group: dist.ProcessGroup, group_name: str, failure: Exception | None
+) -> None:
+    """Raise LayoutMismatch on every rank if any rank's table differs, or if any rank could not make its own.
+
+    failure: what kept this rank from making its table; it is raised again here, after the others have been told.
+    Collective over `group`. One hash a rank travels; the tables themselves only on a difference.
+    """
+    digest = hashlib.sha256("\n".join(table).encode()).digest()
+    words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
+    mine = torch.tensor([*words, failure is not None], dtype=torch.int64, device=control_device(group))
+    low_high = torch.cat([mine, -mine])
+    agree_max(low_high, group).wait()
+    failed = int(low_high[len(words)]) > 0
+    if not failed and torch.equal(low_high[: len(mine)], -low_high[len(mine) :]):
+        return
+    ranks = dist.get_process_group_ranks(group)
+    tables = gather_objects((list(table), None if failure is None else f"{type(failure).__name__}: {failure}"), group)
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in zip(ranks, tables, strict=True):
+        if message is not None:
+            raise LayoutMismatch(f"rank {rank} of group {group_name!r} {ranks} could not wrap its model. {message}")
+    difference = compare_tables([table for table, _ in tables], ranks, group_name)
+    raise LayoutMismatch(difference or f"the models of group {group_name!r} {ranks} differ")
+
+
+def checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two int64 sums over the bits of a tensor, the second one position dependent; equal for equal tensors."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return 0, 0
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point or flat.dtype.is_complex else flat
+    columns = min(61, bits.numel())
+    rows = bits[: bits.numel() // columns * columns].view(-1, columns).sum(dim=0, dtype=torch.int64)
+    weighted = (rows * torch.arange(1, columns + 1, device=rows.device)).sum()
+    return int(bits.sum(dtype=torch.int64)), int(weighted)

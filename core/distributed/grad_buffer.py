@@ -1,0 +1,96 @@
+"""GradBuffer: the memory. One contiguous tensor a (parameter dtype, gradient dtype, data group); gradients are views
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from core.distributed.bucket import Bucket, BucketGroups
+from core.distributed.gradient_contract import GradientContract
+from core.distributed.param_layout import BufferLayout
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of a layout's dtype name, such as 'float32'."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype
+
+
+class GradBuffer:
+    """Storage that follows a BufferLayout. `grad_data` [numel]; `param_data` [numel] where the optimizer is sharded."""
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Mapping[str, nn.Parameter],
+        contracts: Mapping[str, GradientContract],
+        groups: BucketGroups,
+        *,
+        sharded: bool,
+        scale: float,
+        average: bool,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.groups = groups
+        self.sharded = sharded
+        grad_dtype = dtype_named(layout.key.grad_dtype)
+        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        self.param_data = (
+            torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device) if sharded else None
+        )
+        self.buckets: list[Bucket] = []
+        for plan in layout.buckets:
+            members = [params[slot.name] for slot in plan.slots]
+            # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
+            grad = self.grad_data.data[plan.start : plan.end]
+            param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
+            bucket = Bucket(
+                plan,
+                grad,
+                members,
+                [contracts[slot.name] for slot in plan.slots],
+                groups,
+                sharded=sharded,
+                scale=scale,
+                average=average,
+                param_data=param_data,
+            )
+            self.buckets.append(bucket)
+            for slot, param, view in zip(plan.slots, members, bucket.views, strict=True):
+                if param.dtype != grad_dtype:
+                    param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
+                if param_data is not None:
+                    home = param_data[slot.start - plan.start : slot.end - plan.start].view(slot.shape)
+                    home.copy_(param.data)
+                    param.data = home
+                param.main_grad = view
+            bucket.attach()
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.layout.numel
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Elements without the padding at the ends of buckets."""
+        return sum(bucket.layout.numel_unpadded for bucket in self.buckets)
+
+    def zero(self) -> None:
+        """Zero all gradients, and attach them to `.grad` again."""
+        self.grad_data.zero_()
+        for bucket in self.buckets:
+            bucket.attach()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply every gradient that is valid on this rank."""
+        for bucket in self.buckets:
+            low, high = bucket.valid_range
+            bucket.grad[low:high].mul_(factor)

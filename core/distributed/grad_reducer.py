@@ -1,0 +1,298 @@
+"""GradReducer: from autograd's arrivals to reduced buckets. Keeps the one launch order that all ranks of a stage share.
+
+Buckets are launched in that order and in no other, whatever order their gradients arrive in; what backward never made
+complete is launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and nobody waits
+for it.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
+from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.guards import NonFiniteWatch
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What the gradients of one step cost: times in milliseconds, bytes this rank sent, collectives it took part in."""
+
+    exposed_ms: float = 0.0
+    hidden_share: float = 0.0  # of the time collectives were in flight, the part that nobody waited for
+    bytes_sent: int = 0
+    collectives: int = 0
+    late_buckets: int = 0
+    events: list[BucketEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """The buckets of one data group, and a group of the same ranks for their agreement once a step.
+
+    On CUDA `group` is the gloo twin, so that reading the answer does not stop the stream.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    buckets: tuple[Bucket, ...]
+
+
+class GradReducer:
+    """Launches, orders and completes the buckets of one wrapped model chunk.
+
+    thawed: names of parameters that were frozen when the model was wrapped and are not any more.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Bucket],
+        collectives: Collectives,
+        control: Sequence[ControlGroup],
+        thawed: Callable[[], list[str]],
+        *,
+        overlap: bool,
+        watch: NonFiniteWatch | None = None,
+    ) -> None:
+        self.order = list(order)
+        self.collectives = collectives
+        self.control = list(control)
+        self.thawed = thawed
+        self.overlap = overlap
+        self.watch = watch
+        self.next = 0  # index into `order` of the bucket to launch next
+        self.no_sync_depth = 0
+        self.force_all_reduce = False
+        self.open = True  # may gradients of this step still come?
+        self.forward_seen = False  # did a training forward run since the step was closed?
+        self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
+        self.report = StepReport()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def arrive(self, bucket: Bucket, index: int) -> None:
+        """A gradient of `bucket.params[index]` has been accumulated. Called by a hook for every parameter: kept
+        short.
+        """
+        if not self.open:
+            self._reopen(bucket, index)
+        if self.watch is not None:
+            self.watch.look(bucket, index)
+        if bucket.state is BucketState.IN_FLIGHT:
+            bucket.has_late = True
+        if self.overlap and self.no_sync_depth == 0 and (bucket.arrive(index) or self.next_is_ready):
+            self.advance()
+
+    @property
+    def next_is_ready(self) -> bool:
+        """Can the bucket whose turn it is be launched?"""
+        return self.next < len(self.order) and self.order[self.next].pending == 0
+
+    def advance(self) -> None:
+        """Launch every bucket whose turn has come and whose gradients are there."""
+        while self.next_is_ready:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.order[self.next].launch(self.collectives, force_all_reduce=self.force_all_reduce)
+        self.next += 1
+
+    def _reopen(self, bucket: Bucket, index: int) -> None:
+        if self.needs_zero and bucket.params[index].grad is bucket.views[index]:
+            raise SyncError(
+                f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} was added to gradients that "
+                "are already reduced. Call zero_grad_buffer() (or optimizer.zero_grad(set_to_none=True)) between "
+                "finalize_model_grads and the next backward; to accumulate microbatches finalize after the last one"
+            )
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step: every bucket accumulates again. The memory is left as it is."""
+        for bucket in self.order:
+            bucket.reset()
+        if self.watch is not None:
+            self.watch.reset()
+        self.next = 0
+        self.force_all_reduce = False
+        self.forward_seen = False
+        self.open = True
+
+    # -- the end of a step ------------------------------------------------------------------------------------------
+
+    @property
+    def has_new_step(self) -> bool:
+        """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
+        return self.open or self._emptied()
+
+    def start(self, *, force_all_reduce: bool = False) -> None:
+        """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step."""
+        if not self.open:
+            if not self._emptied():
+                return
+            self.begin()
+        if force_all_reduce and self.next > 0 and not self.force_all_reduce:
+            launched = next((b for b in self.order[: self.next] if b.sharded), None)
+            if launched is not None:
+                raise SyncError(
+                    f"force_all_reduce was asked for after backward had reduce-scattered {launched.event.name}; run "
+                    "the last backward under no_sync(), or turn overlap_grad_reduce off"
+                )
+        self.force_all_reduce = self.force_all_reduce or force_all_reduce
+        while self.next < len(self.order):
+            self._launch_next()
+
+    def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
+        """Complete the reduction over the data groups; a second call does nothing. Collective.
+
+        then: called with each bucket as soon as it is whole, in launch order.
+        """
+        self.start(force_all_reduce=force_all_reduce)
+        if not self.open:
+            return
+        begun = time.perf_counter()
+        # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
+        agreement = _Agreement(self.control, self.thawed())
+        try:
+            late = agreement.late_anywhere()
+        except SyncError:
+            self.drain()
+            raise
+        for bucket in self.order:
+            bucket.complete(self.collectives)
+            if id(bucket) in late:
+                bucket.add_late(bucket.late_gradients(), self.collectives)
+            if then is not None:
+                then(bucket)
+        if any(count for bucket in self.order for count in bucket.arrivals):
+            for bucket in self.order:
+                bucket.learn()
+        self.open = False
+        self._write_report(begun, len(late))
+
+    def drain(self) -> None:
+        """Wait for whatever is in flight and forget it, before the memory is zeroed."""
+        for bucket in self.order:
+            if bucket.state is BucketState.IN_FLIGHT:
+                bucket.handle.wait()
+
+    def attach(self) -> None:
+        """Put reduced gradients back into `.grad` where the whole of a bucket is valid on this rank."""
+        for bucket in self.order:
+            if bucket.full:
+                bucket.attach()
+
+    def close(self) -> None:
+        """Hand the gradients to the optimizer."""
+        for bucket in self.order:
+            bucket.close()
+        self.attach()
+
+    def _emptied(self) -> bool:
+        """Is the closed step over, though no gradient has arrived on this rank since?
+
+        Other ranks may have gradients, and wait. Where gradients are sharded `.grad` is None anyway, and a training
+        forward since then is what tells a new step from a second call.
+        """
+        whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
+        if whole:
+            return all(param.grad is None for param in whole)
+        return self.forward_seen
+
+    def _write_report(self, begun: float, late: int) -> None:
+        now = time.perf_counter()
+        events = [bucket.event for bucket in self.order]
+        flight = sum((e.done_s or now) - (e.launched_s or now) for e in events)
+        exposed = sum(
+            max(0.0, min(e.done_s or now, e.wait_end_s or now) - max(begun, e.launched_s or now)) for e in events
+        )
+        traffic = self.collectives.traffic
+        self.report = StepReport(
+            exposed_ms=(now - begun) * 1e3,
+            hidden_share=1.0 - exposed / flight if flight > 0 else 0.0,
+            bytes_sent=traffic.bytes_sent,
+            collectives=traffic.collectives,
+            late_buckets=late,
+            events=events,
+        )
+        traffic.reset()
+
+
+def _needs_zero(bucket: Bucket) -> bool:
+    """Would adding to reduced gradients and reducing again give something else than the sum of both?"""
+    size = dist.get_world_size(bucket.groups.data)
+    exact_mean = bucket.op == "mean" or abs(bucket.scale * size - 1.0) < 1e-9
+    return bucket.sharded or not exact_mean or any(contract.rules for contract in bucket.contracts)
+
+
+class _Agreement:
+    """One small maximum a data group and step, in which every rank learns what happened on any rank.
+
+    For each bucket: did gradients come after its launch? For all: did a parameter thaw? Do the frozen sets differ?
+    """
+
+    def __init__(self, control: Sequence[ControlGroup], thawed: list[str]) -> None:
+        self.control = control
+        self.thawed = thawed
+        self.frozen: list[list[str]] = []
+        self.flags: list[torch.Tensor] = []
+        self.works: list[dist.Work | None] = []
+        for entry in control:
+            frozen = [
+                contract.name
+                for bucket in entry.buckets
+                for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+                if not param.requires_grad
+            ]
+            digest = zlib.crc32("\n".join(frozen).encode())
+            flags = torch.tensor(
+                [*(int(bucket.has_late) for bucket in entry.buckets), int(bool(thawed)), digest, -digest],
+                dtype=torch.int64,
+                device=control_device(entry.group),
+            )
+            self.frozen.append(frozen)
+            self.flags.append(flags)
+            self.works.append(agree_max(flags, entry.group) if dist.get_world_size(entry.group) > 1 else None)
+
+    def late_anywhere(self) -> set[int]:
+        """Ids of the buckets that got gradients after their launch on any rank.
+
+        Raises SyncError on all ranks of a data group alike if a parameter thawed, or was frozen on some of them only.
+        """
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        late: set[int] = set()
+        for entry, flags, frozen in zip(self.control, self.flags, self.frozen, strict=True):
+            *is_late, thawed, digest, minus_digest = flags.tolist()
+            if thawed:
+                self._refuse_thawed(entry)
+            if digest != -minus_digest:
+                _refuse_unequal_freeze(entry, frozen)
+            late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
+        return late
+
+    def _refuse_thawed(self, entry: ControlGroup) -> None:
+        ranks = dist.get_process_group_ranks(entry.group)
+        rank, names = next((r, n) for r, n in zip(ranks, gather_objects(self.thawed, entry.group), strict=True) if n)
+        raise SyncError(
+            f"parameter {names[0]!r} was frozen when the model was wrapped and has requires_grad=True now on rank "
+            f"{rank}; it has no place in the gradient buffer and would not be reduced. Wrap the model again after "
+            "unfreezing"
+        )
+
+
+def _refuse_unequal_freeze(entry: ControlGroup, frozen: list[str]) -> None:
+    ranks = dist.get_process_group_ranks(entry.group)
+    sets = [set(names) for names in gather_objects(frozen, entry.group)]
+    name = min(set.union(*sets) - set.intersection(*sets))
+    here = [rank for rank, names in zip(ranks, sets, strict=True) if name in names]
+    raise SyncError(
+        f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of data group {entry.name!r} "
+        f"{ranks}; its copies would drift apart. Set requires_grad alike on all of them"
+    )

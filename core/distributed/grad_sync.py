@@ -1,0 +1,161 @@
+"""GradSync: runs the sync rules that are left once a bucket is whole over its data group.
+
+Within a stage all members of a rule's group have the same layout, so a rule's part of a bucket is packed into a few
+collectives as soon as that bucket is whole. Across stages only the order of the served parameters is shared, so there
+each parameter travels alone. Where gradients are sharded, only the slice that this rank owns travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from core.distributed.bucket import Bucket
+from core.distributed.collectives import Collectives, Handle
+from core.distributed.fingerprint import check_same_tables
+from core.distributed.gradient_contract import STAGE_CROSSING, GradSyncRule
+from core.process_groups import ProcessGroups
+
+IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
+PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements
+
+
+@dataclass(slots=True)
+class PendingSync:
+    """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
+
+    handle: Handle
+    parts: list[torch.Tensor]
+    flat: torch.Tensor | None
+
+    def wait(self) -> None:
+        """Complete the collective and put the result where the gradients lie."""
+        self.handle.wait()
+        if self.flat is not None:
+            for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
+                part.copy_(reduced)
+
+
+def pack(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut slices into the lists that travel together: a large one alone, small ones up to PACK_NUMEL elements."""
+    packs: list[list[torch.Tensor]] = []
+    room = 0
+    for part in parts:
+        if part.numel() == 0:
+            continue
+        if part.numel() >= IN_PLACE_NUMEL:
+            packs.append([part])
+            room = 0
+        elif part.numel() <= room:
+            packs[-1].append(part)
+            room -= part.numel()
+        else:
+            packs.append([part])
+            room = PACK_NUMEL - part.numel()
+    return packs
+
+
+class GradSync:
+    """The rules of one wrapped model chunk, planned once."""
+
+    def __init__(
+        self,
+        order: Sequence[Bucket],
+        rules: Sequence[GradSyncRule],
+        groups: ProcessGroups,
+        collectives: Collectives,
+        registration: Sequence[str],
+    ) -> None:
+        self.position = {name: position for position, name in enumerate(registration)}
+        self.groups = groups
+        self.collectives = collectives
+        self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
+        self.pending: list[PendingSync] = []
+        # rule index -> [(bucket, index of the parameter)], and for rules within a stage the same by bucket.
+        self.served = [
+            [(bucket, i) for bucket in order for i, contract in enumerate(bucket.contracts) if rule.serves(contract)]
+            for rule in self.rules
+        ]
+        self.within: dict[int, list[tuple[GradSyncRule, list[int]]]] = {}
+        for rule, served in zip(self.rules, self.served, strict=True):
+            if rule.group in STAGE_CROSSING:
+                continue
+            for bucket in order:
+                indices = [i for owner, i in served if owner is bucket]
+                if indices:
+                    self.within.setdefault(id(bucket), []).append((rule, indices))
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
+        for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
+            if position > 0:
+                self.wait()  # two rules may serve one parameter: the second one needs the first one's result
+            group = self.groups.require(rule.group)
+            for parts in pack([bucket.valid_part(i) for i in indices]):
+                alone = len(parts) == 1
+                flat = parts[0] if alone else torch.cat(parts)
+                handle = self.collectives.all_reduce(flat, group, rule.op)
+                self.pending.append(PendingSync(handle, parts, None if alone else flat))
+
+    def wait(self) -> None:
+        """Complete what `launch` started."""
+        for sync in self.pending:
+            sync.wait()
+        self.pending.clear()
+
+    def crossing(self, rule: GradSyncRule) -> list[tuple[str, torch.Tensor]]:
+        """(name, valid slice) of every parameter that a stage-crossing rule serves here, in registration order."""
+        if rule not in self.rules:
+            return []
+        served = self.served[self.rules.index(rule)]
+        named = [(bucket.contracts[i].name, bucket.valid_part(i)) for bucket, i in served]
+        return sorted(named, key=lambda item: self.position[item[0]])
+
+
+def sync_across_stages(chunks: Sequence[GradSync]) -> None:
+    """Run the stage-crossing rules over all model chunks of this rank. Collective over each rule's group.
+
+    Copies of a parameter in several virtual pipeline chunks (equal names) are added first, and all get the result.
+    """
+    rules = list(dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group in STAGE_CROSSING))
+    for rule in rules:
+        copies: dict[str, list[torch.Tensor]] = {}
+        for chunk in chunks:
+            for name, part in chunk.crossing(rule):
+                copies.setdefault(name, []).append(part)
+        group = chunks[0].groups.require(rule.group)
+        handles = []
+        for first, *others in copies.values():
+            for other in others:
+                first.add_(other)
+            if rule.op == "mean" and others:
+                first.div_(1 + len(others))
+            handles.append(chunks[0].collectives.all_reduce(first, group, rule.op))
+        for handle, (first, *others) in zip(handles, copies.values(), strict=True):
+            handle.wait()
+            for other in others:
+                other.copy_(first)
+
+
+def check_stages(chunks: Sequence[GradSync]) -> None:
+    """Do all stages bring the same copies to each stage-crossing rule? Asked once, before the rules first run.
+
+    Raises LayoutMismatch on every member of the group, naming the first difference. Collective over every such group.
+    """
+    for group_name in sorted(STAGE_CROSSING):
+        if chunks[0].groups.size(group_name) < 2:
+            continue
+        rules = [rule for chunk in chunks for rule in chunk.rules if rule.group == group_name]
+        table = [
+            f"copy {number} for {rule.name!r} of {numel} elements"
+            for rule in dict.fromkeys(rules)
+            for number, numel in enumerate(_copies(chunks, rule))
+        ]
+        check_same_tables(table, chunks[0].groups.require(group_name), group_name, None)
+
+
+def _copies(chunks: Sequence[GradSync], rule: GradSyncRule) -> list[int]:
+    sizes = {name: part.numel() for chunk in chunks for name, part in chunk.crossing(rule)}
+    return list(sizes.values())

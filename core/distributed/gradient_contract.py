@@ -1,0 +1,261 @@
+"""GradientContract: what one parameter's gradient needs. Read once, when a model is wrapped; the only reader of tags.
+
+For a parameter each parallel axis is one of three things: its ranks hold different slices (`sharded_over`), they hold
+partial gradients that must be added or averaged (`partial_over`, `averaged_over`), or they hold equal gradients
+already. Data parallelism is partial for everybody; expert parameters have a data group of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from core.process_groups import ProcessGroups
+
+STAGE_CROSSING = frozenset({"pp", "embd", "pos_embd", "mp", "tp_ep_pp"})  # groups whose members hold different layers
+DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` leaves on a parameter
+
+
+class ContractError(ValueError):
+    """A parameter says two things that cannot both be true, or holds partial gradients that no rule makes whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientContract:
+    """What happens to one parameter's gradient between backward and the optimizer."""
+
+    name: str
+    is_expert: bool
+    data_group: str  # field of ProcessGroups: 'dp_cp' or 'expt_dp'
+    divisor: int  # the sum over the data group is divided by this; 1 when the loss is per token
+    sharded_over: tuple[str, ...] = ()
+    partial_over: tuple[str, ...] = ()
+    averaged_over: tuple[str, ...] = ()
+    replicated_over: tuple[str, ...] = ()  # ranks that must end with equal gradients, checked in debug mode
+    rules: tuple[str, ...] = ()  # the sync rules that serve it, in order, in words
+    counts_in_norm: bool = True  # of all ranks that hold this gradient, is this the one that counts it?
+    crosses_stages: bool = False  # a copy lies on another pipeline stage
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """Every reduction in order, in words."""
+        data = f"sum over {self.data_group} / {self.divisor}"
+        return (data, *self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class GradSyncRule:
+    """A named reduction that is left after the data-parallel one.
+
+    group: a field of ProcessGroups ('tp', 'embd', ...). serves: which contracts it reduces. The data-parallel reduction
+    has been done when a rule runs, so a rule only ever sees gradients that are already whole over the data group.
+    """
+
+    name: str
+    group: str
+    op: Literal["sum", "mean"]
+    serves: Callable[[GradientContract], bool]
+
+
+def _partial(axis: str) -> Callable[[GradientContract], bool]:
+    return lambda contract: axis in contract.partial_over
+
+
+DEFAULT_RULES: tuple[GradSyncRule, ...] = (
+    GradSyncRule("pipeline-replicated sum", "pp", "sum", _partial("pp")),
+    GradSyncRule("tensor-parallel sum", "tp", "sum", _partial("tp")),
+    GradSyncRule("tensor-parallel mean", "tp", "mean", lambda contract: "tp" in contract.averaged_over),
+    GradSyncRule("tied word embedding sum", "embd", "sum", _partial("embd")),
+    GradSyncRule("position embedding sum", "pos_embd", "sum", _partial("pos_embd")),
+)
+
+
+def declare_gradient(
+    param: nn.Parameter, *, partial_over: Sequence[str] = (), averaged_over: Sequence[str] = ()
+) -> nn.Parameter:
+    """Say over which axes a parameter's gradient is partial after backward; returns the parameter.
+
+    Axes are fields of ProcessGroups. With both empty it says: the gradient is complete on every tensor-parallel rank.
+    Example: a q/k norm weight sees this rank's heads only, so `declare_gradient(weight, partial_over=("tp",))`.
+    """
+    setattr(param, DECLARATION, (tuple(partial_over), tuple(averaged_over)))
+    return param
+
+
+def data_group_of(param: nn.Parameter) -> str:
+    """The data-parallel group of a parameter: experts carry `allreduce = False` and have one of their own."""
+    return "dp_cp" if getattr(param, "allreduce", True) else "expt_dp"
+
+
+def shared_copies(module: nn.Module, pre_process_attr: str = "position_embeddings") -> tuple[set[int], set[int]]:
+    """Ids of the word and of the position embedding weights that modules name the way Megatron's models do."""
+    word: set[int] = set()
+    position: set[int] = set()
+    for part in module.modules():
+        if getattr(part, "share_embeddings_and_output_weights", False) and hasattr(
+            part, "shared_embedding_or_output_weight"
+        ):
+            weight = part.shared_embedding_or_output_weight()
+            if isinstance(weight, torch.Tensor):
+                word.add(id(weight))
+        embedding = getattr(part, pre_process_attr, None)
+        weight = getattr(embedding, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            position.add(id(weight))
+    return word, position
+
+
+def read_contract(
+    name: str,
+    param: nn.Parameter,
+    groups: ProcessGroups,
+    config: Any,
+    rules: Sequence[GradSyncRule],
+    *,
+    word_embedding: bool = False,
+    position_embedding: bool = False,
+) -> GradientContract:
+    """Translate one parameter's attributes into its contract. Raises ContractError, naming the parameter."""
+    tp, pp = groups.size("tp"), groups.size("pp")
+    is_expert = data_group_of(param) == "expt_dp"
+    tp_axis = "expt_tp" if is_expert else "tp"
+    sharded = bool(getattr(param, "tensor_model_parallel", False))
+    averaged = bool(getattr(param, "average_gradients_across_tp_domain", False))
+    declaration = getattr(param, DECLARATION, None)
+    sequence_tag = getattr(param, "sequence_parallel", None)
+    sequence_parallel = getattr(config, "sequence_parallel", None)  # None: no config, the tags alone decide
+
+    if sharded and averaged:
+        raise ContractError(
+            f"parameter {name!r}: tensor_model_parallel and average_gradients_across_tp_domain are both set; its "
+            "tensor-parallel ranks hold different slices, which must not be averaged. Clear one of the two"
+        )
+    if sequence_tag and sequence_parallel is False and tp > 1:
+        raise ContractError(
+            f"parameter {name!r}: sequence_parallel is True on the parameter and False in the config; summing its "
+            f"gradient over tensor parallelism would make it {tp} times too large, not summing could lose {tp - 1} "
+            "parts. Make the two agree"
+        )
+
+    partial: list[str] = []
+    averages: list[str] = []
+    if declaration is not None:
+        partial += declaration[0]
+        averages += declaration[1]
+    if sequence_tag and not sharded:
+        partial.append("tp")
+    if averaged:
+        averages.append("tp")
+    if getattr(config, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name):
+        partial.append("tp")
+    if getattr(param, "pipeline_parallel", False):
+        partial.append("pp")
+    if getattr(param, "shared_embedding", False) or word_embedding:
+        partial.append("embd")
+    if getattr(param, "shared_position_embedding", False) or position_embedding:
+        partial.append("pos_embd")
+
+    undeclared = declaration is None and sequence_tag is None and not sharded and not averaged and not partial
+    if sequence_parallel and tp > 1 and undeclared and not is_expert:
+        raise ContractError(
+            f"parameter {name!r} is replicated over {tp} tensor-parallel ranks under sequence parallelism and does not "
+            "say whether its gradient is partial there. If its layer sees this rank's part of the sequence, set "
+            "param.sequence_parallel = True; if it sees the whole sequence, set it to False"
+        )
+    if sharded and "tp" in partial:
+        raise ContractError(
+            f"parameter {name!r} is both split over tensor parallelism and declared partial there; its ranks hold "
+            "different slices, which must not be added. Clear tensor_model_parallel or the declaration"
+        )
+
+    for axis in (*partial, *averages):
+        if axis not in ("embd", "pos_embd") or pp > 1:
+            groups.require(axis)  # a partial gradient whose group is unknown must not pass for a whole one
+    # An axis of one rank needs no reduction.
+    partial_over = tuple(axis for axis in dict.fromkeys(partial) if groups.size(axis) > 1)
+    averaged_over = tuple(axis for axis in dict.fromkeys(averages) if groups.size(axis) > 1)
+    for axis in partial_over:
+        if axis in averaged_over:
+            raise ContractError(
+                f"parameter {name!r}: its gradient over {axis!r} is to be added and to be averaged; choose one"
+            )
+
+    data_group = data_group_of(param)
+    divisor = 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
+    sharded_over = tuple(
+        axis
+        for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", "pp" not in partial_over))
+        if is_sharded and groups.size(axis) > 1
+    )
+    replicated_over = tuple(
+        axis
+        for axis in (tp_axis, "pp", "embd", "pos_embd")
+        if groups.size(axis) > 1
+        and (axis in partial_over or axis in averaged_over or (axis == tp_axis and not sharded))
+    )
+    crosses = any(axis in STAGE_CROSSING for axis in (*partial_over, *averaged_over))
+    counts = (
+        (sharded or groups.rank(tp_axis) == 0)
+        and not getattr(param, "shared", False)
+        and not any(axis in partial_over and groups.rank(axis) > 0 for axis in ("pp", "embd", "pos_embd"))
+    )
+    draft = GradientContract(
+        name,
+        is_expert,
+        data_group,
+        divisor,
+        sharded_over,
+        partial_over,
+        averaged_over,
+        replicated_over,
+        counts_in_norm=counts,
+        crosses_stages=crosses,
+    )
+    serving = tuple(rule for rule in rules if rule.serves(draft) and groups.size(rule.group) > 1)
+    for axis in (*partial_over, *averaged_over):
+        if not any(rule.group == axis for rule in serving):
+            raise ContractError(
+                f"parameter {name!r}: its gradient is partial over {axis!r} ({groups.size(axis)} ranks) and no sync "
+                f"rule reduces it there. Pass a GradSyncRule for {axis!r} in DistributedDataParallelConfig.sync_rules"
+            )
+    return GradientContract(
+        name,
+        is_expert,
+        data_group,
+        divisor,
+        sharded_over,
+        partial_over,
+        averaged_over,
+        replicated_over,
+        tuple(f"{rule.op} over {rule.group} ({rule.name})" for rule in serving),
+        counts,
+        crosses or any(rule.group in STAGE_CROSSING for rule in serving),
+    )
+
+
+def read_contracts(
+    named_params: Iterable[tuple[str, nn.Parameter]],
+    module: nn.Module,
+    groups: ProcessGroups,
+    config: Any,
+    rules: Sequence[GradSyncRule] = DEFAULT_RULES,
+) -> dict[str, GradientContract]:
+    """The contract of every parameter, by name, in registration order."""
+    word, position = shared_copies(module)
+    return {
+        name: read_contract(
+            name,
+            param,
+            groups,
+            config,
+            rules,
+            word_embedding=id(param) in word,
+            position_embedding=id(param) in position,
+        )
+        for name, param in named_params
+    }
