@@ -167,7 +167,8 @@ class Pool:
         method = "forkserver" if sys.platform == "linux" else "spawn"
         self.context = multiprocessing.get_context(method)
         if method == "forkserver":
-            self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+            # torch.optim imports torch._dynamo at its first use, a second in each worker if not done here.
+            self.context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "einops", "pytest"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()
@@ -295,7 +296,6 @@ def _worker_main(pipe: connection.Connection, store_port: int, stuck_file: str) 
 
     threading.Thread(target=read_pipe, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    gc.collect()
     gc.freeze()  # collections between tests look only at what tests made
     pipe.send("ready")
     while True:
@@ -366,7 +366,8 @@ def _clean_up() -> None:
         dist.destroy_process_group()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports the compiler
+        torch.use_deterministic_algorithms(False)
     gc.collect()
 
 
