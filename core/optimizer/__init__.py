@@ -1,0 +1,80 @@
+"""The optimizer: from reduced gradients to updated parameters, replicated or sharded over data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from core.optimizer.clip_grads import everybody
+from core.optimizer.distributed_optimizer import DistributedOptimizer
+from core.optimizer.master_weights import LOW_PRECISION
+from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.param_groups import Condition, ParamGroups
+
+if TYPE_CHECKING:
+    from core.process_groups import ProcessGroups
+
+__all__ = [
+    "DistributedOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "ReplicatedOptimizer",
+    "get_megatron_optimizer",
+]
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[ModelChunk],
+    no_weight_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+    *,
+    pg_collection: ProcessGroups | None = None,
+) -> MegatronOptimizer:
+    """Make the optimizer of wrapped model chunks; sharded when they were wrapped so.
+
+    no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
+        By default biases and one-dimensional parameters do not decay.
+    pg_collection: the groups of the job; default those that the model was wrapped with.
+
+        model = DistributedDataParallel(config, ddp_config, model)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-4, clip_grad=1.0), [model])
+        loss.backward(); finalize_model_grads([model])
+        updated, grad_norm, num_zeros = optimizer.step()
+    """
+    if not model_chunks:
+        raise ValueError("model_chunks is empty; pass the list of wrapped model chunks of this rank")
+    sharded = model_chunks[0].ddp_config.sharded
+    for index, chunk in enumerate(model_chunks):
+        if chunk.ddp_config.sharded != sharded:
+            raise ValueError(
+                f"use_distributed_optimizer is {sharded} for model chunk 0 and {not sharded} for chunk {index}; "
+                "wrap all chunks of a model with the same value"
+            )
+    if config.use_distributed_optimizer not in (None, sharded):
+        raise ValueError(
+            f"OptimizerConfig.use_distributed_optimizer is {config.use_distributed_optimizer}, and the model was "
+            f"wrapped with {sharded}; leave the option at None, or wrap the model with the same value"
+        )
+    params = [
+        (contract.name, param, contract.is_expert)
+        for chunk in model_chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        for bucket in buffer.buckets
+        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+    ]
+    if config.bf16 and params and not any(param.dtype in LOW_PRECISION for _, param, _ in params):
+        name, first, _ = params[0]
+        raise ValueError(
+            f"OptimizerConfig.bf16 is True and no parameter is in bf16 (the first, {name!r}, is {first.dtype}); "
+            "convert the model with model.bfloat16() before wrapping it, or set bf16=False"
+        )
+    groups = ParamGroups(
+        params, no_weight_decay_cond=no_weight_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+    )
+    if pg_collection is None:
+        pg_collection = model_chunks[0].groups
+    cls = DistributedOptimizer if sharded else ReplicatedOptimizer
+    return cls(config, model_chunks, groups, everybody(pg_collection))
