@@ -1,0 +1,231 @@
+"""The house, held by a test: floors, light imports, docstrings, file sizes, one place for gradient collectives."""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# A module stands on the floor of the longest name here that it starts with.
+FLOORS = {
+    "core": 0,
+    "core.rank_grid": 0,
+    "core.process_groups": 0,
+    "core.group_options": 0,
+    "core.parallel_state": 0,
+    "core.model_parallel_config": 0,
+    "core.distributed": 3,
+    "core.distributed.gradient_contract": 1,
+    "core.distributed.param_layout": 1,
+    "core.distributed.grad_buffer": 1,
+    "core.distributed.bucket": 1,
+    "core.distributed.collectives": 1,
+    "core.tensor_parallel": 2,
+    "core.transformer": 2,
+    "core.models": 2,
+    "core.optimizer": 3,
+    "core.training": 4,
+    "core.verify": 4,
+    "pretrain_gpt": 5,
+    "benchmarks": 5,
+}
+GROUND = [name for name, floor in FLOORS.items() if floor == 0 and name != "core"]
+LONGEST_FILE = 500
+LONGER_FOR_A_REASON = {"core/parallel_state.py": 700}  # a list of one-line accessors, whose names users know
+BASE_PACKAGES = {"torch", "numpy", "einops"}
+EXTRA_PACKAGES = {"rich", "tyro", "matplotlib", "tensorboard", "tokenizers", "safetensors", "transformers", "pytest"}
+COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
+
+
+def files() -> list[Path]:
+    return sorted([*(ROOT / "core").rglob("*.py"), *ROOT.glob("pretrain_*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in files()}
+
+
+def floor_of(module: str) -> int | None:
+    parts = module.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((FLOORS[name] for name in names if name in FLOORS), None)
+
+
+def only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports_of(module: str, *, inside_functions: bool) -> Iterator[tuple[str, int]]:
+    """(imported module, line) of each import that runs; `from package import module` gives the module."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    waiting: list[ast.AST] = [tree_of(path)]
+    while waiting:
+        node = waiting.pop()
+        if only_for_types(node):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not inside_functions:
+            continue
+        waiting.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if inner in MODULES else base), node.lineno
+
+
+def test_every_module_of_core_stands_on_a_floor() -> None:
+    # `core` itself is the roof over all: a new file directly in core/ must be given its floor here.
+    homeless = [name for name in MODULES if name.startswith("core.") and floor_of(name) == 0 and name not in FLOORS]
+    assert not homeless, f"give these modules a floor in {Path(__file__).name}: {homeless}"
+
+
+def test_imports_go_down_the_floors() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        mine = floor_of(module)
+        if mine is None:
+            continue
+        for imported, line in imports_of(module, inside_functions=True):
+            theirs = floor_of(imported) if imported.split(".")[0] in ("core", "benchmarks", "pretrain_gpt") else None
+            if theirs is not None and theirs > mine:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: floor {mine} imports {imported} on floor {theirs}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_imports_make_no_circle() -> None:
+    below = {
+        module: {name for name, _ in imports_of(module, inside_functions=False) if name in MODULES and name != module}
+        for module in MODULES
+    }
+    finished: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        if module in finished:
+            return
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        for imported in sorted(below[module]):
+            visit(imported, (*trail, module))
+        finished.add(module)
+
+    for module in sorted(MODULES):
+        visit(module, ())
+
+
+def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        if not module.startswith("core"):
+            continue
+        for imported, line in imports_of(module, inside_functions=False):
+            package = imported.split(".")[0]
+            if package not in BASE_PACKAGES | {"core"} and package not in sys.stdlib_module_names:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: import {imported} inside the function that needs it")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "may_load"),
+    [
+        ("core", []),
+        ("core.parallel_state", GROUND),
+        ("core.distributed", [*GROUND, "core.distributed"]),
+    ],
+    ids=["core", "core.parallel_state", "core.distributed"],
+)
+def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: str, may_load: list[str]) -> None:
+    loaded = modules_loaded_by(f"import {module}") - {"core"}
+    more = {name for name in loaded if not any(name == one or name.startswith(one + ".") for one in may_load)}
+    assert not more, f"import {module} also loads {sorted(more)}"
+
+
+def test_every_module_of_core_is_imported_without_the_extras() -> None:
+    modules = sorted(name for name in MODULES if name.startswith("core") and not name.endswith("__main__"))
+    assert set(modules) <= modules_loaded_by("; ".join(f"import {name}" for name in modules))
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """The modules of core that are loaded after `statement` in a fresh process that has none of the extras."""
+    program = (
+        f"import sys\nfor name in {sorted(EXTRA_PACKAGES)!r}: sys.modules[name] = None\n"
+        f"{statement}\nprint(*[name for name in sys.modules if name == 'core' or name.startswith('core.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_every_public_module_function_and_class_of_core_has_a_docstring() -> None:
+    silent = []
+    for module, path in MODULES.items():
+        if not module.startswith("core"):
+            continue
+        tree = tree_of(path)
+        if not ast.get_docstring(tree):
+            silent.append(f"{path.relative_to(ROOT)}:1: the module")
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if not overload and not ast.get_docstring(node):
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    assert not silent, "\n" + "\n".join(silent)
+
+
+def test_no_file_of_core_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files()}
+    long = {name: length for name, length in lengths.items() if length > LONGER_FOR_A_REASON.get(name, LONGEST_FILE)}
+    assert not long, f"more than {LONGEST_FILE} lines, so probably two subjects: {long}"
+
+
+def test_gradients_are_reduced_in_one_file_only() -> None:
+    wrong = []
+    for path in (ROOT / "core" / "distributed").rglob("*.py"):
+        if path.name == "collectives.py":
+            continue
+        for node in ast.walk(tree_of(path)):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and ast.unparse(node.func.value).endswith(("dist", "distributed", "_functional_collectives")):
+                if COLLECTIVES.match(node.func.attr):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.func)}")
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+                names = [alias.name for alias in node.names if COLLECTIVES.match(alias.name)]
+                wrong.extend(f"{path.relative_to(ROOT)}:{node.lineno}: imports {name}" for name in names)
+    assert not wrong, "these belong in core/distributed/collectives.py:\n" + "\n".join(wrong)
+
+
+def test_an_accelerator_is_never_asked_for_without_a_guard() -> None:
+    """`.cuda()` is nowhere, and a function that names torch.cuda also asks whether there is one."""
+    guard = re.compile(r"is_available|is_initialized|is_cuda|device_count|\.type\b|backend|accelerator")
+    wrong = []
+    for module, path in MODULES.items():
+        if not module.startswith("core"):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                source = ast.unparse(node)
+                if re.search(r"torch\.cuda\.\w+\(", source) and not guard.search(source):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} calls torch.cuda unguarded")
+    assert not wrong, "\n" + "\n".join(wrong)
