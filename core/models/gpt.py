@@ -1,0 +1,120 @@
+"""A GPT: embeddings, layers, and logits or the loss of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.mappings import resolve_groups
+from core.transformer.language_model_embedding import LanguageModelEmbedding
+from core.transformer.transformer_block import TransformerBlock
+from core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model, or one pipeline stage of it.
+
+    pg_collection: this rank's groups; by default parallel_state's, and without any the model is whole on this rank.
+    pre_process, post_process: this stage begins with the embeddings, ends with the logits. layer_numbers: the layers of
+    this stage, counted over the whole model; by default all.
+
+        model = GPTModel(TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256))
+        loss = model(tokens, labels=labels).mean()
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroups | None = None,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        groups = resolve_groups(pg_collection)
+        if groups.size("tp") != config.tensor_model_parallel_size:
+            raise ValueError(
+                f"config.tensor_model_parallel_size is {config.tensor_model_parallel_size} and the tensor-parallel "
+                f"group has {groups.size('tp')} ranks; call parallel_state.initialize_model_parallel with the same "
+                "size, or pass pg_collection"
+            )
+        self.config = config
+        self.pg_collection = groups
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        self._input: Tensor | None = None
+
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(config, pg_collection=groups, name="embedding")
+        self.decoder = TransformerBlock(
+            config, layer_numbers=layer_numbers, post_process=post_process, pg_collection=groups, name="decoder"
+        )
+        if post_process:
+            tied = self.share_embeddings_and_output_weights
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                config=config,
+                init_method=normal_init(config.init_method_std),
+                bias=False,
+                skip_weight_param_allocation=tied and pre_process,
+                allow_padding=True,
+                pg_collection=groups,
+                # A copy on the last stage is drawn as the embedding on the first one is.
+                name="embedding.word_embeddings" if tied else "output_layer",
+            )
+        self._tag_embeddings()
+
+    def _tag_embeddings(self) -> None:
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
+            weight = self.shared_embedding_or_output_weight()
+            weight.shared_embedding = True  # type: ignore[union-attr]
+            weight.shared = self.post_process  # type: ignore[union-attr]  # the copy: norms count the first stage's
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """The word embedding's weight where this stage has it, or the output layer's; None on a stage between."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def set_input_tensor(self, hidden: Tensor | None) -> None:
+        """The hidden state that the stage before sent; used by the next forward of a stage without embeddings."""
+        self._input = hidden
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Loss of each token [b, s] given labels, else logits [s, b, padded vocab / tp]; hidden before the last stage.
+
+        input_ids, labels: [b, s], the same on all ranks of a tensor-parallel group. Collective over that group.
+        Logits beyond vocab_size (padding, on the last ranks) are those of zero rows; the loss leaves them out.
+        """
+        if self.pre_process:
+            hidden = self.embedding(input_ids)
+        elif self._input is not None:
+            hidden = self._input
+        else:
+            raise RuntimeError("GPTModel without embeddings (pre_process=False): call set_input_tensor before forward")
+        hidden = self.decoder(hidden)
+        if not self.post_process:
+            return hidden
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden, tied)
+        if labels is None:
+            return logits
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            rearrange(labels, "b s -> s b"),
+            pg_collection=self.pg_collection,
+            vocab_size=self.config.vocab_size,
+        )
+        return rearrange(loss, "s b -> b s")

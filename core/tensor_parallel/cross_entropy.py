@@ -1,0 +1,124 @@
+"""Cross entropy of logits whose vocabulary is split over tensor parallelism; the whole row never exists on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import all_reduce, group_rank, group_size, resolve_groups
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> Tensor:
+    """Loss of each token, in the logits' dtype, at least fp32. Collective over the tensor-parallel group.
+
+    vocab_parallel_logits: [..., ceil(vocab_size / tp)], this rank's part of the vocabulary; the last ranks' columns
+        beyond vocab_size are padding and take no part.
+    target: [...], token ids of the whole vocabulary, equal on all ranks of the group.
+    label_smoothing: this share of the target's weight is spread evenly over the vocabulary, as in torch.
+    tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
+    vocab_size: may be left out without tensor parallelism. With it, the size is what tells a rank's part of the logits
+        from gathered ones, whose loss would be too large by log(tp) without any error.
+    Raises ValueError when the shape of the logits is not that of this rank's part.
+    """
+    if tp_group is None:
+        tp_group = resolve_groups(pg_collection).tp
+    size, columns = group_size(tp_group), vocab_parallel_logits.shape[-1]
+    if vocab_size is None:
+        if size > 1:
+            raise ValueError(
+                f"vocab_parallel_cross_entropy over {size} tensor-parallel ranks needs vocab_size=: without it logits "
+                "that were gathered cannot be told from this rank's part, and their loss would be silently wrong"
+            )
+        vocab_size = columns
+    expected = math.ceil(vocab_size / size)
+    if columns != expected:
+        hint = ""
+        if size > 1 and columns in (vocab_size, expected * size):
+            hint = "; these are the logits of the whole vocabulary: build the output layer with gather_output=False"
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: logits have {columns} columns, expected {expected} = vocab_size "
+            f"{vocab_size} / {size} tensor-parallel ranks{hint}"
+        )
+    if target.shape != vocab_parallel_logits.shape[:-1]:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: target has shape {list(target.shape)}, expected "
+            f"{list(vocab_parallel_logits.shape[:-1])}, that of the logits without their last dimension"
+        )
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1")
+    # Looking at the values would stop a GPU's stream; there a target out of range counts as no token of any rank.
+    if target.device.type == "cpu" and target.numel():
+        lowest, highest = int(target.min()), int(target.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(f"target ids lie in [{lowest}, {highest}], expected 0 <= id < vocab_size {vocab_size}")
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
+    )
+    return loss
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Two collectives: the largest logit; the sums of exponentials, of predicted logits and, smoothing, of all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, group: dist.ProcessGroup | None, vocab_size: int
+    ) -> Tensor:
+        columns = logits.shape[-1]
+        first = group_rank(group) * columns
+        valid = min(max(vocab_size - first, 0), columns)  # columns that are no padding
+        parallel = group_size(group) > 1
+
+        dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+        shifted = logits.to(dtype, copy=True)
+        shifted[..., valid:] = -torch.inf
+        largest = shifted.amax(dim=-1)
+        if group is not None and parallel:
+            largest = all_reduce(largest, group, dist.ReduceOp.MAX)
+        shifted -= largest.unsqueeze(-1)
+
+        column = target - first
+        elsewhere = (column < 0) | (column >= columns)
+        column = column.masked_fill(elsewhere, 0)
+        predicted = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        parts = [predicted]
+        if smoothing:
+            parts.append(shifted[..., :valid].sum(dim=-1))
+        softmax = shifted.exp_()
+        sums = torch.stack([softmax.sum(dim=-1), *parts])
+        if group is not None and parallel:
+            sums = all_reduce(sums, group)
+        loss = sums[0].log() - (1.0 - smoothing) * sums[1]
+        if smoothing:
+            loss -= smoothing / vocab_size * sums[2]
+
+        softmax /= sums[0].unsqueeze(-1)
+        ctx.save_for_backward(softmax, column, elsewhere)
+        ctx.smoothing, ctx.vocab_size, ctx.valid, ctx.dtype = smoothing, vocab_size, valid, logits.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, column, elsewhere = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        grad_logits = softmax * grad
+        hit = grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        grad_logits.scatter_add_(-1, column.unsqueeze(-1), hit * (ctx.smoothing - 1.0))
+        if ctx.smoothing:
+            grad_logits[..., : ctx.valid] -= grad * (ctx.smoothing / ctx.vocab_size)
+        return grad_logits.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,387 @@
+"""Linear layers and the embedding, split over tensor parallelism: by output or input features, by vocabulary.
+
+Parameters carry what the gradient contract reads: `tensor_model_parallel`, `partition_dim`, `partition_stride` where
+ranks hold slices, `sequence_parallel` where they hold replicas. Without a tensor-parallel group nothing is split.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from core.model_parallel_config import ModelParallelConfig
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import InitMethod, draw_master, tensor_parallel_slice
+from core.tensor_parallel.mappings import (
+    divide,
+    gather_first,
+    gather_from_tensor_model_parallel_region,
+    group_rank,
+    group_size,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    resolve_groups,
+    scatter_to_tensor_model_parallel_region,
+    start_gather_first,
+    start_reduce_scatter_first,
+)
+
+
+def set_tensor_model_parallel_attributes(param: nn.Parameter, is_parallel: bool, dim: int, stride: int) -> None:
+    """Say how a parameter is split: along `dim`, in `stride` parts each split for itself; or that it is not."""
+    param.tensor_model_parallel = is_parallel
+    param.partition_dim = dim
+    param.partition_stride = stride
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """The smallest size that holds the vocabulary and that every rank gets an equal part of."""
+    return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
+
+
+class _ParallelLayer(nn.Module):
+    """What the three layers share: their group, and weights sliced from a master."""
+
+    def __init__(
+        self, config: ModelParallelConfig, tp_group: dist.ProcessGroup | None, pg_collection: ProcessGroups | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp_group = tp_group if tp_group is not None else resolve_groups(pg_collection).tp
+        self.tp_size = group_size(self.tp_group)
+        self.tp_rank = group_rank(self.tp_group)
+        self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
+
+    def _new_weight(
+        self, master_shape: tuple[int, ...], dim: int, stride: int, init_method: InitMethod, name: str | None
+    ) -> nn.Parameter:
+        shape = list(master_shape)
+        shape[dim] = -(-shape[dim] // self.tp_size)
+        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(weight, True, dim, stride)
+        if self.config.perform_initialization:
+            full_name = None if name is None else f"{name}.weight"
+            master = draw_master(master_shape, init_method, full_name, getattr(self.config, "init_seed", 0))
+            with torch.no_grad():
+                weight.copy_(tensor_parallel_slice(master, dim, self.tp_size, self.tp_rank, stride))
+        return weight
+
+
+class ColumnParallelLinear(_ParallelLayer):
+    """Y = X A^T + b with the output features of A split: each rank computes its columns of Y.
+
+    input_size, output_size: those of the whole layer. Input: [s, b, input_size], or [s / tp, b, input_size] under
+    sequence parallelism; output: [s, b, output_size / tp], or the whole with gather_output.
+    stride: the output is this many parts that are split each for itself (2 for SwiGLU's gate and up).
+    skip_bias_add: return the bias instead of adding it.
+    skip_weight_param_allocation: the weight comes with each forward.
+    allow_padding: an output_size that does not divide by tp is padded with zero rows (a vocabulary).
+    tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
+    name: the module's path in the whole model, which seeds its weight; None draws from torch's default CPU generator.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: InitMethod,
+        bias: bool = True,
+        gather_output: bool = False,
+        stride: int = 1,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        allow_padding: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config, tp_group, pg_collection)
+        if gather_output and self.sequence_parallel:
+            raise ValueError(
+                f"ColumnParallelLinear {name or ''}: gather_output=True with sequence_parallel=True would hold the "
+                "whole sequence times all features on every rank; choose one of the two"
+            )
+        if allow_padding and stride == 1:
+            output_size_padded = padded_vocab_size(output_size, self.tp_size)
+        else:
+            output_size_padded = output_size
+            divide(output_size, self.tp_size * stride, f"output_size of ColumnParallelLinear {name or ''} over tensor-"
+                   f"parallel size {self.tp_size} times stride {stride}")  # fmt: skip
+        self.input_size = input_size
+        self.output_size = output_size
+        self.output_size_per_partition = output_size_padded // self.tp_size
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
+        self.weight: nn.Parameter | None = None
+        if not skip_weight_param_allocation:
+            self.weight = self._new_weight((output_size, input_size), 0, stride, init_method, name)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(self.output_size_per_partition, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(output, bias if it was not added). weight: used instead of the layer's own (a tied embedding)."""
+        if weight is None:
+            weight = self.weight
+        if weight is None:
+            raise RuntimeError(
+                "ColumnParallelLinear was built with skip_weight_param_allocation=True and called without a weight"
+            )
+        if weight.shape != (self.output_size_per_partition, self.input_size):
+            raise RuntimeError(
+                f"ColumnParallelLinear: weight has shape {list(weight.shape)}, expected "
+                f"{[self.output_size_per_partition, self.input_size]}"
+            )
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            allreduce_dgrad=self.tp_size > 1 and not self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
+            tp_group=self.tp_group,
+        )
+        if self.gather_output and self.tp_size > 1:
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(_ParallelLayer):
+    """Y = X A^T + b with the input features of A split: the ranks' partial Y are summed, then the bias is added.
+
+    Input: [s, b, input_size / tp], or the whole with input_is_parallel=False; output: [s, b, output_size], or
+    [s / tp, b, output_size] under sequence parallelism. The bias is a replica; under sequence parallelism it sees this
+    rank's positions only, so its gradient is partial. Arguments as in ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: InitMethod,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        stride: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config, tp_group, pg_collection)
+        if self.sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                f"RowParallelLinear {name or ''}: input_is_parallel=False with sequence_parallel=True; the input is "
+                "split along the sequence there, not along its features. Set input_is_parallel=True"
+            )
+        divide(input_size, self.tp_size * stride, f"input_size of RowParallelLinear {name or ''} over tensor-parallel "
+               f"size {self.tp_size} times stride {stride}")  # fmt: skip
+        self.input_size = input_size
+        self.output_size = output_size
+        self.input_size_per_partition = input_size // self.tp_size
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
+        self.weight = self._new_weight((output_size, input_size), 1, stride, init_method, name)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
+            self.bias.sequence_parallel = self.sequence_parallel
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, bias if it was not added)."""
+        if not self.input_is_parallel and self.tp_size > 1:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            self.weight,
+            None,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=self.tp_group,
+        )
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
+        elif self.tp_size > 1:
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias.to(output.dtype), None
+
+
+class VocabParallelEmbedding(_ParallelLayer):
+    """An embedding whose rows (the vocabulary) are split; a size that does not divide by tp is padded with zero rows.
+
+    Input: token ids [b, s], equal on all ranks of the group; output: [b, s, embedding_dim], or with
+    reduce_scatter_embeddings [s, b, embedding_dim] split along the sequence. The rest as in ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        config: ModelParallelConfig,
+        reduce_scatter_embeddings: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config, tp_group, pg_collection)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.num_embeddings_per_partition = padded_vocab_size(num_embeddings, self.tp_size) // self.tp_size
+        self.vocab_start_index = self.tp_rank * self.num_embeddings_per_partition
+        self.weight = self._new_weight((num_embeddings, embedding_dim), 0, 1, init_method, name)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Embeddings of token ids. ValueError for an id outside the vocabulary (on a GPU torch's device assertion)."""
+        outside = (input_ < 0) | (input_ >= self.num_embeddings)
+        if input_.device.type == "cpu" and bool(outside.any()):
+            raise ValueError(
+                f"token ids lie in [{int(input_.min())}, {int(input_.max())}], expected 0 <= id < "
+                f"{self.num_embeddings}, the size of the vocabulary"
+            )
+        row = input_ - self.vocab_start_index
+        elsewhere = (row < 0) | (row >= self.num_embeddings_per_partition)
+        # An id of no rank stays out of range, for the lookup to find; it must not pass for an id of another rank.
+        row = row.masked_fill(elsewhere, 0).masked_fill(outside, -1)
+        output = F.embedding(row, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            output = rearrange(output, "b s h -> s b h")
+            if self.tp_size > 1:
+                output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
+        elif self.tp_size > 1:
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
+        return output
+
+
+# -- the product itself ----------------------------------------------------------------------------------------------
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """input @ weight^T + bias; in backward communication runs beside the weight gradient's product.
+
+    gradient_accumulation_fusion: add the weight's gradient straight into `weight.main_grad` where there is one.
+    allreduce_dgrad: the input is replicated, its gradient is summed over the group.
+    sequence_parallel: the input is [s / tp, ...]; it is gathered, in backward again, and its gradient reduce-scattered.
+    """
+    if allreduce_dgrad and sequence_parallel:
+        raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: a gradient is summed once")
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    output: Tensor = _Linear.apply(
+        input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
+    )
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fuse: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        # Under recomputation the saved weight comes back as another tensor; main_grad is on this one.
+        ctx.parameter = weight if fuse else None
+        ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
+        if sequence_parallel and group is not None:
+            input = gather_first(input, group)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        sequence_group = ctx.group if ctx.sequence_parallel else None
+
+        gathering = None
+        if needs_weight and sequence_group is not None:
+            input, gathering = start_gather_first(input, sequence_group)
+        grad_input, reducing = None, None
+        if needs_input:
+            grad_input = grad @ weight
+            if sequence_group is not None:
+                grad_input, reducing = start_reduce_scatter_first(grad_input, sequence_group)
+            elif ctx.allreduce_dgrad:
+                grad_input = grad_input.contiguous()
+                reducing = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+        if gathering is not None:
+            gathering.wait()
+        grad_weight = _weight_gradient(ctx.parameter, grad, input) if needs_weight else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if needs_bias else None
+        if reducing is not None:
+            reducing.wait()
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> Tensor | None:
+    """The gradient [out, in] of a weight, or None once it has been added into the parameter's main_grad.
+
+    The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
+    buffer) is left alone: autograd's own accumulation is always right.
+    """
+    grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None or getattr(parameter, "grad", None) is not main_grad:
+        return grad.t() @ input
+    _add_product(main_grad, grad, input)
+    parameter.grad_added_to_main_grad = True  # type: ignore[union-attr]
+    return None
+
+
+def _add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
+    """main_grad += grad^T @ input, in the dtype of main_grad."""
+    kernel = _apex_kernel() if main_grad.is_cuda else None
+    if kernel is not None and main_grad.dtype == torch.float32:
+        kernel.wgrad_gemm_accum_fp32(input.contiguous(), grad.contiguous(), main_grad)
+    elif kernel is not None and main_grad.dtype in (torch.float16, torch.bfloat16) and main_grad.dtype == grad.dtype:
+        kernel.wgrad_gemm_accum_fp16(input.contiguous(), grad.contiguous(), main_grad)
+    elif main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), input)
+    elif main_grad.is_cuda and main_grad.dtype == torch.float32:
+        torch.addmm(main_grad, grad.t(), input, out_dtype=torch.float32, out=main_grad)
+    else:  # no CPU product writes a wider dtype than it reads
+        main_grad.addmm_(grad.t().to(main_grad.dtype), input.to(main_grad.dtype))
+
+
+@functools.cache
+def _apex_kernel() -> ModuleType | None:
+    """apex's fused weight gradient where installed; known by its symbols, since others are called apex too."""
+    try:
+        import fused_weight_gradient_mlp_cuda as kernel
+    except ImportError:
+        return None
+    symbols = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
+    return kernel if all(hasattr(kernel, symbol) for symbol in symbols) else None

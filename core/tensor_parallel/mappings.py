@@ -1,0 +1,270 @@
+"""How activations cross between the regions of a tensor-parallel model: the collectives, and autograd around them.
+
+A tensor is replicated over the group, split along its last dimension (heads, features), or split along its first
+(the sequence). Each mapping's backward is its dual, itself a mapping, so gradients of gradients work too:
+
+    copy_to <-> reduce_from,   scatter_to <-> gather_from,   gather_from_sequence <-> reduce_scatter_to_sequence
+
+Activations are laid out [sequence, batch, hidden].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+
+from core import parallel_state
+from core.process_groups import ProcessGroups
+
+# torch 2.13 renames the flat collectives; 2.11 has only the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
+    """The groups given, else those of parallel_state, else none at all: every axis has then one rank."""
+    if pg_collection is not None:
+        return pg_collection
+    if parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_process_groups()
+    return ProcessGroups()
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of a group; no group is one rank."""
+    return 1 if group is None else int(group.size())
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This rank's place in a group."""
+    return 0 if group is None else int(group.rank())
+
+
+def divide(numerator: int, denominator: int, what: str) -> int:
+    """numerator / denominator; ValueError with the arithmetic when it is not whole."""
+    if numerator % denominator:
+        raise ValueError(f"{what}: {numerator} is not divisible by {denominator} (remainder {numerator % denominator})")
+    return numerator // denominator
+
+
+# -- collectives: each on one tensor, out of place, over a group of two or more ---------------------------------------
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The elementwise sum (or `op`) of every rank's tensor, in new memory."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op=op, group=group)
+    return total
+
+
+def start_gather_first(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Begin to concatenate every rank's [n, ...] to [n * size, ...]; defined after the work's wait()."""
+    full = tensor.new_empty((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
+    return full, _all_gather(full, tensor.contiguous(), group=group, async_op=True)
+
+
+def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Begin to sum [n * size, ...] over the group, leaving each rank its [n, ...]; defined after the work's wait()."""
+    rows = _rows_of_a_rank(tensor, group)
+    part = tensor.new_empty((rows, *tensor.shape[1:]))
+    return part, _reduce_scatter(part, tensor.contiguous(), op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _rows_of_a_rank(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    what = f"first dimension (the sequence) of a {list(tensor.shape)} tensor, to be split over a tensor-parallel group"
+    return divide(tensor.shape[0], group_size(group), what)
+
+
+def gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's [n, ...] concatenated to [n * size, ...]."""
+    full, work = start_gather_first(tensor, group)
+    work.wait()
+    return full
+
+
+def reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [n, ...] of the sum over the group of [n * size, ...]."""
+    part, work = start_reduce_scatter_first(tensor, group)
+    work.wait()
+    return part
+
+
+def split_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [n, ...] of a replicated [n * size, ...]."""
+    rows, rank = _rows_of_a_rank(tensor, group), group_rank(group)
+    return tensor[rank * rows : (rank + 1) * rows].contiguous()
+
+
+def split_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [..., n] of a replicated [..., n * size]."""
+    size, rank = group_size(group), group_rank(group)
+    columns = divide(tensor.shape[-1], size, f"last dimension of a {list(tensor.shape)} tensor to be split over a "
+                     "tensor-parallel group")  # fmt: skip
+    return tensor[..., rank * columns : (rank + 1) * columns].contiguous()
+
+
+def gather_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's [..., n] concatenated to [..., n * size]."""
+    return rearrange(gather_first(tensor.unsqueeze(0), group), "rank ... n -> ... (rank n)").contiguous()
+
+
+# -- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    """Replicated -> replicated, used by each rank in its own way: the gradients of the uses add up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Reduce.apply(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    """Partial sums -> replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Copy.apply(grad, ctx.group), None
+
+
+class _ScatterLast(torch.autograd.Function):
+    """Replicated -> split along the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return split_last(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherLast.apply(grad, ctx.group), None
+
+
+class _GatherLast(torch.autograd.Function):
+    """Split along the last dimension -> replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_last(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScatterLast.apply(grad, ctx.group), None
+
+
+class _ScatterFirst(torch.autograd.Function):
+    """Replicated -> split along the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return split_first(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherFirstReplicated.apply(grad, ctx.group), None
+
+
+class _GatherFirstReplicated(torch.autograd.Function):
+    """Split along the sequence -> replicated, used by all ranks in the same way: gradients are equal, not partial."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_first(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScatterFirst.apply(grad, ctx.group), None
+
+
+class _GatherFirst(torch.autograd.Function):
+    """Split along the sequence -> whole, used by each rank in its own way: the gradients of the uses add up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_first(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ReduceScatterFirst.apply(grad, ctx.group), None
+
+
+class _ReduceScatterFirst(torch.autograd.Function):
+    """Partial sums of the whole sequence -> split along the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_first(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherFirst.apply(grad, ctx.group), None
+
+
+# -- public names. group: None for the tensor-parallel group of parallel_state; all ranks of the group call together --
+
+
+def _map(function: type[torch.autograd.Function], tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        group = resolve_groups(None).tp
+    mapped: Tensor = tensor if group_size(group) == 1 else function.apply(tensor, group)
+    return mapped
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The input as it is; its gradient is summed over the group."""
+    return _map(_Copy, input_, group)
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The input summed over the group; its gradient as it is."""
+    return _map(_Reduce, input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's columns [..., n / size] of a replicated input; the gradient is gathered."""
+    return _map(_ScatterLast, input_, group)
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All columns [..., n * size]; each rank takes its columns of the gradient, which must be the same on all ranks."""
+    return _map(_GatherLast, input_, group)
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's positions [s / size, ...] of a replicated input; the gradient is gathered."""
+    return _map(_ScatterFirst, input_, group)
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """All positions [s * size, ...].
+
+    tensor_parallel_output_grad: what follows is tensor parallel, so each rank's gradient of the whole is partial and
+    they are reduce-scattered. False: what follows is replicated, and each rank takes its own positions of the gradient.
+    """
+    return _map(_GatherFirst if tensor_parallel_output_grad else _GatherFirstReplicated, input_, group)
+
+
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's positions [s / size, ...] of the sum over the group; the gradient is gathered."""
+    return _map(_ReduceScatterFirst, input_, group)

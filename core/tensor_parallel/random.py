@@ -1,0 +1,155 @@
+"""Random numbers under tensor parallelism, and recomputation that draws the same ones again.
+
+torch's default generators are the stream that tensor-parallel ranks share: they drop the same elements of a replicated
+activation. Where an activation is split (heads, or positions under sequence parallelism) each rank draws from a stream
+of its own, kept by the tracker and put in place by `fork`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import resolve_groups
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+DATA_PARALLEL_STREAM = "data-parallel-rng"
+EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+
+
+@dataclass(frozen=True)
+class RNGState:
+    """Where a stream stands, on the CPU and on this rank's GPU; `gpu` is None until CUDA has been used."""
+
+    seed: int
+    cpu: Tensor
+    gpu: Tensor | None
+
+
+def _current(seed: int = 0) -> RNGState:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RNGState(seed, torch.get_rng_state(), gpu)
+
+
+def _install(state: RNGState) -> None:
+    torch.set_rng_state(state.cpu)
+    if state.gpu is not None:
+        torch.cuda.set_rng_state(state.gpu)
+    elif torch.cuda.is_initialized():  # CUDA was first used after the stream began
+        torch.cuda.manual_seed(state.seed)
+
+
+class RNGStatesTracker:
+    """Named random streams beside torch's default one."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, RNGState] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._states = {}
+        self._seeds = set()
+
+    def get_states(self) -> dict[str, RNGState]:
+        """Where every stream stands; a state is never changed in place, so this is a snapshot."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, RNGState]) -> None:
+        """Put every stream back to where a snapshot says."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a stream. ValueError if the name or the seed is taken: equal seeds would be one stream twice."""
+        if name in self._states:
+            raise ValueError(f"random stream {name!r} exists already; reset() the tracker before seeding it again")
+        if seed in self._seeds:
+            raise ValueError(f"seed {seed} of random stream {name!r} is that of another stream; choose another")
+        before = _current()
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+        self._states[name] = _current(seed)
+        self._seeds.add(seed)
+        _install(before)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from stream `name` inside the block, and from the default one again after it."""
+        if name not in self._states:
+            raise RuntimeError(
+                f"random stream {name!r} was never seeded (there are: {sorted(self._states) or 'none'}); call "
+                "core.tensor_parallel.model_parallel_manual_seed(seed) on every rank after initialize_model_parallel"
+            )
+        before = _current()
+        _install(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _current(self._states[name].seed)
+            _install(before)
+
+
+_TRACKER = RNGStatesTracker()  # one a process, as torch's default generator is
+
+
+def get_rng_tracker() -> RNGStatesTracker:
+    """The streams of this process."""
+    return _TRACKER
+
+
+def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = None) -> None:
+    """Seed this process: the default stream is shared by tensor-parallel ranks, the model-parallel one is a rank's own.
+
+    Every rank passes the same seed, or at least the ranks of a tensor-parallel group do.
+    """
+    groups = resolve_groups(pg_collection)
+    torch.manual_seed(seed)
+    tracker = get_rng_tracker()
+    tracker.reset()
+    tracker.add(DATA_PARALLEL_STREAM, seed)
+    tracker.add(MODEL_PARALLEL_STREAM, seed + 2718 + groups.rank("tp"))
+    tracker.add(EXPERT_PARALLEL_STREAM, seed + 1024 + 100 * groups.rank("ep") + groups.rank("expt_tp"))
+
+
+# The names users of Megatron know; nothing in them needs CUDA.
+CudaRNGStatesTracker = RNGStatesTracker
+get_cuda_rng_tracker = get_rng_tracker
+model_parallel_cuda_manual_seed = model_parallel_manual_seed
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """Call `function(*args)` keeping only its arguments; backward calls it again, with every random stream as it stood.
+
+    Not reentrant: gradients of parameters arrive in the one backward pass that is running, so hooks on them fire once.
+    distribute_saved_activations: must be False; under sequence parallelism the arguments are split already.
+    """
+    if distribute_saved_activations:
+        raise ValueError("distribute_saved_activations=True is not supported; use sequence_parallel, which splits them")
+    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_stream_contexts)
+
+
+def _stream_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    return contextlib.nullcontext(), _replay(get_rng_tracker().get_states())
+
+
+@contextlib.contextmanager
+def _replay(states: dict[str, RNGState]) -> Iterator[None]:
+    """Tracker streams at `states` inside the block; torch's own checkpoint does the default one."""
+    tracker = get_rng_tracker()
+    before = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(before)

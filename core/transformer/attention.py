@@ -1,0 +1,95 @@
+"""Causal self-attention with its heads split over tensor parallelism."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from core.distributed.gradient_contract import declare_gradient
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from core.tensor_parallel.initialization import normal_init
+from core.transformer.dropout import split_stream
+from core.transformer.norms import build_norm
+from core.transformer.rotary import RotaryEmbedding
+from core.transformer.transformer_config import TransformerConfig
+
+
+class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, scaled dot product, projection back.
+
+    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; a rank holds the query groups
+    (one head of keys and values, with the query heads that read it) rank * groups / tp and following.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None,
+        recompute_core: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = config
+        self.recompute_core = recompute_core
+        self.heads_per_group = config.num_attention_heads // config.query_groups
+        # The rows of one query group lie together: its queries, its key, its value. So a slice of rows is whole groups.
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            config.query_groups * (self.heads_per_group + 2) * config.head_size,
+            config=config,
+            init_method=normal_init(config.init_method_std),
+            bias=config.add_bias_linear,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.linear_qkv",
+        )
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_size,
+            config.hidden_size,
+            config=config,
+            init_method=normal_init(config.output_init_method_std),
+            bias=config.add_bias_linear,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.linear_proj",
+        )
+        self.tp_size = self.linear_qkv.tp_size
+        self.rotary = (
+            RotaryEmbedding(config.head_size, config.rotary_base) if config.position_embedding_type == "rope" else None
+        )
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if config.qk_layernorm:
+            self.q_layernorm = build_norm(config, config.head_size)
+            self.k_layernorm = build_norm(config, config.head_size)
+            for param in (*self.q_layernorm.parameters(), *self.k_layernorm.parameters()):
+                # They see all positions but only this rank's heads, with sequence parallelism and without.
+                del param.sequence_parallel
+                if self.tp_size > 1:
+                    declare_gradient(param, partial_over=("tp",))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attention of each position to itself and those before it."""
+        mixed, _ = self.linear_qkv(hidden)
+        rows = self.heads_per_group + 2
+        mixed = rearrange(mixed, "s b (groups rows d) -> s b groups rows d", rows=rows, d=self.config.head_size)
+        query, key, value = mixed.split([self.heads_per_group, 1, 1], dim=3)
+        query = rearrange(query, "s b groups heads d -> s b (groups heads) d")
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key)
+        if self.recompute_core and self.training:
+            context = checkpoint(self._attend, False, query, key, value)
+        else:
+            context = self._attend(query, key, value)
+        output, _ = self.linear_proj(context)
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[s, b, heads, d] three times -> [s, b, heads * d]."""
+        query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
+        dropout = self.config.attention_dropout if self.training else 0.0
+        with split_stream(dropout, self.tp_size):
+            context = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.heads_per_group > 1
+            )
+        return rearrange(context, "b n s d -> s b (n d)")

@@ -1,0 +1,72 @@
+"""Word and learned position embeddings."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import VocabParallelEmbedding, draw_master
+from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.mappings import divide
+from core.transformer.dropout import hidden_dropout
+from core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Token ids [b, s] to [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+
+    Under sequence parallelism the ranks' partial word embeddings are reduce-scattered, half the traffic of an
+    all-reduce, and each rank adds the positions it keeps: a position's gradient is on one rank, zero on the others.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            init_method=normal_init(config.init_method_std),
+            config=config,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.word_embeddings",
+        )
+        self.sequence_split_over = self.word_embeddings.tp_size if config.sequence_parallel else 1
+        self.position_embeddings: nn.Embedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(
+                config.max_sequence_length, config.hidden_size, dtype=config.params_dtype
+            )
+            if config.perform_initialization:
+                master = draw_master(
+                    (config.max_sequence_length, config.hidden_size),
+                    normal_init(config.init_method_std),
+                    None if name is None else f"{name}.position_embeddings.weight",
+                    config.init_seed,
+                )
+                with torch.no_grad():
+                    self.position_embeddings.weight.copy_(master)
+            self.position_embeddings.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embeddings of token ids at positions 0 to s - 1. ValueError for a sequence that is too long."""
+        length = input_ids.shape[1]
+        if length > self.config.max_sequence_length:
+            raise ValueError(f"a sequence has {length} tokens; max_sequence_length: {self.config.max_sequence_length}")
+        hidden = self.word_embeddings(input_ids)
+        if not self.config.sequence_parallel:
+            hidden = rearrange(hidden, "b s h -> s b h").contiguous()
+        if self.position_embeddings is not None:
+            kept = divide(length, self.sequence_split_over, "sequence length over tensor-parallel size")
+            first = self.word_embeddings.tp_rank * kept if self.sequence_split_over > 1 else 0
+            hidden = hidden + self.position_embeddings.weight[first : first + kept].unsqueeze(1)
+        return hidden_dropout(
+            hidden,
+            self.config.hidden_dropout,
+            training=self.training,
+            sequence_split_over=self.sequence_split_over,
+        )

@@ -1,0 +1,52 @@
+"""The MLP of a transformer layer, its hidden channels split over tensor parallelism."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.tensor_parallel.initialization import normal_init
+from core.transformer.transformer_config import TransformerConfig
+
+
+class MLP(nn.Module):
+    """Up, activation, down; with SwiGLU (arXiv 2002.05202) up is a gate and a value side by side."""
+
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+    ) -> None:
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        parts = 2 if self.gated else 1
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            parts * config.ffn_size,
+            config=config,
+            init_method=normal_init(config.init_method_std),
+            bias=config.add_bias_linear,
+            stride=parts,  # gate and value are split each for itself, so a rank's halves belong together
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.linear_fc1",
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            config=config,
+            init_method=normal_init(config.output_init_method_std),
+            bias=config.add_bias_linear,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.linear_fc2",
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, hidden] to the same, or [s / tp, b, hidden] under sequence parallelism."""
+        wide, _ = self.linear_fc1(hidden)
+        if self.gated:
+            gate, value = wide.chunk(2, dim=-1)
+            wide = F.silu(gate) * value
+        else:
+            wide = F.gelu(wide)
+        output, _ = self.linear_fc2(wide)
+        return output

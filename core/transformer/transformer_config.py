@@ -1,0 +1,103 @@
+"""TransformerConfig: the shape of a transformer, on top of what every model tells the gradient path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.model_parallel_config import ModelParallelConfig
+
+CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "activation": ("gelu", "swiglu"),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "recompute_granularity": (None, "full", "selective"),
+}
+
+
+@dataclass
+class TransformerConfig(ModelParallelConfig):
+    """Shape, variants and initialisation. Raises ValueError, with the arithmetic, on sizes that do not fit together.
+
+    num_query_groups: heads of keys and values; None for one each query head.  kv_channels: size of a head; None for
+    hidden_size / num_attention_heads.  ffn_hidden_size: None for 4 * hidden_size.
+    init_method_std: of every weight; those that write to the residual stream get it divided by sqrt(2 * num_layers).
+    init_seed: with each parameter's name it decides the weights, the same ones in every layout and dtype.
+    recompute_granularity: 'full' computes layers again in backward, 'selective' attention without its projections;
+    recompute_num_layers: of each stage's layers the first so many; None for all.
+    """
+
+    num_layers: int = 1
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    vocab_size: int = 256
+    max_sequence_length: int = 256
+
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000.0
+    add_bias_linear: bool = True
+    share_embeddings_and_output_weights: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    init_method_std: float = 0.02
+    init_seed: int = 1234
+
+    recompute_granularity: str | None = None
+    recompute_num_layers: int | None = None
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def ffn_size(self) -> int:
+        """Hidden channels of the MLP."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def output_init_method_std(self) -> float:
+        """Standard deviation of weights that write to the residual stream (GPT-2, section 2.3)."""
+        return self.init_method_std / (2.0 * self.num_layers) ** 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
+        for field in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, expected at least 1")
+        for field in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} is {getattr(self, field)}, expected 0 <= {field} < 1")
+        tp = self.tensor_model_parallel_size
+        if self.kv_channels is None:
+            self._divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        self._divides("num_attention_heads", self.num_attention_heads, "num_query_groups", self.query_groups)
+        self._divides("ffn_hidden_size", self.ffn_size, "tensor_model_parallel_size", tp)
+        self._divides("num_attention_heads", self.num_attention_heads, "tensor_model_parallel_size", tp)
+        if self.query_groups % tp:
+            raise ValueError(
+                f"num_query_groups {self.query_groups} is not divisible by tensor_model_parallel_size {tp}: each rank "
+                f"must hold whole key/value heads ({self.query_groups} / {tp} = {self.query_groups / tp:g}). Use a "
+                f"tensor-parallel size that divides {self.query_groups}, or more query groups"
+            )
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise ValueError(f"rotary positions turn pairs of channels; a head has {self.head_size}, use an even size")
+
+    @staticmethod
+    def _divides(what: str, numerator: int, by: str, denominator: int) -> None:
+        if denominator < 1 or numerator % denominator:
+            raise ValueError(f"{what} {numerator} is not divisible by {by} {denominator}")

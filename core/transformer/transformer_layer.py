@@ -1,0 +1,47 @@
+"""One pre-norm transformer layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from core.process_groups import ProcessGroups
+from core.transformer.attention import SelfAttention
+from core.transformer.dropout import hidden_dropout
+from core.transformer.mlp import MLP
+from core.transformer.norms import build_norm
+from core.transformer.transformer_config import TransformerConfig
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+        recompute_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.input_layernorm = build_norm(config, config.hidden_size)
+        self.self_attention = SelfAttention(
+            config,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.self_attention",
+            recompute_core=recompute_attention,
+        )
+        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
+        self.mlp = MLP(config, pg_collection=pg_collection, name=None if name is None else f"{name}.mlp")
+        self.sequence_split_over = self.self_attention.tp_size if config.sequence_parallel else 1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The next hidden state."""
+        hidden = hidden + self._dropout(self.self_attention(self.input_layernorm(hidden)))
+        return hidden + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+
+    def _dropout(self, hidden: Tensor) -> Tensor:
+        return hidden_dropout(
+            hidden, self.config.hidden_dropout, training=self.training, sequence_split_over=self.sequence_split_over
+        )
