@@ -27,10 +27,10 @@ class ModelOptions:
     qk_layernorm: bool = False
     add_bias_linear: bool = False
     share_embeddings_and_output_weights: bool = True
+    recompute_granularity: Literal["full", "selective"] | None = None  # compute layers, or attention, again in backward
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_method_std: float = 0.02
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; must be a multiple of tp
     gradient_accumulation_fusion: bool = False
     # of the parameters; the optimizer keeps fp32 copies of 16-bit ones
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -77,11 +77,6 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length)
 
 
-def padded_vocab_size(vocab_size: int, model: ModelOptions) -> int:
-    """The vocabulary rounded up to vocab_multiple: the same for every tp, so that every layout has the same weights."""
-    return (vocab_size + model.vocab_multiple - 1) // model.vocab_multiple * model.vocab_multiple
-
-
 def _check_model(model: ModelOptions, tp: int, sequence_parallel: bool) -> None:
     """Every width must divide over heads and tensor ranks."""
     if sequence_parallel and tp == 1:
@@ -92,7 +87,6 @@ def _check_model(model: ModelOptions, tp: int, sequence_parallel: bool) -> None:
         ("--model.num-attention-heads", model.num_attention_heads, "tp", tp),
         ("the number of query groups", model.query_groups, "tp", tp),
         ("the feed-forward width", model.ffn_width, "tp", tp),
-        ("--model.vocab-multiple", model.vocab_multiple, "tp", tp),
     ]
     if sequence_parallel:
         divisions.append(("--model.sequence-length", model.sequence_length, "tp (sequence parallel)", tp))

@@ -1,0 +1,222 @@
+"""A job on one rank: start the groups, build what the configuration says, train, write, stop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel
+from core.models.gpt import GPTModel
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.tensor_parallel import model_parallel_manual_seed
+from core.training.config import JobConfig
+from core.training.config_file import to_json
+from core.training.launch import Launch
+from core.training.plan import JobPlan
+from core.training.reporter import Reporter
+from core.training.step_trace import StepTrace
+from core.training.stop_request import StopRequest
+from core.training.token_file import TokenFile, open_token_file, prepare_token_file
+from core.training.trainer import Trainer
+from core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a run came to, the same on every rank."""
+
+    losses: list[float]  # nats per byte, a step
+    validation_loss: float | None
+    seconds: float  # of the steps
+    stopped: bool  # asked to stop before the last step
+
+
+def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
+    """Start torch.distributed, train, and tear everything down. Collective: all ranks of the job."""
+    device = choose_device(config, launch)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=config.parallel.timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        return train(config, plan, device, prepares_data=launch.local_rank == 0)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def choose_device(config: JobConfig, launch: Launch) -> torch.device:
+    """This rank's device; 'auto' takes CUDA only where every local rank has a device of its own."""
+    devices = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    if config.run.device == "cuda" and devices < launch.local_world_size:
+        raise RuntimeError(
+            f"--run.device cuda needs a device for each of the {launch.local_world_size} local ranks; "
+            f"this machine has {devices}"
+        )
+    if devices < launch.local_world_size or devices == 0:
+        return torch.device("cpu")
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_data: bool) -> JobResult:
+    """The run, on started ranks. Collective.
+
+    prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        context_parallel_size=config.parallel.cp,
+        expert_model_parallel_size=config.parallel.ep,
+        expert_tensor_parallel_size=config.parallel.expt_tp,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.parallel.timeout_minutes,
+        order=config.parallel.order,
+    )
+    tokens = open_tokens(config, prepares_data)
+    trainer = build_trainer(config, plan, tokens, device)
+    if dist.get_rank() != 0:
+        return run_steps(trainer, None)
+    directory = config.run.directory / config.run.name
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(to_json(config) + "\n")
+    (directory / "gradients.txt").write_text(trainer.model.describe() + "\n")
+    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    print(plan.describe(config))
+    print(tokens.header.describe())
+    print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {directory}/", flush=True)
+    return run_steps(trainer, Reporter(config, plan, directory))
+
+
+def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:
+    """Every step, then the validation loss. Collective; `reporter` on rank 0 alone.
+
+    A stop asked for on any rank ends the run after the step at hand, without the validation. Whatever ends it, an error
+    too, the reporter writes what there is.
+    """
+    config = trainer.config
+    losses: list[float] = []
+    traces: deque[StepTrace] = deque(maxlen=config.logging.trace_steps)
+    validation_loss: float | None = None
+    stopped = False
+    started_s = time.perf_counter()
+    with StopRequest() as request, reporter if reporter is not None else nullcontext():
+        while trainer.step < config.run.steps and not stopped:
+            result = trainer.train_step(stop_requested=request.requested)
+            stopped = result.stop
+            losses.append(result.loss)
+            traces.append(result.trace)
+            if reporter is not None:
+                reporter.show_step(result, trainer)
+        seconds = time.perf_counter() - started_s
+        if not stopped:
+            validation_loss = trainer.validation_loss()
+        all_traces = gather_traces(traces) if config.logging.trace else []
+        if reporter is not None:
+            reporter.show_end(validation_loss, all_traces, stopped=stopped)
+    return JobResult(losses, validation_loss, seconds, stopped)
+
+
+def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
+    """The traces of all ranks, on rank 0; nothing elsewhere. Collective."""
+    gathered: list[list[StepTrace]] | None = None
+    if dist.get_rank() == 0:
+        gathered = [[] for _ in range(dist.get_world_size())]
+    dist.gather_object(list(traces), gathered)
+    return [] if gathered is None else [trace for rank in gathered for trace in rank]
+
+
+def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
+    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
+    failure: Exception | None = None
+    path: Path | None = None
+    if prepares_data:
+        try:
+            path = prepare_token_file(config.data)
+        except (OSError, ValueError, ImportError) as error:
+            failure = error
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} could not prepare the text: {message}")
+    path = path if path is not None else prepare_token_file(config.data)
+    return open_token_file(path, validation_fraction=config.data.validation_fraction)
+
+
+def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> Trainer:
+    """Model, wrapper and optimizer. Collective."""
+    groups = parallel_state.get_process_groups()
+    model_parallel_manual_seed(config.run.seed)
+    model_config = transformer_config(config, tokens.header.vocab_size)
+    model = GPTModel(model_config, pg_collection=groups).to(device)
+    wrapped = DistributedDataParallel(model_config, config.ddp, model, pg_collection=groups)
+    optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped], pg_collection=groups)
+    return Trainer(config, plan, wrapped, optimizer, tokens, groups, device)
+
+
+def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
+    """The model's own configuration."""
+    model, parallel = config.model, config.parallel
+    return TransformerConfig(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expt_tp,
+        sequence_parallel=parallel.uses_sequence_parallel,
+        params_dtype=DTYPES[model.dtype],
+        bf16=model.dtype == "bfloat16",
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=model.ffn_width,
+        vocab_size=vocab_size,
+        max_sequence_length=model.sequence_length,
+        normalization=model.normalization,
+        activation=model.activation,
+        position_embedding_type=model.position_embedding_type,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=model.add_bias_linear,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        recompute_granularity=model.recompute_granularity,
+        init_method_std=model.init_method_std,
+        init_seed=config.run.seed,
+    )
+
+
+def optimizer_config(config: JobConfig) -> OptimizerConfig:
+    """The optimizer's own configuration; the learning rate is set anew before every step."""
+    options = config.optimizer
+    return OptimizerConfig(
+        optimizer=options.name,
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        sgd_momentum=options.sgd_momentum,
+        clip_grad=options.clip_grad,
+        bf16=config.model.dtype == "bfloat16",
+        params_dtype=DTYPES[config.model.dtype],
+    )

@@ -1,0 +1,53 @@
+"""The command: find out where this process stands, read what it is told, check it, run it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from core.training.config_file import ConfigError, load_config
+from core.training.extras import MissingExtra
+from core.training.launch import Launch, find_launch
+from core.training.own_ranks import end_with_parent, start_ranks
+from core.training.plan import plan_job
+from core.training.threads import available_cores, intra_op_threads
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank, or start all of them; the exit status.
+
+    Under a launcher (torchrun, SLURM) this process is a rank. Started plainly it starts `--run.ranks` ranks on this
+    machine and waits for them.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    launch: Launch | None = None
+    try:
+        launch = find_launch(os.environ)
+        config = load_config(arguments)
+        plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
+    except (ConfigError, MissingExtra) as error:
+        if launch is None or launch.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if launch is None:
+        return start_ranks(config.run.ranks)
+
+    import torch
+
+    from core.training.job import run_job
+
+    end_with_parent(os.environ)
+    os.environ.update(launch.environment())
+    torch.set_num_threads(
+        intra_op_threads(
+            os.environ,
+            requested=config.run.threads_per_rank,
+            cores=available_cores(),
+            local_world_size=launch.local_world_size,
+        )
+    )
+    run_job(config, plan, launch)
+    return 0

@@ -1,0 +1,84 @@
+"""Pictures at the end of a run: the loss curve, and one step's buckets on a time line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core.training.extras import require
+from core.training.step_log import StepRecord
+from core.training.step_trace import StepTrace
+
+SPAN_COLORS = {
+    "data": "#bbbbbb",
+    "forward": "#7fb3d5",
+    "backward": "#5499c7",
+    "finalize": "#f0b27a",
+    "optimizer": "#82c99d",
+    "loss": "#cccccc",
+}
+
+
+def figure(width: float, height: float) -> Any:
+    """A matplotlib figure that draws into a file, whatever screen there is."""
+    require("matplotlib", "drawing the plots").use("Agg")
+    return require("matplotlib.pyplot", "drawing the plots").figure(figsize=(width, height), layout="constrained")
+
+
+def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: float | None) -> None:
+    """Loss and gradient norm over the steps, the validation loss as a line."""
+    picture = figure(8, 6)
+    losses, norms = picture.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    steps = [record.step for record in records]
+    losses.plot(steps, [record.loss for record in records], linewidth=1, label="training, each step's batch")
+    if validation_loss is not None:
+        text = f"validation at the end: {validation_loss:.3f}"
+        losses.axhline(validation_loss, color="tab:red", linestyle="--", linewidth=1, label=text)
+    losses.set_ylabel("nats per byte")
+    losses.grid(alpha=0.3)
+    losses.legend()
+    measured = [(record.step, record.grad_norm) for record in records if record.grad_norm is not None]
+    norms.plot(*zip(*measured, strict=True) if measured else ([], []), linewidth=1, color="tab:gray")
+    norms.set_yscale("log")
+    norms.set_ylabel("gradient norm")
+    norms.set_xlabel("step")
+    norms.grid(alpha=0.3)
+    _save(picture, path)
+
+
+def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
+    """One step of one rank: the main thread on top, below it each bucket from complete to reduced, in launch order."""
+    buckets = [event for event in trace.buckets if event.launched_s is not None and event.done_s is not None]
+    buckets.sort(key=lambda event: event.launched_s or 0.0)
+    picture = figure(10, 2.0 + 0.28 * len(buckets))
+    axes = picture.subplots()
+    origin = trace.start_s
+
+    def bar(row: int, start_s: float | None, end_s: float | None, **style: Any) -> None:
+        if start_s is not None and end_s is not None:
+            axes.barh(row, 1e3 * (end_s - start_s), left=1e3 * (start_s - origin), height=0.7, **style)
+
+    labelled: set[str] = set()
+    for span in trace.spans:
+        label = span.name if span.name not in labelled else None
+        labelled.add(span.name)
+        bar(0, span.start_s, span.end_s, color=SPAN_COLORS.get(span.name, "#999999"), label=label)
+    for row, event in enumerate(buckets, start=1):
+        first = row == 1
+        launched, done = event.launched_s, event.done_s
+        bar(row, event.ready_s, launched, color="#f7dc6f", label="complete, not launched" if first else None)
+        bar(row, launched, done, color="#bb8fce", label="in flight" if first else None)
+        waited = {"facecolor": "none", "edgecolor": "tab:red", "linewidth": 1.0}
+        bar(row, event.wait_start_s, event.wait_end_s, **waited, label="waited for" if first else None)
+    axes.set_yticks(range(len(buckets) + 1), ["main thread", *(f"bucket {event.bucket}" for event in buckets)])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(f"rank {trace.rank}, step {trace.step}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def _save(picture: Any, path: Path) -> None:
+    picture.savefig(path, dpi=120)
+    require("matplotlib.pyplot", "drawing the plots").close(picture)

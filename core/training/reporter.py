@@ -1,0 +1,104 @@
+"""Reporter: what rank 0 shows while a job runs, and the files it leaves in the run's directory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from core.training.config import JobConfig
+from core.training.perfetto import write_trace
+from core.training.plan import JobPlan
+from core.training.plots import draw_bucket_timeline, draw_loss_curve
+from core.training.progress import make_progress
+from core.training.step_log import StepLog, StepRecord
+from core.training.step_trace import StepTrace
+from core.training.trainer import StepResult, Trainer
+
+
+class Reporter:
+    """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
+
+    def __init__(self, config: JobConfig, plan: JobPlan, directory: Path) -> None:
+        self.config = config
+        self.plan = plan
+        self.directory = directory
+        self.log = StepLog(directory, tensorboard=config.logging.tensorboard)
+        self.progress = make_progress(config.run.steps, config.logging.print_every)
+        self.validation_loss: float | None = None
+        self.last_trace: StepTrace | None = None
+        self.started_s = time.perf_counter()
+        self.step_started_s = self.started_s
+
+    def show_step(self, result: StepResult, trainer: Trainer) -> None:
+        """Log and show the step that has just ended."""
+        ended_s = time.perf_counter()
+        step_s = ended_s - self.step_started_s
+        self.step_started_s = ended_s
+        report = trainer.model.step_report()
+        record = StepRecord(
+            step=trainer.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            updated=result.updated,
+            step_ms=1e3 * step_s,
+            tokens_per_s=self.plan.tokens_per_step / step_s,
+            exposed_ms=report.exposed_ms,
+            hidden_share=report.hidden_share,
+            bytes_sent=report.bytes_sent,
+            collectives=report.collectives,
+            windows=trainer.sampler.consumed,
+            elapsed_s=ended_s - self.started_s,
+        )
+        self.last_trace = result.trace
+        self.log.add(record)
+        self.progress.show(record)
+
+    def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
+        """The run ended by itself or was asked to stop."""
+        self.validation_loss = validation_loss
+        if traces:
+            write_trace(self.directory / "trace.json", traces)
+        records = self.log.records
+        summary = {
+            "steps": len(records),
+            "stopped": stopped,
+            "first_loss": records[0].loss if records else None,
+            "last_loss": records[-1].loss if records else None,
+            "validation_loss": validation_loss,
+            "seconds": records[-1].elapsed_s if records else 0.0,
+        }
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def __enter__(self) -> Reporter:
+        self.log.__enter__()
+        self.progress.__enter__()
+        self.started_s = self.step_started_s = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.progress.__exit__(kind, error, traceback)
+        self.log.__exit__(kind, error, traceback)
+        records = self.log.records
+        if records:
+            print(self._last_words(ended_by=kind))
+        if records and self.config.logging.plots:
+            draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
+            if self.last_trace is not None:
+                draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
+
+    def _last_words(self, ended_by: type[BaseException] | None) -> str:
+        last = self.log.records[-1]
+        words = f"{last.step} steps in {last.elapsed_s:.1f} s; training loss {last.loss:.4f} nats per byte"
+        if self.validation_loss is not None:
+            words += f", validation loss {self.validation_loss:.4f}"
+        if ended_by is not None:
+            words += f"; ended by {ended_by.__name__}"
+        elif last.step < self.config.run.steps:
+            words += f"; stopped before step {last.step + 1} of {self.config.run.steps}"
+        return words

@@ -1,0 +1,63 @@
+"""Every step's numbers, to a JSONL file and, on request, to TensorBoard. Written by rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from core.training.extras import require
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of steps.jsonl. Communication figures are those of rank 0's gradient reductions."""
+
+    step: int  # from 1
+    loss: float  # nats per byte, mean over the whole global batch, before the update
+    grad_norm: float | None  # over all parameters, before clipping; None when the update was skipped
+    lr: float
+    updated: bool
+    step_ms: float
+    tokens_per_s: float
+    exposed_ms: float  # that the step waited for gradient communication
+    hidden_share: float  # of the time collectives were in flight, the part nobody waited for
+    bytes_sent: int
+    collectives: int
+    windows: int  # consumed since the start
+    elapsed_s: float  # since the first step began
+
+
+class StepLog:
+    """Keeps the records, and writes each as soon as it comes. A context manager: closes its files."""
+
+    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
+        self.records: list[StepRecord] = []
+        self._writer: Any = None
+        if tensorboard:
+            require("tensorboard", "--logging.tensorboard")
+            module = require("torch.utils.tensorboard", "--logging.tensorboard")
+            self._writer = module.SummaryWriter(str(directory / "tensorboard"))
+        self._file = (directory / "steps.jsonl").open("w", buffering=1)  # line buffered: readable while running
+
+    def add(self, record: StepRecord) -> None:
+        """Write one step."""
+        self.records.append(record)
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        if self._writer is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms"):
+                value = getattr(record, name)
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,127 @@
+"""Trainer: one step of training, and the validation loss. What a user's own loop would look like, with a clock."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.optimizer import MegatronOptimizer
+from core.process_groups import ProcessGroups
+from core.training.config import JobConfig
+from core.training.plan import JobPlan
+from core.training.sampler import GlobalBatchSampler, microbatches
+from core.training.schedule import learning_rate
+from core.training.step_trace import StepTrace
+from core.training.token_file import TokenFile, num_windows, window
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave, the same on every rank but for the trace."""
+
+    loss: float  # nats per byte
+    grad_norm: float | None
+    lr: float
+    updated: bool
+    stop: bool  # some rank was asked to stop
+    trace: StepTrace
+
+
+class Trainer:
+    """Holds the parts of a run that a step needs. Every rank of the job calls every method together."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        plan: JobPlan,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        tokens: TokenFile,
+        groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        self.model = model
+        self.optimizer = optimizer
+        self.tokens = tokens
+        self.groups = groups
+        self.device = device
+        self.sampler = GlobalBatchSampler(
+            num_windows(tokens.train, config.model.sequence_length), config.run.global_batch_size, config.run.seed
+        )
+        self.step = 0  # steps done
+
+    def train_step(self, *, stop_requested: bool = False) -> StepResult:
+        """One optimizer step over the next global batch."""
+        trace = StepTrace(dist.get_rank(), self.step + 1)
+        with trace.span("data"):
+            indices = self.sampler.next_global_batch()
+            parts = microbatches(indices, self.groups.rank("dp"), self.plan.dp, self.plan.micro_batch_size)
+            batches = [self.batch(self.tokens.train, part) for part in parts]
+        self.model.zero_grad_buffer()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)  # of this rank's token losses
+        for number, (inputs, labels) in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.model.no_sync():
+                with trace.span("forward"):
+                    losses = self.model(inputs, labels=labels)  # [windows, tokens]
+                    total += losses.detach().double().sum()
+                with trace.span("backward"):
+                    # the wrapper takes the mean over data ranks, so this is the mean over the global batch
+                    (losses.mean() / len(batches)).backward()
+        with trace.span("finalize"):
+            finalize_model_grads([self.model])
+        trace.buckets = list(self.model.step_report().events)
+        lr = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
+        with trace.span("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            updated, grad_norm, _ = self.optimizer.step()
+        with trace.span("loss"):
+            rank_tokens = sum(labels.numel() for _, labels in batches)
+            loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)
+        self.step += 1
+        return StepResult(loss, grad_norm, lr, updated, stop, trace)
+
+    @torch.no_grad()
+    def validation_loss(self) -> float | None:
+        """Mean nats per byte over windows spread evenly over the validation text; None when it holds no window."""
+        available = num_windows(self.tokens.validation, self.config.model.sequence_length)
+        count = min(available, self.config.run.validation_windows)
+        if count == 0:
+            return None
+        indices = np.linspace(0, available - 1, count).astype(np.int64)
+        mine = indices[self.groups.rank("dp") :: self.plan.dp]  # data ranks may have different numbers of them
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        rank_tokens = 0
+        self.model.eval()
+        for start in range(0, len(mine), self.plan.micro_batch_size):
+            inputs, labels = self.batch(self.tokens.validation, mine[start : start + self.plan.micro_batch_size])
+            total += self.model(inputs, labels=labels).double().sum()
+            rank_tokens += labels.numel()
+        self.model.train()
+        loss, _ = self._mean_over_ranks(total, rank_tokens, False)
+        return loss
+
+    def batch(self, tokens: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels [windows, sequence_length] of int64."""
+        length = self.config.model.sequence_length
+        windows = torch.from_numpy(np.stack([window(tokens, int(index), length) for index in indices]))
+        windows = windows.to(self.device)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _mean_over_ranks(self, total: torch.Tensor, rank_tokens: int, stop: bool) -> tuple[float, bool]:
+        """(nats per byte over all ranks' tokens, whether any rank wants to stop), in one all-reduce of the world.
+
+        Tensor ranks bring the same sum and the same count, which leaves the ratio as it is.
+        """
+        sums = torch.stack([total, total.new_tensor(float(rank_tokens)), total.new_tensor(float(stop))])
+        dist.all_reduce(sums)
+        token_loss = float(sums[0] / sums[1])
+        return token_loss / self.tokens.header.bytes_per_token, bool(sums[2] > 0)

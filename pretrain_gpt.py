@@ -1,0 +1,15 @@
+"""Train a GPT on text.
+
+    torchrun --standalone --nproc-per-node 4 pretrain_gpt.py      # what `make train` runs
+    python pretrain_gpt.py                                        # starts --run.ranks (4) ranks by itself
+    srun -n 16 python pretrain_gpt.py --config configs/mine.toml --parallel.tp 4
+
+`python pretrain_gpt.py --help` lists every option; docs/source/training.md says what a run shows and writes.
+"""
+
+import sys
+
+from core.training.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
