@@ -1,0 +1,103 @@
+"""Cross entropy over a split vocabulary: torch's loss and gradient, and shapes that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import padded_vocab_size, tensor_parallel_slice, vocab_parallel_cross_entropy
+from tests.unit_tests.ranks import ranks
+
+
+def make(vocab: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    logits = scale * torch.randn(5, 2, vocab, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, vocab, (5, 2), generator=generator)
+    target[0, 0], target[0, 1] = 0, vocab - 1
+    return logits, target, torch.rand(5, 2, generator=generator, dtype=torch.float64)
+
+
+def expected(logits: Tensor, target: Tensor, weights: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    loss = F.cross_entropy(leaf.permute(0, 2, 1), target, reduction="none", label_smoothing=smoothing)
+    (loss * weights).sum().backward()
+    return loss.detach(), leaf.grad
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab", [12, 13, 5], ids=["even", "padded", "a rank of padding only"])
+def test_loss_and_gradient_are_those_of_torch(rank: int, world: int, smoothing: float, vocab: int) -> None:
+    logits, target, weights = make(vocab)
+    part = tensor_parallel_slice(logits, 2, world, rank).requires_grad_()
+    with torch.no_grad():  # padding takes no part whatever it holds
+        part[..., max(0, min(vocab - rank * part.shape[-1], part.shape[-1])) :] = 1e4
+
+    loss = vocab_parallel_cross_entropy(part, target, smoothing, dist.group.WORLD, vocab_size=vocab)
+    (loss * weights).sum().backward()
+
+    want_loss, want_grad = expected(logits, target, weights, smoothing)
+    torch.testing.assert_close(loss.detach(), want_loss, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(part.grad, tensor_parallel_slice(want_grad, 2, world, rank), rtol=1e-12, atol=1e-14)
+
+
+@ranks(2)
+def test_logits_of_any_size_are_stable(rank: int, world: int) -> None:
+    logits, target, weights = make(12, scale=1e5)
+    part = tensor_parallel_slice(logits, 2, world, rank).requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD, vocab_size=12)
+    (loss * weights).sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(part.grad).all()
+    torch.testing.assert_close(loss.detach(), expected(logits, target, weights, 0.0)[0])
+
+
+@ranks(2)
+def test_loss_of_16_bit_logits_is_computed_in_fp32(rank: int, world: int) -> None:
+    logits, target, weights = make(12)
+    logits = logits.bfloat16()
+    part = tensor_parallel_slice(logits, 2, world, rank).requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD, vocab_size=12)
+    (loss * weights).sum().backward()
+    want = expected(logits.double(), target, weights, 0.0)
+    assert loss.dtype == torch.float32 and part.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(loss.detach().double(), want[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(part.detach(), tensor_parallel_slice(logits, 2, world, rank)), "the logits were overwritten"
+
+
+@ranks(2)
+def test_gathered_logits_are_refused_by_shape(rank: int, world: int) -> None:
+    logits, target, _ = make(12)
+    with pytest.raises(ValueError, match="12 columns, expected 6 = vocab_size 12 / 2 .*gather_output=False"):
+        vocab_parallel_cross_entropy(logits, target, tp_group=dist.group.WORLD, vocab_size=12)
+    with pytest.raises(ValueError, match="needs vocab_size="):
+        vocab_parallel_cross_entropy(logits, target, tp_group=dist.group.WORLD)
+
+
+@ranks(2)
+def test_another_loss_on_the_same_logits_may_run_backward_twice(rank: int, world: int) -> None:
+    logits, target, weights = make(12)
+    part = tensor_parallel_slice(logits, 2, world, rank).requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD, vocab_size=12)
+    (loss * weights).sum().backward(retain_graph=True)
+    (loss * weights).sum().backward()
+    twice = 2 * expected(logits, target, weights, 0.0)[1]
+    torch.testing.assert_close(part.grad, tensor_parallel_slice(twice, 2, world, rank), rtol=1e-12, atol=1e-14)
+
+
+def test_targets_outside_the_vocabulary_are_refused() -> None:
+    logits, target, _ = make(12)
+    target[1, 1] = 12
+    with pytest.raises(ValueError, match=r"\[0, 12\], expected 0 <= id < vocab_size 12"):
+        vocab_parallel_cross_entropy(logits, target, pg_collection=ProcessGroups())
+    with pytest.raises(ValueError, match=r"target has shape \[4, 2\], expected \[5, 2\]"):
+        vocab_parallel_cross_entropy(logits, target[1:], pg_collection=ProcessGroups())
+    with pytest.raises(ValueError, match="label_smoothing is 1.5"):
+        vocab_parallel_cross_entropy(logits, target, 1.5, pg_collection=ProcessGroups())
+
+
+def test_a_vocabulary_is_padded_to_equal_parts() -> None:
+    assert [padded_vocab_size(13, size) for size in (1, 2, 4)] == [13, 14, 16]
