@@ -93,9 +93,9 @@ class Collectives:
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         if self.ordered and op in ("sum", "mean"):
             return self._ordered_all_reduce(tensor, group, mean=op == "mean")
-        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        reduce_op, divide = _backend_op(op, group)
         work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
-        return Handle((work,), (lambda: _divide(tensor, size)) if op == "mean" else None, (tensor,))
+        return Handle((work,), (lambda: _divide(tensor, size)) if divide else None, (tensor,))
 
     def reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
         """Reduce `full` [n * size] over `group`; afterwards only this rank's part of it, [n], is defined. In place."""
@@ -109,8 +109,9 @@ class Collectives:
             received = torch.empty_like(full)
             work = dist.all_to_all_single(received, full, group=group, async_op=True)
             return Handle((work,), lambda: _sum_parts(received, shard, size, op == "mean"), (received, full))
-        work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
-        return Handle((work,), (lambda: _divide(shard, size)) if op == "mean" else None, (full,))
+        reduce_op, divide = _backend_op(op, group)
+        work = _reduce_scatter(shard, full, op=reduce_op, group=group, async_op=True)
+        return Handle((work,), (lambda: _divide(shard, size)) if divide else None, (full,))
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> Handle:
         """Fill `full` [n * size] from every rank's own part of it, in place."""
@@ -150,6 +151,13 @@ class Collectives:
                 send.wait()
 
         return Handle((work,), finish, (received, flat))
+
+
+def _backend_op(op: Op, group: dist.ProcessGroup) -> tuple[Any, bool]:
+    """The backend's operation, and whether its result is still to be divided: gloo can add but not average."""
+    if op == "mean":
+        return (dist.ReduceOp.AVG, False) if dist.get_backend(group) == "nccl" else (dist.ReduceOp.SUM, True)
+    return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, False
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:

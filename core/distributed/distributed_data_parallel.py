@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,8 @@ from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
 from core.distributed.model_plan import ModelPlan, plan_model, shard_group_name
-from core.distributed.param_sync import ParamSync
+from core.distributed.param_sync import ParamSync, finish_gathers
+from core.distributed.step_guard import StepGuard
 from core.process_groups import ProcessGroups
 
 CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
@@ -69,7 +71,9 @@ class DistributedDataParallel(nn.Module):
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
         self.collectives = Collectives(
-            ordered=ddp_config.deterministic_reduction or ddp_config.reduce_scatter_with_fp32_accumulation
+            ordered=ddp_config.deterministic_reduction
+            or ddp_config.reduce_scatter_with_fp32_accumulation
+            or getattr(config, "deterministic_mode", False)
         )
         all_buffers = [self._allocate(number) for number in range(len(self.plan.layout.buffers))]
         self.buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
@@ -81,16 +85,18 @@ class DistributedDataParallel(nn.Module):
             order,
             self.collectives,
             self._control_groups(order),
-            self._thawed,
+            self.plan.thawed,
             overlap=ddp_config.overlap_grad_reduce,
             watch=self.nan_watch,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         self.param_sync = ParamSync(order, Collectives(), module, overlap=ddp_config.overlap_param_gather)
         self.stages_checked = False
+        self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
         self._check_initial_weights()
-        module.register_state_dict_pre_hook(lambda *_: self.param_sync.finish())
+        param_sync_of = weakref.ref(self.param_sync)
+        module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
 
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
@@ -191,19 +197,22 @@ class DistributedDataParallel(nn.Module):
         for bucket in order:
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+                param.grad_reducer = weakref.ref(self.reducer)
 
     def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        reducer, param_sync = self.reducer, self.param_sync
+        # Weak, so that deleting the wrapper frees its buffers and leaves a plain module, which can be wrapped again.
+        reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
+        bucket_of = weakref.ref(bucket)
 
         def hook(_param: torch.Tensor) -> None:
+            reducer, param_sync, bucket = reducer_of(), param_sync_of(), bucket_of()
+            if reducer is None or param_sync is None or bucket is None:
+                return
             if param_sync.pending:
                 param_sync.check_used(bucket, index)
             reducer.arrive(bucket, index)
 
         return hook
-
-    def _thawed(self) -> list[str]:
-        return [name for name, param in self.plan.frozen.items() if param.requires_grad]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -238,11 +247,13 @@ class DistributedDataParallel(nn.Module):
         self.reducer.attach()
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients and begin a new step. Drops what a collective in flight was about to deliver."""
-        self.reducer.drain()
+        """Zero all gradients and begin a new step.
+
+        Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun.
+        """
+        self.reducer.discard()
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
             buffer.zero()
-        self.reducer.begin()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""

@@ -70,6 +70,9 @@ class GradReducer:
         self.no_sync_depth = 0
         self.force_all_reduce = False
         self.open = True  # may gradients of this step still come?
+        self.dirty = False  # has a gradient of this step arrived?
+        self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
+        self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
         self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
         self.report = StepReport()
@@ -82,12 +85,15 @@ class GradReducer:
         """
         if not self.open:
             self._reopen(bucket, index)
+        self.dirty = True
         if self.watch is not None:
             self.watch.look(bucket, index)
         if bucket.state is BucketState.IN_FLIGHT:
             bucket.has_late = True
-        if self.overlap and self.no_sync_depth == 0 and (bucket.arrive(index) or self.next_is_ready):
-            self.advance()
+        if self.overlap and self.no_sync_depth == 0:
+            self.synced_backward = True
+            if bucket.arrive(index) or self.next_is_ready:
+                self.advance()
 
     @property
     def next_is_ready(self) -> bool:
@@ -102,6 +108,7 @@ class GradReducer:
     def _launch_next(self) -> None:
         self.order[self.next].launch(self.collectives, force_all_reduce=self.force_all_reduce)
         self.next += 1
+        self.launches += 1
 
     def _reopen(self, bucket: Bucket, index: int) -> None:
         if self.needs_zero and bucket.params[index].grad is bucket.views[index]:
@@ -120,7 +127,7 @@ class GradReducer:
             self.watch.reset()
         self.next = 0
         self.force_all_reduce = False
-        self.forward_seen = False
+        self.dirty = self.synced_backward = self.forward_seen = False
         self.open = True
 
     # -- the end of a step ------------------------------------------------------------------------------------------
@@ -157,7 +164,7 @@ class GradReducer:
             return
         begun = time.perf_counter()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = _Agreement(self.control, self.thawed())
+        agreement = _Agreement(self.control, self.thawed(), self.launches)
         try:
             late = agreement.late_anywhere()
         except SyncError:
@@ -175,8 +182,19 @@ class GradReducer:
         self.open = False
         self._write_report(begun, len(late))
 
+    def discard(self) -> None:
+        """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.
+
+        How many buckets backward launched differs between ranks, so all of them launch the rest: a collective that is
+        left over on one rank would be paired with another step's.
+        """
+        if self.open and self.synced_backward:
+            self.start()
+        self.drain()
+        self.begin()
+
     def drain(self) -> None:
-        """Wait for whatever is in flight and forget it, before the memory is zeroed."""
+        """Wait for whatever is in flight, before its memory is used otherwise."""
         for bucket in self.order:
             if bucket.state is BucketState.IN_FLIGHT:
                 bucket.handle.wait()
@@ -234,9 +252,10 @@ class _Agreement:
     """One small maximum a data group and step, in which every rank learns what happened on any rank.
 
     For each bucket: did gradients come after its launch? For all: did a parameter thaw? Do the frozen sets differ?
+    Is everybody at the same step?
     """
 
-    def __init__(self, control: Sequence[ControlGroup], thawed: list[str]) -> None:
+    def __init__(self, control: Sequence[ControlGroup], thawed: list[str], launches: int) -> None:
         self.control = control
         self.thawed = thawed
         self.frozen: list[list[str]] = []
@@ -251,7 +270,7 @@ class _Agreement:
             ]
             digest = zlib.crc32("\n".join(frozen).encode())
             flags = torch.tensor(
-                [*(int(bucket.has_late) for bucket in entry.buckets), int(bool(thawed)), digest, -digest],
+                [*(int(b.has_late) for b in entry.buckets), int(bool(thawed)), digest, -digest, launches, -launches],
                 dtype=torch.int64,
                 device=control_device(entry.group),
             )
@@ -269,7 +288,13 @@ class _Agreement:
                 work.wait()
         late: set[int] = set()
         for entry, flags, frozen in zip(self.control, self.flags, self.frozen, strict=True):
-            *is_late, thawed, digest, minus_digest = flags.tolist()
+            *is_late, thawed, digest, minus_digest, launches, minus_launches = flags.tolist()
+            if launches != -minus_launches:
+                raise SyncError(
+                    f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "
+                    "they disagree on which step this is, and gradients of two steps may have been mixed. Did one "
+                    "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
+                )
             if thawed:
                 self._refuse_thawed(entry)
             if digest != -minus_digest:

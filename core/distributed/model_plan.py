@@ -43,6 +43,10 @@ class ModelPlan:
     order: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
     device: torch.device
 
+    def thawed(self) -> list[str]:
+        """Names of parameters that were frozen when wrapped and are not any more: they have no place in a buffer."""
+        return [name for name, param in self.frozen.items() if param.requires_grad]
+
     def table(self, data_group: str) -> list[str]:
         """One line a fact that all ranks of a data group must agree on."""
         lines = []
@@ -92,6 +96,13 @@ def plan_model(
         )
     named = dict(module.named_parameters())
     params = {name: param for name, param in named.items() if param.requires_grad}
+    for name, param in params.items():
+        owner = getattr(param, "grad_reducer", None)
+        if owner is not None and owner() is not None:
+            raise ValueError(
+                f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
+                "second time. Delete that wrapper first, or wrap the model once"
+            )
     device = _one_device(named)
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), module, groups, config, rules)

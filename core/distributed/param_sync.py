@@ -7,6 +7,7 @@ from then on it is waited for at the start. What is still read too early is caug
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,11 @@ class ParamSync:
         self.order = list(reversed(order))  # the forward's order
         self.collectives = collectives
         self.overlap = overlap
-        self.pending: dict[int, tuple[Bucket, Handle]] = {}  # id(bucket) -> its gather in flight
+        self.pending: dict[int, Handle] = {}  # id(bucket) -> its gather in flight
         self.learned = False
         self.fired: set[int] = set()
-        self.at_root: list[Bucket] = []
-        self.owners: list[tuple[nn.Module, list[Bucket]]] = []
+        self.at_root: list[int] = []
+        self.owners: dict[int, list[int]] = {}  # id(module) -> ids of the buckets of its own parameters
         if overlap:
             self._hook_modules(module)
 
@@ -40,16 +41,22 @@ class ParamSync:
                 {id(home[id(p)]): home[id(p)] for p in module.parameters(recurse=False) if id(p) in home}.values()
             )
             if buckets:
-                self.owners.append((module, buckets))
+                self.owners[id(module)] = [id(bucket) for bucket in buckets]
                 module.register_forward_pre_hook(self._make_wait(module, buckets))
 
     def _make_wait(self, owner: nn.Module, buckets: list[Bucket]) -> Any:
+        sync_of, key = weakref.ref(self), id(owner)
+        bucket_ids = [id(bucket) for bucket in buckets]
+
         def wait(_module: nn.Module, _inputs: Any) -> None:
-            if not self.learned:
-                self.fired.add(id(owner))
-                self.finish()
-            elif self.pending:
-                self.wait_for(buckets)
+            sync = sync_of()
+            if sync is None:
+                return
+            if not sync.learned:
+                sync.fired.add(key)
+                sync.finish()
+            elif sync.pending:
+                sync.wait_for(bucket_ids)
 
         return wait
 
@@ -60,20 +67,20 @@ class ParamSync:
         self.finish()
         for bucket in self.order:
             if bucket.param_data is not None:
-                self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+                self.pending[id(bucket)] = self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
         if force_sync or not self.overlap:
             self.finish()
 
-    def wait_for(self, buckets: Sequence[Bucket]) -> None:
-        """Complete the gathers of these buckets."""
-        for bucket in buckets:
-            entry = self.pending.pop(id(bucket), None)
-            if entry is not None:
-                entry[1].wait()
+    def wait_for(self, bucket_ids: Sequence[int]) -> None:
+        """Complete the gathers of the buckets with these ids."""
+        for bucket_id in bucket_ids:
+            handle = self.pending.pop(bucket_id, None)
+            if handle is not None:
+                handle.wait()
 
     def finish(self) -> None:
         """Complete every gather in flight."""
-        self.wait_for([bucket for bucket, _ in list(self.pending.values())])
+        self.wait_for(list(self.pending))
 
     def before_forward(self) -> None:
         """The wrapper's forward begins."""
@@ -86,8 +93,8 @@ class ParamSync:
     def after_forward(self) -> None:
         """The wrapper's forward ended: remember, once, whose parameters no forward of their own announced."""
         if self.overlap and not self.learned:
-            silent = [buckets for module, buckets in self.owners if id(module) not in self.fired]
-            self.at_root = [bucket for buckets in silent for bucket in buckets]
+            silent = [bucket_ids for module_id, bucket_ids in self.owners.items() if module_id not in self.fired]
+            self.at_root = [bucket_id for bucket_ids in silent for bucket_id in bucket_ids]
             self.learned = True
 
     def check_used(self, bucket: Bucket, index: int) -> None:
@@ -98,3 +105,9 @@ class ParamSync:
                 "complete, so stale weights may have been read. Call the module that owns it, or "
                 "start_param_sync(force_sync=True) before this forward"
             )
+
+
+def finish_gathers(sync: ParamSync | None) -> None:
+    """Complete what is in flight, if there is still a wrapper."""
+    if sync is not None:
+        sync.finish()

@@ -1,0 +1,61 @@
+"""StepGuard: no optimizer may step on gradients that are not reduced yet.
+
+Forgetting `finalize_model_grads` trains every rank on its own data, and nothing tells. torch lets one look at every
+`optimizer.step()`; the look is one flag, and on a new optimizer one pass over its parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from core.distributed.bucket import BucketState, SyncError
+from core.distributed.grad_reducer import GradReducer
+
+
+class StepGuard:
+    """Watches the optimizers that hold parameters of one wrapped model chunk. Ends with the chunk."""
+
+    def __init__(self, owner: nn.Module, reducer: GradReducer) -> None:
+        self.reducer = reducer
+        self.param_ids = {id(param) for bucket in reducer.order for param in bucket.params}
+        self.needs_rules = any(contract.rules for bucket in reducer.order for contract in bucket.contracts)
+        self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        guard = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            alive = guard()
+            if alive is not None:
+                alive.check(optimizer)
+
+        weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
+        reason = self.not_ready()
+        if reason is not None and self._holds_ours(optimizer):
+            raise SyncError(
+                f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
+                "finalize_model_grads([model]) after the last backward and before the step"
+            )
+
+    def not_ready(self) -> str | None:
+        """Why an optimizer may not step now; None when it may."""
+        reducer = self.reducer
+        if reducer.open:
+            return "on gradients that were not reduced over the data-parallel ranks" if reducer.dirty else None
+        if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.order):
+            return "after finish_grad_sync and before the sync rules (see describe()) had run"
+        return None
+
+    def _holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self.concerned.get(optimizer)
+        if known is None:
+            held = (id(param) for group in optimizer.param_groups for param in group["params"])
+            known = self.concerned[optimizer] = any(param in self.param_ids for param in held)
+        return known
