@@ -115,3 +115,12 @@ def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
             raise ValueError(f"{path}: '{group}' has {key}={value!r}, which that setting cannot be.")
         checked[key] = value
     return checked
+
+
+def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> Any | None:
+    """torch's ProcessGroupNCCL.Options for one group name out of settings as in the YAML file; None if it has none."""
+    if group not in settings:
+        return None
+    checked = _check_settings("nccl_comm_cfgs", group, settings[group])
+    given = tuple((key, checked[key]) for key in COMMUNICATOR_SETTINGS if key in checked)
+    return GroupOptions(checked.get("is_high_priority_stream", False), given).nccl()

@@ -12,20 +12,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
+from core.group_options import get_nccl_options as get_nccl_options
 from core.group_options import group_options
+from core.memory_buffer import GlobalMemoryBuffer
 from core.process_groups import ProcessGroups
-from core.rank_grid import (
-    DEFAULT_ORDER,
-    EmbeddingRule,
-    RankGrid,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    group_ranks,
-)
-
-__all__ = ["default_embedding_ranks", "default_position_embedding_ranks", "initialize_model_parallel"]
+from core.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
+from core.rank_grid import default_embedding_ranks as default_embedding_ranks
+from core.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
 
 
 @dataclass
@@ -34,6 +29,7 @@ class _ParallelState:
 
     groups: ProcessGroups | None = None
     grid: RankGrid | None = None
+    memory: GlobalMemoryBuffer | None = None
     virtual_size: int | None = None
     virtual_rank: int | None = None
     overrides: dict[str, int] = field(default_factory=dict)  # 'size tp' or 'rank tp' -> value
@@ -135,6 +131,7 @@ def initialize_model_parallel(
         options=options,
     )
     _state.grid = grid
+    _state.memory = GlobalMemoryBuffer()
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
 
@@ -170,6 +167,48 @@ def get_rank_grid() -> RankGrid:
     get_process_groups()
     assert _state.grid is not None, "groups are set only together with their grid"
     return _state.grid
+
+
+def get_all_ranks() -> str:
+    """This rank's places as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0'; a name for files of which each rank writes one."""
+    return "_".join(str(get_process_groups().rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Scratch memory shared by layers; it lives from initialization to destruction. RuntimeError outside of that."""
+    if _state.memory is None:
+        raise RuntimeError("global memory buffer is not initialized; call initialize_model_parallel first.")
+    return _state.memory
+
+
+def destroy_global_memory_buffer() -> None:
+    """Free the scratch memory; the next initialization makes a new one."""
+    _state.memory = None
+
+
+def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) -> None:
+    """Set the timeout of one group, or of every group that was created here. Local: each rank calls it for itself."""
+    for group in get_process_groups().created if pg_group is None else (pg_group,):
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> ProcessGroup | None:
+    """A group of the caller's own, as torch's new_group makes it; `destroy_model_parallel` does not destroy it."""
+    return dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
 
 
 def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
@@ -327,6 +366,31 @@ def get_intra_distributed_optimizer_instance_group(check_initialized: bool = Tru
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
     """This rank's place in every optimizer instance."""
     return _group("inter_dist_opt", check_initialized)
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> None:
+    """Not built: an error that says so, or None if `check_initialized` is False."""
+    _not_built("hierarchical context parallel", check_initialized)
+
+
+def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> None:
+    """Not built: an error that says so, or None if `check_initialized` is False."""
+    _not_built("hybrid data context parallel", check_initialized)
+
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> None:
+    """Not built: an error that says so, or None if `check_initialized` is False."""
+    _not_built("gtp weight remat", check_initialized)
+
+
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> None:
+    """Not built: an error that says so, or None if `check_initialized` is False."""
+    _not_built("expert gtp weight remat", check_initialized)
+
+
+def _not_built(kind: str, check_initialized: bool) -> None:
+    if check_initialized:
+        raise RuntimeError(f"{kind} group is not initialized: initialize_model_parallel does not build this kind.")
 
 
 # --- sizes and ranks --------------------------------------------------------------------------------------------------

@@ -79,9 +79,9 @@ class ProcessGroups:
         return f"ProcessGroups({', '.join(held)})"
 
     @property
-    def num_created(self) -> int:
-        """How many groups `build` created for this object; the fields that share one count once."""
-        return len(self._created)
+    def created(self) -> tuple[ProcessGroup, ...]:
+        """The groups that `build` created for this object, in order; fields that share one count once."""
+        return self._created
 
     def require(self, name: str) -> ProcessGroup:
         """The group `name`. RuntimeError that names it where this object has none."""
@@ -121,6 +121,18 @@ class ProcessGroups:
         return getattr(self, name)
 
     @classmethod
+    def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
+        """The groups of `parallel_state`, all or only `required_pgs`. ValueError on names that are no group."""
+        from core import parallel_state  # the face imports this file; only this porting aid looks back
+
+        wanted = FIELDS if required_pgs is None else tuple(required_pgs)
+        unknown = [name for name in wanted if name not in FIELDS]
+        if unknown:
+            raise ValueError(f"Invalid process groups requested: {unknown}; known are {', '.join(FIELDS)}.")
+        groups = parallel_state.get_process_groups()
+        return cls(**{name: getattr(groups, name) for name in wanted})
+
+    @classmethod
     def build(
         cls,
         members: Mapping[str, Sequence[int]],
@@ -142,23 +154,22 @@ class ProcessGroups:
         Where creation fails, what was created so far is destroyed before the error leaves.
         """
         options = options or {}
-        backend = dist.get_backend()
+        backends = set(_backends())
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
         with _named_groups() as create:
             try:
                 for name, twin_of, ranks in _kinds(members, gloo_twins):
-                    kind_options = options.get(twin_of or name, NO_OPTIONS) if backend == "nccl" else NO_OPTIONS
-                    kind_backend = "gloo" if twin_of else backend
-                    if kind_backend == "gloo":
-                        kind_options = NO_OPTIONS
-                    key = (tuple(ranks), kind_backend, kind_options)
-                    if name == "intra_dist_opt" and key not in shared and _is_world(ranks) and key[2] == NO_OPTIONS:
-                        groups.intra_dist_opt = dist.group.WORLD
-                        continue
-                    if key not in shared:
-                        shared[key] = create(name, list(ranks), kind_backend, timeout, kind_options)
-                    setattr(groups, name, shared[key])
+                    as_gloo = backends == {"gloo"} or twin_of is not None
+                    asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
+                    key = (tuple(ranks), as_gloo, asked)
+                    if key in shared:
+                        group = shared[key]
+                    elif name == "intra_dist_opt" and len(ranks) == dist.get_world_size() and asked == NO_OPTIONS:
+                        group = dist.group.WORLD
+                    else:
+                        group = shared[key] = create(name, list(ranks), "gloo" if as_gloo else None, timeout, asked)
+                    setattr(groups, name, group)
             except BaseException:
                 _destroy(tuple(shared.values()))
                 raise
@@ -170,8 +181,10 @@ FIELDS = tuple(name for name in ProcessGroups.__annotations__ if not name.starts
 ProcessGroupCollection = ProcessGroups
 
 
-def _is_world(ranks: Sequence[int]) -> bool:
-    return len(ranks) == dist.get_world_size()
+def _backends() -> Iterator[str]:
+    """The backends of the default group, one a device type: of 'cpu:gloo,cuda:nccl' gloo and nccl."""
+    for entry in dist.get_backend_config().split(","):
+        yield entry.split(":")[-1].lower()
 
 
 def _kinds(members: Mapping[str, Sequence[int]], gloo_twins: bool) -> Iterator[tuple[str, str | None, Sequence[int]]]:
@@ -225,11 +238,12 @@ def _named_groups() -> Iterator[Any]:
     torch_name = distributed_c10d._process_group_name
 
     def create(
-        kind: str, ranks: list[int], backend: str, timeout: timedelta | None, options: GroupOptions
+        kind: str, ranks: list[int], backend: str | None, timeout: timedelta | None, options: GroupOptions
     ) -> ProcessGroup:
         nonlocal name
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-        name = f"core.{build}.{kind}.{backend}.{digest}"
+        # A gloo twin is another kind than its group, so build, kind and ranks are enough to tell all groups apart.
+        name = f"core.{build}.{kind}.{digest}"
         group = dist.new_group(
             ranks,
             timeout=timeout,
