@@ -1,14 +1,20 @@
+# Everything runs in .venv, made on first use; only python3 (3.10 or newer) is needed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Ranks share the cores of one machine: a thread pool in each of them would only make them wait for one another.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test check docs nightly clean
 
-# One environment for everything; made anew when the metadata changes.
+# Made anew when the metadata changes. torch first and alone, so that its build is chosen by constraints.txt only.
 $(VENV)/.ready: setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
 	touch $@
 
 train: $(VENV)/.ready
@@ -20,10 +26,10 @@ check: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W -q -b html docs/source docs/build/html
 
 test: check
-	$(BIN)/python -m pytest -m 'not nightly'
+	$(BIN)/python -m pytest $(ARGS)
 
 nightly: $(VENV)/.ready
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest -m nightly $(ARGS)
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W -b html docs/source docs/build/html
