@@ -1,0 +1,295 @@
+"""Split linear layers and embedding: values, gradients and tags, and the fused weight gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.model_parallel_config import ModelParallelConfig
+from core.process_groups import ProcessGroups
+from core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    checkpoint,
+    draw_master,
+    linear_with_grad_accumulation_and_async_allreduce,
+    tensor_parallel_join,
+    tensor_parallel_slice,
+)
+from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.mappings import split_first, split_last
+from tests.unit_tests.ranks import ranks
+
+INIT = normal_init(1.0)
+
+
+def config(tp: int, *, sequence_parallel: bool = False, **changes: Any) -> ModelParallelConfig:
+    return ModelParallelConfig(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        **{"params_dtype": torch.float64, **changes},
+    )
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def master(out: int, into: int, name: str = "layer") -> Tensor:
+    return draw_master((out, into), INIT, f"{name}.weight", 0).double()
+
+
+def set_bias(layer: nn.Module, whole: Tensor) -> None:
+    split = getattr(layer.bias, "tensor_model_parallel", False)
+    if split:
+        whole = tensor_parallel_slice(whole, 0, layer.tp_size, layer.tp_rank, layer.bias.partition_stride)
+    layer.bias.data.copy_(whole)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_column_parallel_linear(
+    rank: int, world: int, sequence_parallel: bool, skip_bias_add: bool, stride: int
+) -> None:
+    if world == 1 and sequence_parallel:
+        pytest.skip("refused by the config")
+    layer = ColumnParallelLinear(
+        6, 8, config=config(world, sequence_parallel=sequence_parallel), init_method=INIT, stride=stride,
+        skip_bias_add=skip_bias_add, tp_group=dist.group.WORLD, name="layer",
+    )  # fmt: skip
+    x, weight, bias, grad = normal(4, 3, 6), master(8, 6), normal(8, seed=1), normal(4, 3, 8, seed=2)
+    set_bias(layer, bias)
+    given = (split_first(x, dist.group.WORLD) if sequence_parallel else x).requires_grad_()
+
+    output, left = layer(given)
+    if skip_bias_add:
+        assert left is layer.bias
+        output = output + left
+    part = [tensor_parallel_slice(t, -1, world, rank, stride) for t in (F.linear(x, weight, bias), grad)]
+    (output * part[1]).sum().backward()
+
+    torch.testing.assert_close(output, part[0])
+    grad_x, grad_weight = grad @ weight, torch.einsum("sbo,sbi->oi", grad, x)
+    torch.testing.assert_close(given.grad, split_first(grad_x, dist.group.WORLD) if sequence_parallel else grad_x)
+    torch.testing.assert_close(layer.weight.grad, tensor_parallel_slice(grad_weight, 0, world, rank, stride))
+    torch.testing.assert_close(layer.bias.grad, tensor_parallel_slice(grad.sum((0, 1)), 0, world, rank, stride))
+    for param in layer.parameters():
+        assert (param.tensor_model_parallel, param.partition_dim, param.partition_stride) == (True, 0, stride)
+
+
+@ranks(2)
+def test_column_parallel_linear_gathers_its_output(rank: int, world: int) -> None:
+    layer = ColumnParallelLinear(
+        6, 8, config=config(world), init_method=INIT, bias=False, gather_output=True, tp_group=dist.group.WORLD,
+        name="layer",
+    )  # fmt: skip
+    x, grad = normal(4, 3, 6).requires_grad_(), normal(4, 3, 8, seed=2)
+    output, _ = layer(x)
+    (output * grad).sum().backward()
+    torch.testing.assert_close(output, F.linear(x, master(8, 6)))
+    torch.testing.assert_close(x.grad, grad @ master(8, 6))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("input_is_parallel", [False, True], ids=["whole", ""])
+@pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
+def test_row_parallel_linear(
+    rank: int, world: int, sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool
+) -> None:
+    if sequence_parallel and (world == 1 or not input_is_parallel):
+        pytest.skip("refused")
+    group = dist.group.WORLD
+    layer = RowParallelLinear(
+        6, 8, config=config(world, sequence_parallel=sequence_parallel), init_method=INIT, tp_group=group, name="layer",
+        input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add,
+    )  # fmt: skip
+    x, weight, bias, grad = normal(4, 3, 6), master(8, 6), normal(8, seed=1), normal(4, 3, 8, seed=2)
+    set_bias(layer, bias)
+    given = (split_last(x, group) if input_is_parallel else x).requires_grad_()
+
+    output, left = layer(given)
+    if skip_bias_add:
+        assert left is layer.bias
+        output = output + left
+    want = F.linear(x, weight, bias)
+    if sequence_parallel:
+        want, own_grad = split_first(want, group), split_first(grad, group)
+    else:
+        own_grad = grad
+    (output * own_grad).sum().backward()
+
+    torch.testing.assert_close(output, want)
+    grad_x = grad @ weight
+    torch.testing.assert_close(given.grad, split_last(grad_x, group) if input_is_parallel else grad_x)
+    grad_weight = torch.einsum("sbo,sbi->oi", grad, x)
+    torch.testing.assert_close(layer.weight.grad, tensor_parallel_slice(grad_weight, 1, world, rank))
+    # The bias is complete on each rank, or under sequence parallelism this rank's part of the sum, and says so.
+    torch.testing.assert_close(layer.bias.grad, own_grad.sum((0, 1)))
+    assert layer.bias.sequence_parallel is sequence_parallel
+    assert not getattr(layer.bias, "tensor_model_parallel", False)
+    assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 1)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_vocab_parallel_embedding(rank: int, world: int, sequence_parallel: bool) -> None:
+    group, weight = dist.group.WORLD, master(13, 6)
+    ids = torch.randint(0, 13, (3, 4), generator=torch.Generator().manual_seed(1))
+    ids[0, :2] = torch.tensor([0, 12])
+    layer = VocabParallelEmbedding(
+        13, 6, init_method=INIT, config=config(world), reduce_scatter_embeddings=sequence_parallel, tp_group=group,
+        name="layer",
+    )  # fmt: skip
+    leaf, grad = weight.clone().requires_grad_(), normal(3, 4, 6, seed=2)
+    want = F.embedding(ids, leaf)
+    want.backward(grad)
+
+    output = layer(ids)
+    if sequence_parallel:
+        torch.testing.assert_close(output, split_first(want.transpose(0, 1), group))
+        output.backward(split_first(grad.transpose(0, 1), group))
+    else:
+        torch.testing.assert_close(output, want)
+        output.backward(grad)
+    torch.testing.assert_close(layer.weight.grad, tensor_parallel_slice(leaf.grad, 0, world, rank))
+    with pytest.raises(ValueError, match=r"\[0, 13\], expected 0 <= id < 13"):
+        layer(torch.tensor([[0, 13]]))
+
+
+@ranks(2)
+def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(rank: int, world: int) -> None:
+    x, grad = normal(64, 4).bfloat16(), normal(64, 6, seed=1).bfloat16()
+    weight = nn.Parameter(master(6, 4).bfloat16())
+    weight.grad_dtype = torch.float32
+    weight.grad = weight.main_grad = torch.full((6, 4), 0.5)
+    for _ in range(2):
+        linear_with_grad_accumulation_and_async_allreduce(x, weight, None, True, False, False, None).backward(grad)
+    expected = 0.5 + 2 * grad.double().t() @ x.double()
+    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_fused_gradients_accumulate_in_place_and_fire_the_hook(recompute: bool) -> None:
+    layer = ColumnParallelLinear(
+        6, 8, config=config(1, gradient_accumulation_fusion=True), init_method=INIT, bias=False,
+        pg_collection=ProcessGroups(), name="layer",
+    )  # fmt: skip
+    weight, fired = layer.weight, []
+    weight.register_post_accumulate_grad_hook(lambda param: fired.append(param))
+    buffer = torch.zeros(100, dtype=torch.float64)
+    weight.grad = weight.main_grad = buffer[10:58].view(8, 6)
+    x = normal(4, 3, 6)
+    for _ in range(2):
+        given = x.clone().requires_grad_()
+        output = checkpoint(lambda t: layer(t)[0], False, given) if recompute else layer(given)[0]
+        output.sum().backward()
+    expected = 2 * torch.ones(8, 1, dtype=torch.float64) * x.sum((0, 1))
+    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    torch.testing.assert_close(buffer[10:58].view(8, 6), expected)
+    assert buffer[:10].abs().sum() == 0 and buffer[58:].abs().sum() == 0
+    assert len(fired) == 2
+
+
+@pytest.mark.parametrize("case", ["no main_grad", "grad was cleared", "another grad"])
+def test_without_the_wrappers_buffer_a_fused_layer_returns_its_gradient(case: str) -> None:
+    layer = ColumnParallelLinear(
+        6, 8, config=config(1, gradient_accumulation_fusion=True), init_method=INIT, bias=False,
+        pg_collection=ProcessGroups(), name="layer",
+    )  # fmt: skip
+    if case != "no main_grad":
+        layer.weight.main_grad = torch.full_like(layer.weight, 9.0)
+        layer.weight.grad = None if case == "grad was cleared" else torch.zeros_like(layer.weight)
+    x = normal(4, 3, 6)
+    layer(x)[0].sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.ones(8, 1, dtype=torch.float64) * x.sum((0, 1)))
+    assert case == "no main_grad" or torch.equal(layer.weight.main_grad, torch.full_like(layer.weight, 9.0))
+    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+
+
+def test_a_frozen_weight_passes_the_gradient_on_and_gets_none() -> None:
+    layer = ColumnParallelLinear(6, 8, config=config(1), init_method=INIT, pg_collection=ProcessGroups(), name="layer")
+    layer.weight.requires_grad_(False)
+    x = normal(4, 3, 6).requires_grad_()
+    layer(x)[0].sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(4, 3, 6))
+    assert layer.weight.grad is None
+
+
+def test_under_autocast_products_are_16_bit_and_gradients_have_the_parameters_dtype() -> None:
+    settings = config(1, params_dtype=torch.float32)
+    layer = ColumnParallelLinear(6, 8, config=settings, init_method=INIT, pg_collection=ProcessGroups(), name="layer")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = layer(normal(4, 3, 6).float())
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == torch.float32 and layer.bias.grad.dtype == torch.float32
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic() -> None:
+    alone, settings = ProcessGroups(), config(1)
+    with pytest.raises(ValueError, match="ColumnParallelLinear up .*: 7 is not divisible by 2"):
+        ColumnParallelLinear(6, 7, config=settings, init_method=INIT, stride=2, pg_collection=alone, name="up")
+    with pytest.raises(ValueError, match="RowParallelLinear down .*: 7 is not divisible by 2"):
+        RowParallelLinear(7, 6, config=settings, init_method=INIT, stride=2, pg_collection=alone, name="down")
+
+
+@ranks(2)
+def test_contradicting_layouts_of_the_input_are_refused(rank: int, world: int) -> None:
+    group, settings = dist.group.WORLD, config(world, sequence_parallel=True)
+    with pytest.raises(ValueError, match="input_is_parallel=False with sequence_parallel=True"):
+        RowParallelLinear(6, 8, config=settings, init_method=INIT, input_is_parallel=False, tp_group=group)
+    with pytest.raises(ValueError, match="gather_output=True with sequence_parallel=True"):
+        ColumnParallelLinear(6, 8, config=settings, init_method=INIT, gather_output=True, tp_group=group)
+
+
+def test_a_layer_without_a_weight_asks_for_one_of_the_right_shape() -> None:
+    layer = ColumnParallelLinear(
+        6, 8, config=config(1), init_method=INIT, bias=False, skip_weight_param_allocation=True,
+        pg_collection=ProcessGroups(),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="called without a weight"):
+        layer(normal(4, 6))
+    with pytest.raises(RuntimeError, match=r"\[6, 8\], expected \[8, 6\]"):
+        layer(normal(4, 6), normal(6, 8))
+
+
+# -- initialisation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_slices_are_the_master(dim: int, stride: int) -> None:
+    whole = normal(8, 8)
+    slices = [tensor_parallel_slice(whole, dim, 4, rank, stride) for rank in range(4)]
+    assert torch.equal(tensor_parallel_join(slices, dim, stride), whole)
+
+
+def test_a_slice_with_a_stride_holds_its_part_of_each_part() -> None:
+    gate_and_up = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
+    assert tensor_parallel_slice(gate_and_up, 0, 2, 1, stride=2).tolist() == [2, 3, 12, 13]
+    assert tensor_parallel_slice(torch.tensor([5, 6, 7]), 0, 2, 1).tolist() == [7, 0]  # padded
+
+
+def test_a_named_master_depends_on_seed_and_name_only() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = draw_master((4, 3), INIT, "a.weight", 1)
+    torch.rand(9)
+    assert torch.equal(draw_master((4, 3), INIT, "a.weight", 1), first)
+    assert not torch.equal(draw_master((4, 3), INIT, "b.weight", 1), first)
+    assert not torch.equal(draw_master((4, 3), INIT, "a.weight", 2), first)
+    torch.set_rng_state(state)
+    draw_master((4, 3), INIT, "a.weight", 1)
+    assert torch.equal(torch.get_rng_state(), state), "the default stream was disturbed"
+    draw_master((4, 3), INIT, None, 1)
+    assert not torch.equal(torch.get_rng_state(), state), "a weight without a name comes from the default stream"
