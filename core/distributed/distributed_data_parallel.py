@@ -290,7 +290,7 @@ class DistributedDataParallel(nn.Module):
 
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""
-        return self.reducer.report
+        return self.reducer.step_report()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ def finalize_model_grads(
         chunk.reducer.start(force_all_reduce=force_all_reduce)
     for chunk in chunks:
         _finish_chunk(chunk, force_all_reduce)
+    begun = time.perf_counter()
     for chunk in chunks:
         chunk.grad_sync.wait()
     syncs = [chunk.grad_sync for chunk in chunks]
@@ -55,6 +57,7 @@ def finalize_model_grads(
         for chunk in chunks:
             chunk.stages_checked = True
     sync_across_stages(syncs)
+    chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     if getattr(config, "moe_router_enable_expert_bias", False):
         _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
     if num_tokens is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,8 @@ class GradReducer:
             bucket.reset()
         if self.watch is not None:
             self.watch.reset()
+        self.report = self.step_report()
+        self.collectives.traffic.reset()
         self.next = 0
         self.force_all_reduce = False
         self.dirty = self.synced_backward = self.forward_seen = False
@@ -229,16 +231,19 @@ class GradReducer:
         exposed = sum(
             max(0.0, min(e.done_s or now, e.wait_end_s or now) - max(begun, e.launched_s or now)) for e in events
         )
-        traffic = self.collectives.traffic
         self.report = StepReport(
             exposed_ms=(now - begun) * 1e3,
             hidden_share=1.0 - exposed / flight if flight > 0 else 0.0,
-            bytes_sent=traffic.bytes_sent,
-            collectives=traffic.collectives,
             late_buckets=late,
             events=events,
         )
-        traffic.reset()
+
+    def step_report(self) -> StepReport:
+        """What the last finished step cost so far, its sync rules included."""
+        if self.open:
+            return self.report
+        traffic = self.collectives.traffic
+        return replace(self.report, bytes_sent=traffic.bytes_sent, collectives=traffic.collectives)
 
 
 def _needs_zero(bucket: Bucket) -> bool:
