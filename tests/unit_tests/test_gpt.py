@@ -141,3 +141,95 @@ def test_loss_and_every_gradient_are_those_of_one_process(
         assert expected[name].grad.abs().max() > 1e-4, f"{name}: the reference itself is zero"
     fused = [name for name, param in model.named_parameters() if getattr(param, "grad_added_to_main_grad", False)]
     assert bool(fused) == config.gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    in_fp32 = GPTModel(make_config(params_dtype=torch.float32), ProcessGroups())
+    model = GPTModel(make_config(params_dtype=dtype), ProcessGroups())
+    for (name, param), expected in zip(model.named_parameters(), in_fp32.parameters(), strict=True):
+        assert param.dtype == dtype
+        assert torch.equal(param, expected.to(dtype)), name
+
+
+def test_weights_depend_on_the_seed_and_not_on_the_default_stream() -> None:
+    torch.manual_seed(1)
+    first = GPTModel(make_config(), ProcessGroups()).state_dict()
+    torch.manual_seed(2)
+    again = GPTModel(make_config(), ProcessGroups()).state_dict()
+    other = GPTModel(make_config(init_seed=5), ProcessGroups()).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embedding.word_embeddings.weight"], other["embedding.word_embeddings.weight"])
+    drawn = [weight for name, weight in first.items() if weight.dim() == 2]
+    assert len({weight.flatten()[0].item() for weight in drawn}) == len(drawn), "two parameters share their numbers"
+
+
+def test_a_token_does_not_see_later_ones() -> None:
+    model = make_model(make_config(), ProcessGroups())
+    tokens, _, _ = make_batch()
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.allclose(before[5:], after[5:])
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_stages_are_the_whole_model(tied: bool) -> None:
+    config = make_config(share_embeddings_and_output_weights=tied)
+    whole = GPTModel(config, ProcessGroups())
+    first = GPTModel(config, ProcessGroups(), post_process=False, layer_numbers=[0])
+    last = GPTModel(config, ProcessGroups(), pre_process=False, layer_numbers=[1])
+    tokens, labels, _ = make_batch()
+
+    expected = whole(tokens, labels)
+    expected.sum().backward()
+    last.set_input_tensor(first(tokens))
+    loss = last(tokens, labels)
+    loss.sum().backward()
+
+    assert torch.equal(loss, expected)
+    word = whole.embedding.word_embeddings.weight.grad
+    if tied:
+        ends = [stage.shared_embedding_or_output_weight() for stage in (first, last)]
+        assert [(weight.shared_embedding, weight.shared) for weight in ends] == [(True, False), (True, True)]
+        assert torch.equal(ends[0], ends[1])
+        torch.testing.assert_close(ends[0].grad + ends[1].grad, word)
+    else:
+        torch.testing.assert_close(first.embedding.word_embeddings.weight.grad, word)
+        torch.testing.assert_close(last.output_layer.weight.grad, whole.output_layer.weight.grad)
+        assert last.shared_embedding_or_output_weight() is last.output_layer.weight
+    with pytest.raises(RuntimeError, match="set_input_tensor"):
+        GPTModel(config, ProcessGroups(), pre_process=False, layer_numbers=[1])(tokens)
+
+
+@ranks(2)
+def test_without_labels_each_rank_has_its_part_of_the_logits(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    tokens, _, _ = make_batch()
+    expected = make_model(make_config(), ProcessGroups())(tokens)
+    logits = make_model(make_config(world, sequence_parallel=True), parallel_state.get_process_groups())(tokens)
+    torch.testing.assert_close(logits, tensor_parallel_slice(expected, 2, world, rank))
+
+
+@ranks(2)
+def test_a_16_bit_model_trains_close_to_the_fp64_one(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    reference = make_model(make_config(init_method_std=0.1), ProcessGroups())
+    model = make_model(
+        make_config(world, sequence_parallel=True, params_dtype=torch.bfloat16, init_method_std=0.1),
+        parallel_state.get_process_groups(),
+    )
+    expected, loss = run_backward(reference, 1), run_backward(model, 1)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=0.02, atol=0.05)
+    assert all(torch.isfinite(param.grad).all() for param in model.parameters())
+
+
+@ranks(2)
+def test_a_config_for_another_tensor_parallel_size_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 1 and the tensor-parallel group has 2 ranks"):
+        GPTModel(make_config())
+    with pytest.raises(ValueError, match="size is 2 and the tensor-parallel group has 1 ranks"):
+        GPTModel(make_config(2), ProcessGroups())
