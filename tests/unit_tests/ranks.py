@@ -71,6 +71,7 @@ def ranks(*worlds: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None
 
         @functools.wraps(function)
         def test(*bound: object, **arguments: Any) -> None:
+            __tracebackhide__ = True  # what failed is in the RankFailure's text
             # `bound` is the instance of a test class; each rank makes its own.
             world = arguments["world"]
             passed = {name: value for name, value in arguments.items() if name in wanted}
@@ -91,6 +92,7 @@ def run_on_ranks(
     function: Callable[..., None], world: int, arguments: dict[str, Any], *, timeout_s: float = 60.0
 ) -> None:
     """Call `function(rank=..., **arguments)` on each of `world` ranks; raise RankFailure when one fails."""
+    __tracebackhide__ = True
     if "<locals>" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} is defined inside a function; ranks find tests by name in a module.")
     _the_pool().run(function, world, arguments, timeout_s)
@@ -175,6 +177,7 @@ class Pool:
         self.workers: list[Worker] = []
 
     def run(self, function: Callable[..., None], world: int, arguments: dict[str, Any], timeout_s: float) -> None:
+        __tracebackhide__ = True
         while len(self.workers) < world:
             self.workers.append(Worker(self.context, next(self.numbers), self.store.port, self.folder))
         workers = self.workers[:world]
@@ -238,6 +241,7 @@ class Pool:
 
 
 def _judge(name: str, outcomes: Sequence[Outcome], world: int) -> None:
+    __tracebackhide__ = True
     failures = [outcome for outcome in outcomes if outcome.kind in ("failed", "ended")]
     if failures:
         first = min(failures, key=lambda outcome: (outcome.only_lost_a_peer, outcome.when_s))

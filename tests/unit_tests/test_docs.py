@@ -1,0 +1,127 @@
+"""The programs in the README and in the docs run, and do what the text around them says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.unit_tests.ranks import ranks
+
+ROOT = Path(__file__).parents[2]
+OWN_LOOP = ROOT / "docs" / "source" / "your_own_loop.md"
+
+
+def program_of(page: Path) -> str:
+    """All python blocks of a page, in order."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a page's program in the group that the test has already; answer with its names."""
+    names: dict[str, Any] = {"__name__": "page"}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    exec(compile(program_of(page), str(page), "exec"), names)
+    return names
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int = 1) -> None:
+    """The reference: one process, the whole batch."""
+    optimizer.zero_grad()
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    F.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def assert_same_weights(model: torch.nn.Module, reference: torch.nn.Module, start: torch.nn.Module) -> None:
+    for ours, theirs, before in zip(model.parameters(), reference.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert (theirs - before).abs().max() > 3e-4, "the reference has hardly moved, so equality says nothing"
+
+
+@ranks(1, 4)
+def test_the_loop_in_the_readme_trains_like_one_process_on_the_whole_batch(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(ROOT / "README.md", monkeypatch)
+
+    def new_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+
+    reference = new_model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.02)
+    data = [torch.Generator().manual_seed(r) for r in range(world)]
+    for _ in range(50):
+        inputs = [torch.randn(32, 16, generator=generator) for generator in data]
+        stepped(reference, optimizer, [(x, x.sum(1, keepdim=True)) for x in inputs])
+    assert_same_weights(names["model"].module, reference, new_model())
+
+
+@ranks(4)
+def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(OWN_LOOP, monkeypatch)
+    new_model = names["new_model"]
+
+    def batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        seeds = [100 * step + r for r in range(world)]
+        inputs = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return [(x, x.sum(dim=1, keepdim=True)) for x in inputs]
+
+    reference = new_model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(3):
+        stepped(reference, optimizer, batches(step))
+    stepped(reference, optimizer, [batch for step in range(10, 14) for batch in batches(step)])
+    assert_same_weights(names["model"].module, reference, new_model())
+
+    sharded = new_model()
+    adam = torch.optim.AdamW(
+        [{"params": [p for p in sharded.parameters() if p.dim() > 1]},
+         {"params": [p for p in sharded.parameters() if p.dim() == 1], "weight_decay": 0.0}],
+        lr=0.01, weight_decay=0.01,
+    )  # fmt: skip
+    for step in range(3):
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches(step), strict=True))
+        adam.zero_grad()
+        F.mse_loss(sharded(inputs), targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        adam.step()
+    assert_same_weights(names["sharded"].module, sharded, new_model())
+    assert names["updated"] and names["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+    per_token = new_model()
+    kept = [(x[: 4 * r], y[: 4 * r]) for r, (x, y) in enumerate(batches(20))]
+    inputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    F.mse_loss(per_token(inputs), targets).backward()
+    for ours, theirs in zip(names["per_token"].module.parameters(), per_token.parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, theirs.grad)
+
+
+def test_the_readme_loop_runs_under_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "my_loop.py"
+    program.write_text(program_of(ROOT / "README.md"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_example_fits_a_glance_and_names_both_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len([line for line in program_of(ROOT / "README.md").splitlines() if line.strip()]) <= 20
+    assert "make train" in readme and "make test" in readme and "make nightly" in readme
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "source").rglob("*.md")]
+    missing = []
+    for page in pages:
+        for name in re.findall(r"`((?:core|tests|docs|benchmarks)/[\w./]*)`", page.read_text()):
+            if not (ROOT / name).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not missing, missing
