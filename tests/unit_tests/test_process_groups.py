@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
 from core.process_groups import FIELDS, GLOO_TWINS, ProcessGroupCollection, ProcessGroups
@@ -102,6 +103,17 @@ def test_only_groups_of_this_rank_are_created(rank: int) -> None:
         groups = build(RankGrid(4, pp=2, ep=2))
     assert all(rank in ranks for ranks in asked)
     assert len(asked) == len(groups.created) == known_groups()["pg_map"] - 1
+
+
+def test_the_number_of_creations_does_not_grow_with_the_world():
+    for world in (512, 1024, 16384):
+        dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)
+        try:
+            groups = build(RankGrid(world, tp=4, pp=8, ep=8), gloo_twins=False)
+            assert len(groups.created) == known_groups()["pg_map"] - 1 == 10
+            assert groups.size("dp") == world // 32
+        finally:
+            dist.destroy_process_group()
 
 
 @ranks(2)

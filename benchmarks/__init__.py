@@ -1,0 +1,1 @@
+"""Measurements that docs/source/performance.md quotes: `python -m benchmarks NAME`."""

@@ -1,0 +1,26 @@
+"""Run one benchmark by name: `python -m benchmarks NAME [options]`; without a name, list them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# Name -> (module with a main(arguments), one line about it).
+BENCHMARKS = {
+    "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark that `arguments` names, with the rest of them; return the exit status."""
+    if not arguments or arguments[0] not in BENCHMARKS:
+        known = "\n".join(f"  {name:<12} {line}" for name, (_, line) in BENCHMARKS.items())
+        print(f"usage: python -m benchmarks NAME [options]\n{known}", file=sys.stderr)
+        return 2
+    module, _ = BENCHMARKS[arguments[0]]
+    importlib.import_module(module).main(arguments[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
