@@ -20,9 +20,10 @@ def whole(world: int) -> Tensor:
 
 def run(mapping, input_: Tensor, grad: Tensor, **arguments) -> tuple[Tensor, Tensor]:
     """The mapping's output, and the input's gradient given the output's."""
-    leaf = input_.clone().requires_grad_()
+    leaf, given = input_.clone().requires_grad_(), grad.clone()
     output = mapping(leaf, group=dist.group.WORLD, **arguments)
     output.backward(grad)
+    assert torch.equal(leaf, input_) and torch.equal(grad, given), "what was given was overwritten"
     return output.detach(), leaf.grad
 
 
@@ -43,11 +44,10 @@ def test_copy_to_leaves_the_input_and_sums_its_gradient(rank: int, world: int) -
 
 @ranks(2, 3)
 def test_reduce_from_sums_the_input_and_leaves_its_gradient(rank: int, world: int) -> None:
-    given = torch.tensor([10.0**rank])
-    output, grad = run(mappings.reduce_from_tensor_model_parallel_region, given, torch.tensor([7.0]))
+    mapping = mappings.reduce_from_tensor_model_parallel_region
+    output, grad = run(mapping, torch.tensor([10.0**rank]), torch.tensor([7.0]))
     assert output.tolist() == [sum(10.0**r for r in range(world))]
     assert grad.tolist() == [7.0]
-    assert given.tolist() == [10.0**rank], "the input was overwritten"
 
 
 @ranks(2, 3)
