@@ -97,7 +97,7 @@ def test_sequence_parallel_gradients_are_the_sum_over_tensor_parallel_ranks(
     bag.tag("split", tensor_model_parallel=True, partition_dim=0)
     bag.tag("norm", sequence_parallel=True).tag("bias", sequence_parallel=True)
     bag.tag("complete", sequence_parallel=False)
-    ddp = wrap(bag, config, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=40)
+    ddp = wrap(bag, config, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=400)
     for _ in range(2):
         (found,) = step([ddp])
         own = own_data_group(rank) / 2
@@ -144,7 +144,7 @@ def test_large_parameters_travel_alone_and_small_ones_together(
     grad_sync.PACK_NUMEL, before_pack = packed, grad_sync.PACK_NUMEL
     try:
         config = start(tensor_model_parallel_size=2, sequence_parallel=True)
-        bag = Bag(a=(3,), b=ODD, c=(), d=(11,), e=(9, 9), f=(0,))
+        bag = Bag(a=(3,), b=ODD, c=(), d=(110,), e=(9, 9), f=(0,))
         for name, _ in bag.named_parameters():
             bag.tag(name, sequence_parallel=True)
         ddp = wrap(bag, config, data_parallel_sharding_strategy=strategy)
@@ -190,7 +190,7 @@ def test_copies_in_virtual_chunks_are_added_and_all_get_the_result(rank: int, wo
 def test_tied_word_embedding_is_the_sum_of_first_and_last_stage(rank: int, world: int, strategy: str) -> None:
     config = start(pipeline_model_parallel_size=world)
     names = {0: "embedding", world - 1: "output"}
-    bag = Bag(layer=ODD, **{names[rank]: (11, 3)} if rank in names else {})
+    bag = Bag(layer=ODD, **{names[rank]: (23, 11)} if rank in names else {})
     if rank in names:
         bag.tag(names[rank], shared_embedding=True)
     expected = {"layer": digits(rank)}
@@ -205,7 +205,7 @@ def test_tied_word_embedding_is_the_sum_of_first_and_last_stage(rank: int, world
 def test_tied_word_embedding_with_data_parallelism(rank: int, world: int, strategy: str) -> None:
     config = start(pipeline_model_parallel_size=2)
     # Different neighbours on the two stages: the copies' shards must be the same slices nevertheless.
-    first = Bag(word=(11, 3), layer=ODD) if rank < 2 else Bag(layer=(13,), more=(2, 9), word=(11, 3))
+    first = Bag(word=(23, 11), layer=ODD) if rank < 2 else Bag(layer=(13,), more=(20, 9), word=(23, 11))
     first.tag("word", shared_embedding=True)
     (found,) = step([wrap(first, config, data_parallel_sharding_strategy=strategy)])
     check({"word": found["word"]}, {"word": 1111 / 2})
@@ -215,7 +215,7 @@ def test_tied_word_embedding_with_data_parallelism(rank: int, world: int, strate
 @both_strategies
 def test_tied_word_embedding_split_over_tensor_parallelism(rank: int, world: int, strategy: str) -> None:
     config = start(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    bag = Bag(word=(11, 3)).tag("word", shared_embedding=True, tensor_model_parallel=True, partition_dim=0)
+    bag = Bag(word=(23, 11)).tag("word", shared_embedding=True, tensor_model_parallel=True, partition_dim=0)
     (found,) = step([wrap(bag, config, data_parallel_sharding_strategy=strategy)])
     check(found, {"word": digits(0, 2) if rank % 2 == 0 else digits(1, 3)})
 
@@ -244,7 +244,7 @@ def test_tied_word_embedding_of_the_first_and_the_last_virtual_chunk(rank: int, 
     tied_chunk = 0 if rank < 2 else 1
     chunks = []
     for number in range(2):
-        bag = Bag(layer=ODD, **{"word": (11, 3)} if number == tied_chunk else {})
+        bag = Bag(layer=ODD, **{"word": (23, 11)} if number == tied_chunk else {})
         if number == tied_chunk:
             bag.tag("word", shared_embedding=True)
         chunks.append(wrap(bag, config, data_parallel_sharding_strategy=strategy))
@@ -273,7 +273,7 @@ def test_position_embedding_is_the_sum_over_its_group(rank: int, world: int) -> 
 @ranks(2)
 def test_stages_that_bring_different_copies_are_refused_on_all_ranks(rank: int, world: int) -> None:
     config = start(pipeline_model_parallel_size=2)
-    ddp = wrap(Bag(word=(11, 3) if rank == 0 else (11, 4)).tag("word", shared_embedding=True), config)
+    ddp = wrap(Bag(word=(23, 11) if rank == 0 else (23, 12)).tag("word", shared_embedding=True), config)
     with pytest.raises(LayoutMismatch, match="word embedding"):
         step([ddp])
 
@@ -385,7 +385,7 @@ def test_force_all_reduce_leaves_whole_gradients_on_every_rank(
     (found,) = step([ddp], force_all_reduce=True)
     check(found, {"w": 1111 / 4})
     whole = ddp.module.w.grad
-    assert whole is not None and torch.equal(whole, torch.arange(1.0, 36.0).double().view(ODD) * 1111 / 4)
+    assert whole is not None and torch.equal(whole, torch.arange(1.0, 324.0).double().view(ODD) * 1111 / 4)
 
 
 @ranks(4)
@@ -393,7 +393,7 @@ def test_force_all_reduce_also_completes_the_tensor_parallel_sum(rank: int, worl
     config = start(tensor_model_parallel_size=2, sequence_parallel=True)
     ddp = wrap(Bag(norm=ODD).tag("norm", sequence_parallel=True), config, use_distributed_optimizer=True)
     step([ddp], force_all_reduce=True)
-    assert float(ddp.module.norm.grad.view(-1)[-1]) == 35 * 1111 / 2
+    assert float(ddp.module.norm.grad.view(-1)[-1]) == 323 * 1111 / 2
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------
