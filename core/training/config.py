@@ -76,7 +76,7 @@ class OptimizerOptions:
     name: Literal["adam", "sgd"] = "adam"
     lr: float = 3e-3
     min_lr: float = 3e-4
-    warmup_steps: int = 20
+    warmup_steps: int = 15
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -103,8 +103,8 @@ class RunOptions:
 
     name: str = "default"
     directory: Path = Path("runs")
-    steps: int = 200
-    global_batch_size: int = 32  # windows in one optimizer step, whatever the layout
+    steps: int = 150
+    global_batch_size: int = 16  # windows in one optimizer step, whatever the layout
     micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
     validation_windows: int = 128  # windows the validation loss at the end is taken over
     seed: int = 1234

@@ -76,16 +76,7 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
 
     prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
-        context_parallel_size=config.parallel.cp,
-        expert_model_parallel_size=config.parallel.ep,
-        expert_tensor_parallel_size=config.parallel.expt_tp,
-        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=config.parallel.timeout_minutes,
-        order=config.parallel.order,
-    )
+    start_groups(config)
     tokens = open_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
     if dist.get_rank() != 0:
@@ -99,6 +90,20 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
     print(tokens.header.describe())
     print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {directory}/", flush=True)
     return run_steps(trainer, Reporter(config, plan, directory))
+
+
+def start_groups(config: JobConfig) -> None:
+    """The process groups of the configured sizes, in parallel_state. Collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        context_parallel_size=config.parallel.cp,
+        expert_model_parallel_size=config.parallel.ep,
+        expert_tensor_parallel_size=config.parallel.expt_tp,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.parallel.timeout_minutes,
+        order=config.parallel.order,
+    )
 
 
 def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:

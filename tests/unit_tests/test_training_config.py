@@ -83,7 +83,7 @@ def changed(**sections: dict[str, object]) -> JobConfig:
         (changed(parallel={"tp": 3}), 4, r"4.*3"),
         (changed(parallel={"pp": 2}), 4, r"--parallel\.pp is 2"),
         (changed(run={"global_batch_size": 33}), 4, r"33 is not divisible by dp = 2 \(world 4 / tp 2\)"),
-        (changed(run={"micro_batch_size": 5}), 4, r"5 does not divide a rank's share.*32 / dp 2 = 16"),
+        (changed(run={"micro_batch_size": 5}), 4, r"5 does not divide a rank's share.*16 / dp 2 = 8"),
         (changed(run={"micro_batch_size": 0}), 4, r"micro-batch-size is 0; it must be at least 1"),
         (changed(model={"num_attention_heads": 3}), 4, r"--model\.hidden-size 128 .* --model\.num-attention-heads 3"),
         (changed(model={"num_query_groups": 1}), 4, r"query groups 1 is not divisible by tp 2"),

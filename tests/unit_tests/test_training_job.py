@@ -1,0 +1,228 @@
+"""The main job on real ranks: the same losses in every layout, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("tyro")
+
+from core.distributed.guards import NonFiniteGradientError
+from core.models.gpt import GPTModel
+from core.training.config import JobConfig
+from core.training.config_file import load_config
+from core.training.job import build_trainer, open_tokens, run_steps, start_groups, train, transformer_config
+from core.training.main import main
+from core.training.plan import plan_job
+from core.training.reporter import Reporter
+from core.training.sampler import GlobalBatchSampler
+from core.training.schedule import learning_rate
+from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
+from core.training.trainer import StepResult
+from tests.unit_tests.ranks import ranks, run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--run.device", "cpu"]
+REPLICATED = ["--ddp.no-use-distributed-optimizer", "--ddp.no-overlap-param-gather"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a small text: this repository's own source."""
+    cache = tmp_path_factory.mktemp("tokens")
+    return ["--data.text", str(ROOT / "core" / "training"), "--data.cache", str(cache)]
+
+
+def read_losses(directory: Path) -> list[float]:
+    return [json.loads(text)["loss"] for text in (directory / "steps.jsonl").read_text().splitlines()]
+
+
+def train_on_ranks(rank: int, world: int, flags: list[str]) -> None:
+    config = load_config(flags)
+    train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
+
+
+def losses_on_ranks(world: int, flags: list[str], directory: Path, timeout_s: float = 60.0) -> list[float]:
+    where = ["--run.directory", str(directory), "--run.name", "run", "--logging.no-plots"]
+    run_on_ranks(train_on_ranks, world, {"world": world, "flags": [*flags, *where]}, timeout_s=timeout_s)
+    return read_losses(directory / "run")
+
+
+def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
+    """One process, the whole batch at once, torch's own optimizer and clipping; nothing of the engine."""
+    tokens = open_token_file(prepare_token_file(config.data), validation_fraction=config.data.validation_fraction)
+    length, options = config.model.sequence_length, config.optimizer
+    model = GPTModel(transformer_config(config, tokens.header.vocab_size))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+    )
+    sampler = GlobalBatchSampler(num_windows(tokens.train, length), config.run.global_batch_size, config.run.seed)
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, step, config.run.steps)
+        batch = torch.from_numpy(np.stack([window(tokens.train, int(i), length) for i in sampler.next_global_batch()]))
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], labels=batch[:, 1:]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
+        optimizer.step()
+        losses.append(float(loss.detach()) / tokens.header.bytes_per_token)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, []),  # tp 2 with sequence parallelism, dp 2, sharded, overlapped
+        (4, ["--parallel.tp", "1", *REPLICATED]),
+        (4, ["--parallel.sequence-parallel", "False", "--run.micro-batch-size", "1", "--ddp.no-overlap-grad-reduce"]),
+        (2, ["--parallel.tp", "1", "--run.micro-batch-size", "2"]),
+        (1, ["--parallel.tp", "1", "--run.micro-batch-size", "4"]),
+    ],
+    ids=["tp2-sp-dp2-optim", "dp4-no_shard", "tp2-dp2-4micro", "dp2-optim-2micro", "1rank-2micro"],
+)
+def test_every_layout_has_the_losses_of_a_plain_loop(
+    tmp_path: Path, text_flags: list[str], world: int, flags: list[str]
+) -> None:
+    common = [*TINY, *text_flags, "--run.steps", "6", "--optimizer.warmup-steps", "2"]
+    expected = losses_of_a_plain_loop(load_config([*common, "--parallel.tp", "1"]), 6)
+    assert expected[0] - expected[-1] > 0.3, "the losses must move by far more than the bound"
+    losses = losses_on_ranks(world, [*common, *flags], tmp_path)
+    assert losses == pytest.approx(expected, abs=2e-5, rel=0)
+
+
+@pytest.mark.nightly
+def test_the_first_50_losses_of_the_default_job_are_the_same_in_three_layouts(tmp_path: Path) -> None:
+    layouts = {
+        "tp2-sp-dp2-optim": (4, []),
+        "dp4-no_shard": (4, ["--parallel.tp", "1", *REPLICATED]),
+        "1rank": (1, ["--parallel.tp", "1"]),
+    }
+    common = ["--run.steps", "50", "--run.validation-windows", "8", "--data.cache", str(tmp_path / "tokens")]
+    losses = {
+        name: losses_on_ranks(world, [*common, *flags], tmp_path / name, timeout_s=400)
+        for name, (world, flags) in layouts.items()
+    }
+    assert losses["1rank"][0] - losses["1rank"][-1] > 1.5
+    for name in layouts:
+        assert losses[name] == pytest.approx(losses["1rank"], abs=1e-4, rel=0), name
+
+
+def test_a_run_leaves_its_files(tmp_path: Path, text_flags: list[str]) -> None:
+    flags = [*TINY, *text_flags, "--run.steps", "4", "--run.directory", str(tmp_path), "--logging.trace"]
+    flags += ["--logging.tensorboard", "--logging.trace-steps", "2", "--run.micro-batch-size", "2"]
+    run_on_ranks(train_on_ranks, 4, {"world": 4, "flags": flags})
+    directory = tmp_path / "tiny"
+    records = [json.loads(text) for text in (directory / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["windows"] for record in records] == [8, 16, 24, 32]
+    for record in records:
+        assert record["updated"] and 4 < record["loss"] < 6 and record["grad_norm"] > 0
+        assert record["bytes_sent"] > 0 and record["collectives"] > 0 and record["exposed_ms"] >= 0
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 4 and 4 < summary["validation_loss"] < 6 and not summary["stopped"]
+    assert json.loads((directory / "config.json").read_text())["run"]["name"] == "tiny"
+    assert "embedding.word_embeddings.weight" in (directory / "gradients.txt").read_text()
+    assert list((directory / "tensorboard").glob("events.out.*"))
+    for name in ("loss.png", "buckets.png"):
+        assert_picture_shows_something(directory / name)
+    assert_trace_is_complete(json.loads((directory / "trace.json").read_text())["traceEvents"])
+
+
+def assert_picture_shows_something(path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image").imread(path)[..., :3]  # [height, width, rgb]
+    assert image.shape[0] > 200 and image.shape[1] > 600
+    colors = np.unique((image.reshape(-1, 3) * 255).astype(np.uint8), axis=0)
+    coloured = colors[np.ptp(colors.astype(int), axis=1) > 40]
+    assert len(coloured) >= 2, f"{path.name} has no coloured line or bar"
+
+
+def assert_trace_is_complete(events: list[dict[str, Any]]) -> None:
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    assert {event["args"]["step"] for event in spans} == {3, 4}
+    for rank in range(4):
+        mine = [event for event in spans if event["pid"] == rank]
+        names = [event["name"] for event in mine]
+        assert names.count("forward") == names.count("backward") == 2 * 2  # steps x microbatches
+        in_flight = [event for event in mine if event["name"] == "in flight"]
+        assert len({event["tid"] for event in in_flight}) > 1, "a row for each bucket"
+        assert all(event["dur"] > 0 and event["args"]["bytes"] > 0 for event in in_flight)
+
+
+@ranks(2)
+def test_non_finite_gradients_end_the_run_on_every_rank_and_the_plots_are_drawn(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    config = load_config([*TINY, *text_flags, "--parallel.tp", "1"])
+    plan = plan_job(config, world)
+    start_groups(config)
+    trainer = build_trainer(config, plan, open_tokens(config, True), CPU)
+    train_step = trainer.train_step
+
+    def spoil_step_3(*, stop_requested: bool) -> StepResult:
+        if trainer.step == 2 and rank == 1:
+            trainer.model.finish_param_sync()
+            next(trainer.model.module.parameters()).data.fill_(float("nan"))
+        return train_step(stop_requested=stop_requested)
+
+    trainer.train_step = spoil_step_3  # type: ignore[method-assign]
+    reporter = Reporter(config, plan, tmp_path) if rank == 0 else None
+    with pytest.raises(NonFiniteGradientError, match="rank 1"):
+        run_steps(trainer, reporter)
+    if rank == 0:
+        assert len(read_losses(tmp_path)) == 2
+        assert_picture_shows_something(tmp_path / "loss.png")
+
+
+def test_a_job_that_does_not_fit_is_refused_by_rank_0_alone_before_any_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 3):
+        place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        started_s = time.monotonic()
+        assert main(["--run.global-batch-size", "9"]) == 2
+        assert time.monotonic() - started_s < 10
+        message = capsys.readouterr().err
+        assert ("9 is not divisible by dp = 2" in message) == (rank == 0)
+
+
+def test_an_interrupt_ends_the_command_cleanly_with_everything_written(tmp_path: Path, text_flags: list[str]) -> None:
+    unwanted = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, *text_flags, "--run.directory", str(tmp_path)]
+    command += ["--run.ranks", "2", "--run.steps", "100000", "--logging.print-every", "1"]
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    output = "".join(seen) + rest
+    assert process.returncode == 0, output
+    assert "2 ranks = tp 2 with sequence parallelism x dp 1" in output
+    assert "exposed" in output and "left" in output
+    assert "stopped before step" in output
+    assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["stopped"]
+    assert_picture_shows_something(tmp_path / "tiny" / "loss.png")
