@@ -30,6 +30,7 @@ from core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     resolve_groups,
     scatter_to_tensor_model_parallel_region,
+    start_all_reduce,
     start_gather_first,
     start_reduce_scatter_first,
 )
@@ -326,23 +327,20 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         sequence_group = ctx.group if ctx.sequence_parallel else None
 
-        gathering = None
+        gathering = reducing = None
         if needs_weight and sequence_group is not None:
-            input, gathering = start_gather_first(input, sequence_group)
-        grad_input, reducing = None, None
-        if needs_input:
-            grad_input = grad @ weight
-            if sequence_group is not None:
-                grad_input, reducing = start_reduce_scatter_first(grad_input, sequence_group)
-            elif ctx.allreduce_dgrad:
-                grad_input = grad_input.contiguous()
-                reducing = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+            gathering = start_gather_first(input, sequence_group)
+        grad_input = grad @ weight if needs_input else None
+        if grad_input is not None and sequence_group is not None:
+            reducing = start_reduce_scatter_first(grad_input, sequence_group)
+        elif grad_input is not None and ctx.allreduce_dgrad:
+            reducing = start_all_reduce(grad_input, ctx.group)
         if gathering is not None:
-            gathering.wait()
+            input = gathering.wait()
         grad_weight = _weight_gradient(ctx.parameter, grad, input) if needs_weight else None
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if needs_bias else None
         if reducing is not None:
-            reducing.wait()
+            grad_input = reducing.wait()
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 

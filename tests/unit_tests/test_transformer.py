@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import parallel_state
+from core.distributed.gradient_contract import DEFAULT_RULES, read_contract
+from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.tensor_parallel.mappings import gather_first, split_first
@@ -93,6 +95,23 @@ def test_attention_is_a_causal_softmax_of_scaled_products(groups: int) -> None:
                 context[i, b, head] = weights @ value[: i + 1]
     projection = attention.linear_proj
     torch.testing.assert_close(attention(x), F.linear(context.flatten(2), projection.weight, projection.bias))
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_gradients_of_norms_over_split_heads_are_partial_whatever_the_modules_name(
+    rank: int, world: int, sequence_parallel: bool
+) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    settings = config(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel, qk_layernorm=True)
+    attention = SelfAttention(settings, name="attention")
+    others = ModelParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    norms = [*attention.q_layernorm.named_parameters(), *attention.k_layernorm.named_parameters()]
+    assert len(norms) == 4
+    for name, param in norms:
+        contract = read_contract(name, param, parallel_state.get_process_groups(), others, DEFAULT_RULES)
+        assert contract.partial_over == ("tp",)
+        assert not hasattr(param, "sequence_parallel"), "their partial gradients have nothing to do with the sequence"
 
 
 def test_swiglu_multiplies_the_gated_half_by_the_other() -> None:
