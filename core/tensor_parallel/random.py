@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,9 +23,11 @@ DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 
 
-@dataclass(frozen=True)
-class RNGState:
-    """Where a stream stands, on the CPU and on this rank's GPU; `gpu` is None until CUDA has been used."""
+class RNGState(TypedDict):
+    """Where a stream stands, on the CPU and on this rank's GPU; a plain dict, so that checkpoints can hold it.
+
+    gpu: None until CUDA has been used.
+    """
 
     seed: int
     cpu: Tensor
@@ -35,15 +36,15 @@ class RNGState:
 
 def _current(seed: int = 0) -> RNGState:
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return RNGState(seed, torch.get_rng_state(), gpu)
+    return RNGState(seed=seed, cpu=torch.get_rng_state(), gpu=gpu)
 
 
 def _install(state: RNGState) -> None:
-    torch.set_rng_state(state.cpu)
-    if state.gpu is not None:
-        torch.cuda.set_rng_state(state.gpu)
+    torch.set_rng_state(state["cpu"])
+    if state["gpu"] is not None:
+        torch.cuda.set_rng_state(state["gpu"])
     elif torch.cuda.is_initialized():  # CUDA was first used after the stream began
-        torch.cuda.manual_seed(state.seed)
+        torch.cuda.manual_seed(state["seed"])
 
 
 class RNGStatesTracker:
@@ -96,7 +97,7 @@ class RNGStatesTracker:
         try:
             yield
         finally:
-            self._states[name] = _current(self._states[name].seed)
+            self._states[name] = _current(self._states[name]["seed"])
             _install(before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,13 +37,14 @@ def test_a_fork_draws_from_its_own_stream_and_leaves_the_default_one() -> None:
     assert torch.equal(torch.cat([first, second]), torch.rand(6))
 
 
-def test_a_snapshot_replays_a_stream() -> None:
+def test_a_snapshot_replays_a_stream_also_from_a_file(tmp_path: Path) -> None:
     tracker = RNGStatesTracker()
     tracker.add("a", 7)
     before = tracker.get_states()
     with tracker.fork("a"):
         first = torch.rand(3)
-    tracker.set_states(before)
+    torch.save(before, tmp_path / "streams.pt")
+    tracker.set_states(torch.load(tmp_path / "streams.pt", weights_only=True))
     with tracker.fork("a"):
         assert torch.equal(torch.rand(3), first)
 
