@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
@@ -10,13 +11,22 @@ class MissingExtra(ImportError):
     """A package of an extra is needed and is not installed."""
 
 
+def require_installed(package: str, needed_for: str, extra: str = "train") -> None:
+    """Raise MissingExtra if `package` is not installed; quicker than importing it."""
+    if importlib.util.find_spec(package) is None:
+        raise _missing(package, needed_for, extra, "it is not installed")
+
+
 def require(module: str, needed_for: str, extra: str = "train") -> Any:
     """Import `module`, or raise MissingExtra saying what it is needed for and how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingExtra(
-            f"{needed_for} needs the package {package!r}, which could not be imported ({error}); "
-            f"install it with: pip install 'gradient-core[{extra}]'"
-        ) from error
+        raise _missing(module.partition(".")[0], needed_for, extra, str(error)) from error
+
+
+def _missing(package: str, needed_for: str, extra: str, reason: str) -> MissingExtra:
+    return MissingExtra(
+        f"{needed_for} needs the package {package!r}, which could not be imported ({reason}); "
+        f"install it with: pip install 'gradient-core[{extra}]'"
+    )

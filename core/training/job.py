@@ -19,13 +19,13 @@ from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.config import JobConfig
-from core.training.config_file import to_json
+from core.training.config_file import ConfigError, to_json
 from core.training.launch import Launch
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
 from core.training.step_trace import StepTrace
 from core.training.stop_request import StopRequest
-from core.training.token_file import TokenFile, open_token_file, prepare_token_file
+from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file
 from core.training.trainer import Trainer
 from core.transformer.transformer_config import TransformerConfig
 
@@ -146,22 +146,26 @@ def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
 
 def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
     """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
-    failure: Exception | None = None
     path: Path | None = None
+    failure: str | None = None
     if prepares_data:
         try:
             path = prepare_token_file(config.data)
         except (OSError, ValueError, ImportError) as error:
-            failure = error
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(messages):
+            failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, message in enumerate(failures):
         if message is not None:
-            raise RuntimeError(f"rank {rank} could not prepare the text: {message}")
-    path = path if path is not None else prepare_token_file(config.data)
-    return open_token_file(path, validation_fraction=config.data.validation_fraction)
+            raise ConfigError(f"rank {rank} could not prepare the text: {message}")
+    path = path if path is not None else prepare_token_file(config.data)  # there by now
+    tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
+    if num_windows(tokens.train, config.model.sequence_length) == 0:
+        raise ConfigError(
+            f"the text has {len(tokens.train)} tokens to train on, and one window takes "
+            f"--model.sequence-length {config.model.sequence_length} and a label; give more text or a shorter window"
+        )
+    return tokens
 
 
 def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> Trainer:

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config
-from core.training.extras import MissingExtra
+from core.training.extras import MissingExtra, require_installed
 from core.training.launch import Launch, find_launch
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
@@ -28,10 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = find_launch(os.environ)
         config = load_config(arguments)
         plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
+        check_extras(config)
     except (ConfigError, MissingExtra) as error:
-        if launch is None or launch.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return _refuse(error, launch)
     if launch is None:
         return start_ranks(config.run.ranks)
 
@@ -49,5 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             local_world_size=launch.local_world_size,
         )
     )
-    run_job(config, plan, launch)
+    try:
+        run_job(config, plan, launch)
+    except ConfigError as error:
+        return _refuse(error, launch)
     return 0
+
+
+def check_extras(config: JobConfig) -> None:
+    """Find out now, not at the end of the run, whether what was asked for is installed."""
+    if config.logging.plots:
+        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
+    if config.logging.tensorboard:
+        require_installed("tensorboard", "--logging.tensorboard")
+    if config.data.tokenizer != "bytes":
+        require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
+
+
+def _refuse(error: Exception, launch: Launch | None) -> int:
+    """Say once what is wrong with the configuration; all ranks have found the same."""
+    if launch is None or launch.rank == 0:
+        print(f"error: {error}", file=sys.stderr)
+    return USAGE_ERROR
