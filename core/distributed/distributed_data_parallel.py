@@ -89,6 +89,7 @@ class DistributedDataParallel(nn.Module):
             overlap=ddp_config.overlap_grad_reduce,
             watch=self.nan_watch,
         )
+        self.reducer.held = getattr(config, "virtual_pipeline_model_parallel_size", None) is not None
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         self.param_sync = ParamSync(order, Collectives(), module, overlap=ddp_config.overlap_param_gather)
         self.stages_checked = False

@@ -12,6 +12,7 @@ from torch import nn
 
 from core.distributed.bucket import BucketState, SyncError
 from core.distributed.distributed_data_parallel import DistributedDataParallel
+from core.distributed.grad_reducer import link_chunks
 from core.distributed.grad_sync import check_stages, sync_across_stages
 from core.distributed.guards import check_finite, check_replicas
 from core.process_groups import ProcessGroups
@@ -44,7 +45,9 @@ def finalize_model_grads(
     config = chunks[0].config
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
 
-    for chunk in chunks:
+    if any(chunk.reducer.held for chunk in chunks):
+        link_chunks([chunk.reducer for chunk in chunks])
+    for chunk in reversed(chunks):  # the order of backward
         chunk.reducer.start(force_all_reduce=force_all_reduce)
     for chunk in chunks:
         _finish_chunk(chunk, force_all_reduce)

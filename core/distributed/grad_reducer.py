@@ -7,7 +7,9 @@ for it.
 
 from __future__ import annotations
 
+import itertools
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +74,9 @@ class GradReducer:
         self.open = True  # may gradients of this step still come?
         self.dirty = False  # has a gradient of this step arrived?
         self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
+        self.held = False  # the order of several chunks is not known yet (see link_chunks): backward launches nothing
+        self.previous: GradReducer | None = None  # the chunk whose buckets are launched before this one's
+        self.following: weakref.ref[GradReducer] | None = None
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
         self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
@@ -98,12 +103,22 @@ class GradReducer:
     @property
     def next_is_ready(self) -> bool:
         """Can the bucket whose turn it is be launched?"""
-        return self.next < len(self.order) and self.order[self.next].pending == 0
+        if self.held or self.next == len(self.order) or self.order[self.next].pending > 0:
+            return False
+        return self.previous is None or self.previous.all_launched
+
+    @property
+    def all_launched(self) -> bool:
+        """Has every bucket of the step that is open been launched?"""
+        return self.open and self.next == len(self.order)
 
     def advance(self) -> None:
         """Launch every bucket whose turn has come and whose gradients are there."""
         while self.next_is_ready:
             self._launch_next()
+        following = None if self.following is None else self.following()
+        if following is not None and following.overlap and self.all_launched:
+            following.advance()
 
     def _launch_next(self) -> None:
         self.order[self.next].launch(self.collectives, force_all_reduce=self.force_all_reduce)
@@ -153,6 +168,8 @@ class GradReducer:
                     "the last backward under no_sync(), or turn overlap_grad_reduce off"
                 )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
+        if self.previous is not None:
+            self.previous.start(force_all_reduce=force_all_reduce)
         while self.next < len(self.order):
             self._launch_next()
 
@@ -244,6 +261,18 @@ class GradReducer:
             return self.report
         traffic = self.collectives.traffic
         return replace(self.report, bytes_sent=traffic.bytes_sent, collectives=traffic.collectives)
+
+
+def link_chunks(reducers: Sequence[GradReducer]) -> None:
+    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first.
+
+    They share communicators, and how far backward gets before a schedule turns to another chunk differs between ranks.
+    """
+    for reducer in reducers:
+        reducer.held = False
+    for earlier, later in itertools.pairwise(reducers):
+        earlier.previous = later
+        later.following = weakref.ref(earlier)
 
 
 def _needs_zero(bucket: Bucket) -> bool:

@@ -1,0 +1,71 @@
+"""Several model chunks on a rank share communicators: their buckets leave in one order, whatever backward did."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from core import parallel_state
+from core.distributed import finalize_model_grads
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import assert_same, mean_over_ranks, whole_grads, wrap
+
+
+class Chunk(nn.Module):
+    """Four layers of one size, so that buckets of different chunks could be mistaken for one another."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Both(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList([first, second])
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Every rank leaves out another layer of the second chunk, in every step another one."""
+    generator = torch.Generator().manual_seed(rank + 10 * step)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    hidden = model.chunks[0](x, -1)
+    return model.chunks[1](hidden, (rank + step) % 5).pow(2).sum() * (1 + rank)
+
+
+@ranks(3)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("zero", ["buffer", "none"])
+def test_chunks_that_ranks_use_differently_are_reduced_right(rank: int, world: int, strategy: str, zero: str) -> None:
+    parallel_state.initialize_model_parallel()
+    plain = Both(Chunk(1), Chunk(2))
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    chunks = [
+        wrap(chunk, config, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=1)
+        for chunk in plain.chunks
+    ]
+    in_backward = []
+    for step in range(8):
+        for chunk in chunks:
+            if zero == "buffer":
+                chunk.zero_grad_buffer()
+            else:
+                for param in chunk.parameters():
+                    param.grad = None
+        loss(Both(*chunks), rank, step).backward()
+        in_backward.append(sum(chunk.reducer.launches for chunk in chunks) - 16 * step)
+        finalize_model_grads(chunks)
+        expected = mean_over_ranks(plain, world, (step,), loss)
+        for number, chunk in enumerate(chunks):
+            got = {f"chunks.{number}.{name}": grad for name, grad in whole_grads(chunk).items()}
+            assert_same(got, {name: grad for name, grad in expected.items() if name.startswith(f"chunks.{number}.")})
+    assert in_backward[0] == 0  # the order of the chunks is not known before the first finalize
+    assert sum(in_backward[1:]) > 0
