@@ -187,6 +187,15 @@ def test_one_optimizer_instance_is_everybody(rank: int) -> None:
 
 
 @ranks(4)
+def test_the_stages_of_a_pipeline_form_a_ring(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    assert parallel_state.get_pipeline_model_parallel_next_rank() == [1, 2, 3, 0][rank]
+    assert parallel_state.get_pipeline_model_parallel_prev_rank() == [3, 0, 1, 2][rank]
+    assert parallel_state.is_pipeline_first_stage() == (rank == 0)
+    assert parallel_state.is_pipeline_last_stage() == (rank == 3)
+
+
+@ranks(4)
 def test_embedding_groups_belong_to_their_stages_only(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
     state = parallel_state

@@ -222,6 +222,26 @@ def test_a_failure_in_the_middle_of_creation_destroys_what_was_made(rank: int, f
     assert sum_over(groups.require("tp_dp")) == 15.0
 
 
+@pytest.mark.nightly  # half a minute of waiting for gloo's timeouts
+@ranks(4, timeout_s=150)
+def test_a_failure_on_one_rank_ends_the_creation_on_all_and_leaves_nothing(rank: int) -> None:
+    before, new_group, calls = known_groups(), dist.new_group, []
+
+    def fail_on_rank_1(ranks, **rest):
+        calls.append(ranks)
+        if rank == 1 and len(calls) == 2:
+            raise OSError("no more sockets")
+        return new_group(ranks, **rest)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((OSError, RuntimeError)):
+        patch.setattr(dist, "new_group", fail_on_rank_1)
+        build(RankGrid(4, tp=2, pp=2), timeout=timedelta(seconds=1))
+    assert known_groups() == before
+    dist.barrier()  # whoever waited until the timeout arrives later
+    groups = build(RankGrid(4, tp=2, pp=2), timeout=timedelta(seconds=20))
+    assert sum_over(groups.require("mp")) == 15.0
+
+
 # --- options of the communicator --------------------------------------------------------------------------------------
 
 
