@@ -118,7 +118,7 @@ class BucketMasters:
             part = Run(slices, nn.Parameter(run.master.data[low:high]), run.grad[low:high])
             if run.master in state:
                 whole = state[run.master]
-                state[part.master] = {key: cut_state(value, run.master, low, high) for key, value in whole.items()}
+                state[part.master] = {key: cut_state(key, value, run.master, low, high) for key, value in whole.items()}
             parts.append(part)
         state.pop(run.master, None)
         index = self.runs.index(run)
@@ -126,11 +126,16 @@ class BucketMasters:
         return parts
 
 
-def cut_state(value: Any, master: torch.Tensor, low: int, high: int) -> Any:
-    """The part of one optimizer state entry that belongs to elements [low, high) of a flat master."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value[low:high] if value.shape == master.shape else value.clone()
+def is_per_element(key: str, value: Any, master: torch.Tensor) -> bool:
+    """Does a state value hold one number for every element of the master, as moments do and step counts do not?"""
+    return isinstance(value, torch.Tensor) and key != "step" and value.shape == master.shape
+
+
+def cut_state(key: str, value: Any, master: torch.Tensor, low: int, high: int) -> Any:
+    """The part of one optimizer state value that belongs to elements [low, high) of a flat master."""
+    if is_per_element(key, value, master):
+        return value[low:high]
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class ParameterMasters(BucketMasters):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,16 @@ from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient, scale_gradients
-from core.optimizer.master_weights import Run, masters_of
+from core.optimizer.master_weights import BucketMasters, Run, masters_of
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.optimizer_state import (
+    entry_of,
+    load_groups,
+    load_run,
+    needed_part,
+    save_groups,
+    stretches_of_equal_steps,
+)
 from core.optimizer.param_groups import ParamGroups
 from core.process_groups import ProcessGroups
 
@@ -64,6 +72,7 @@ class MegatronOptimizer:
             for run in masters.runs:
                 torch_groups[run.group]["params"].append(run.master)
         self.optimizer = inner_optimizer(config, torch_groups)
+        self.names = self._qualified_names()
         device = self.masters[0].grad.device if self.masters else torch.device("cpu")
         self.meter = GradMeter(self.masters, everybody, device)
         self.steps_skipped = 0
@@ -102,6 +111,17 @@ class MegatronOptimizer:
             for bucket in buffer.buckets
         ]
 
+    def _qualified_names(self) -> dict[int, str]:
+        """id(parameter) -> its name, with the chunk's number before it where there are several chunks."""
+        prefixes = ["" if len(self.model_chunks) == 1 else f"model{i}." for i in range(len(self.model_chunks))]
+        return {
+            id(param): prefix + contract.name
+            for prefix, chunk in zip(prefixes, self.model_chunks, strict=True)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for bucket in buffer.buckets
+            for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+        }
+
     def _expect_final_gradients(self) -> None:
         for masters in self.masters:
             bucket = masters.bucket
@@ -128,13 +148,14 @@ class MegatronOptimizer:
             for run in list(masters.runs):
                 trainable = [piece.param.requires_grad for piece in run.slices]
                 if len(set(trainable)) > 1:
-                    self._split(masters.split, run, _stretch_lengths(trainable))
+                    self._split(masters, run, _stretch_lengths(trainable))
 
-    def _split(self, split: Any, run: Run, counts: list[int]) -> None:
-        parts = split(run, counts, self.optimizer.state)
+    def _split(self, masters: BucketMasters, run: Run, counts: list[int]) -> list[Run]:
+        parts = masters.split(run, counts, self.optimizer.state)
         params = self.optimizer.param_groups[run.group]["params"]
         index = next(i for i, master in enumerate(params) if master is run.master)
         params[index : index + 1] = [part.master for part in parts]
+        return parts
 
     def _attach_gradients(self) -> None:
         for masters in self.masters:
@@ -174,6 +195,49 @@ class MegatronOptimizer:
         """Take master weights from the model's parameters; call it after loading weights into the model."""
         for masters in self.masters:
             masters.load_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The param groups, and this rank's part of the state by parameter name (see optimizer_state.py)."""
+        state = self.optimizer.state
+        return {
+            "param_groups": save_groups(self.param_groups),
+            "state": {
+                self.names[id(piece.param)]: entry_of(masters, run, piece, state.get(run.master, {}))
+                for masters in self.masters
+                for run in masters.runs
+                for piece in run.slices
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state. Load the model's weights too: in full precision they are the masters.
+
+        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
+        """
+        entries = state_dict["state"]
+        missing = [n for m in self.masters for p in m.slices if (n := self.names[id(p.param)]) not in entries]
+        if missing:
+            raise ValueError(
+                f"the saved optimizer state lacks {missing[0]!r} (and {len(missing) - 1} more); was it saved by "
+                "another model or another rank?"
+            )
+        parts = {
+            id(piece): needed_part(name, piece, entries[name])
+            for masters in self.masters
+            for piece in masters.slices
+            for name in (self.names[id(piece.param)],)
+        }
+        load_groups(self.param_groups, state_dict["param_groups"])
+        self.optimizer.state.clear()
+        for masters in self.masters:
+            for whole in list(masters.runs):
+                lengths = stretches_of_equal_steps([parts[id(piece)] for piece in whole.slices])
+                for run in self._split(masters, whole, lengths) if len(lengths) > 1 else [whole]:
+                    fused = bool(self.param_groups[run.group].get("fused"))
+                    state = load_run(masters, run, [parts[id(piece)] for piece in run.slices], fused=fused)
+                    if state:
+                        self.optimizer.state[run.master] = state
 
 
 def _stretch_lengths(flags: Sequence[bool]) -> list[int]:

@@ -1,0 +1,128 @@
+"""Saving and loading the optimizer: training goes on bit for bit."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from core import parallel_state
+from core.distributed import finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import Net, loss_of, make_net, wrap
+
+STRATEGIES = ("no_shard", "optim")
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "lr": 0.2, "sgd_momentum": 0.9, "weight_decay": 0.1},
+    "adamw": {"optimizer": "adam", "lr": 0.05, "weight_decay": 0.1},
+}
+
+
+def build(model: Net, strategy: str, **options: Any) -> tuple[Any, Any]:
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=300, overlap_grad_reduce=True)
+    return ddp, get_megatron_optimizer(OptimizerConfig(**options), [ddp])
+
+
+def train(ddp: Any, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        ddp.module.second.weight.requires_grad_(step != 1)  # its step count stays behind
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        finalize_model_grads([ddp])
+        assert optimizer.step()[0]
+
+
+def saved(*states: Any) -> list[Any]:
+    """Through a file, as a checkpoint goes."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return list(torch.load(file))
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_resumes_bit_for_bit(
+    rank: int, world: int, strategy: str, algorithm: str, dtype: torch.dtype
+) -> None:
+    parallel_state.initialize_model_parallel()
+    options = ALGORITHMS[algorithm]
+    ddp, optimizer = build(make_net(dtype, width=61), strategy, **options)
+    train(ddp, optimizer, rank, range(3))
+    optimizer.param_groups[0]["lr"] *= 0.5
+    model_state, state = saved(ddp.state_dict(), optimizer.state_dict())
+    train(ddp, optimizer, rank, range(3, 6))
+
+    again, resumed = build(make_net(dtype, width=61), strategy, **options)
+    again.load_state_dict(model_state)
+    resumed.load_state_dict(state)
+    train(again, resumed, rank, range(3, 6))
+    start = make_net(dtype, width=61).state_dict()
+    for name, value in ddp.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+        assert not torch.equal(value, start[name]), f"{name} did not move"
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_replicated_state_loads_into_shards(rank: int, world: int, dtype: torch.dtype) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp, optimizer = build(make_net(dtype, width=61), "no_shard", **ALGORITHMS["adamw"])
+    train(ddp, optimizer, rank, range(3))
+    model_state, state = saved(ddp.state_dict(), optimizer.state_dict())
+    train(ddp, optimizer, rank, range(3, 6))
+
+    again, resumed = build(make_net(dtype, width=61), "optim", **ALGORITHMS["adamw"])
+    again.load_state_dict(model_state)
+    resumed.load_state_dict(state)
+    train(again, resumed, rank, range(3, 6))
+    tolerance = 1e-10 if dtype is torch.float64 else 2e-2
+    for name, value in ddp.state_dict().items():
+        assert torch.allclose(value, again.state_dict()[name], rtol=tolerance, atol=tolerance), name
+
+
+@ranks(2)
+def test_saving_before_the_first_step_and_loading_it(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp, optimizer = build(make_net(width=61), "optim", **ALGORITHMS["adamw"])
+    state = saved(optimizer.state_dict())[0]
+    train(ddp, optimizer, rank, range(2))
+    again, resumed = build(make_net(width=61), "optim", **ALGORITHMS["adamw"])
+    resumed.load_state_dict(state)
+    train(again, resumed, rank, range(2))
+    for name, value in ddp.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+@ranks(2)
+def test_what_another_rank_saved_is_refused_and_changes_nothing(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp, optimizer = build(make_net(width=61), "optim", **ALGORITHMS["adamw"])
+    train(ddp, optimizer, rank, range(2))
+    states: list[Any] = [None, None]
+    torch.distributed.all_gather_object(states, optimizer.state_dict())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="optimizer state (of|lacks) '"):
+        optimizer.load_state_dict(states[1 - rank])
+    after = optimizer.state_dict()
+    for name, entry in before["state"].items():
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(after["state"][name][k])) for k, v in entry.items())
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reloaded_weights_reach_the_masters(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp, optimizer = build(make_net(torch.bfloat16), strategy, **ALGORITHMS["sgd"])
+    other = make_net(torch.bfloat16, seed=11)
+    ddp.load_state_dict(other.state_dict())
+    optimizer.reload_model_params()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(ddp, optimizer, rank, range(1))
+    for name, value in ddp.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
