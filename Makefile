@@ -4,21 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Ranks share the cores of one machine: a thread pool in each of them would only make them wait for one another.
-export OMP_NUM_THREADS ?= 1
-
 .PHONY: train test check docs nightly clean
 
 # Made anew when the metadata changes. torch first and alone, so that its build is chosen by constraints.txt only.
 $(VENV)/.ready: setup.py constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	touch $@
 
 train: $(VENV)/.ready
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py $(ARGS)
+	$(BIN)/python pretrain_gpt.py $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/python -m ruff check .
