@@ -38,18 +38,12 @@ class LanguageModelEmbedding(nn.Module):
         self.sequence_split_over = self.word_embeddings.tp_size if config.sequence_parallel else 1
         self.position_embeddings: nn.Embedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Embedding(
-                config.max_sequence_length, config.hidden_size, dtype=config.params_dtype
-            )
+            shape = (config.max_sequence_length, config.hidden_size)
+            weight = torch.empty(shape, dtype=config.params_dtype)
             if config.perform_initialization:
-                master = draw_master(
-                    (config.max_sequence_length, config.hidden_size),
-                    normal_init(config.init_method_std),
-                    None if name is None else f"{name}.position_embeddings.weight",
-                    config.init_seed,
-                )
-                with torch.no_grad():
-                    self.position_embeddings.weight.copy_(master)
+                full_name = None if name is None else f"{name}.position_embeddings.weight"
+                weight.copy_(draw_master(shape, normal_init(config.init_method_std), full_name, config.init_seed))
+            self.position_embeddings = nn.Embedding.from_pretrained(weight, freeze=False)
             self.position_embeddings.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -154,7 +154,9 @@ def test_weights_are_the_same_in_every_dtype(dtype: torch.dtype) -> None:
 
 def test_weights_depend_on_the_seed_and_not_on_the_default_stream() -> None:
     torch.manual_seed(1)
+    stream = torch.get_rng_state()
     first = GPTModel(make_config(), ProcessGroups()).state_dict()
+    assert torch.equal(torch.get_rng_state(), stream), "the default stream was drawn from"
     torch.manual_seed(2)
     again = GPTModel(make_config(), ProcessGroups()).state_dict()
     other = GPTModel(make_config(init_seed=5), ProcessGroups()).state_dict()
