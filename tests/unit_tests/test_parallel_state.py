@@ -301,7 +301,7 @@ CYCLE = [
 ]
 
 
-@ranks(4)
+@ranks(4, timeout_s=150)
 @pytest.mark.parametrize("alone", range(len(CYCLE)))
 def test_five_cycles_on_one_store_give_what_a_fresh_start_gives_and_leak_nothing(rank: int, alone: int) -> None:
     parallel_state.initialize_model_parallel(**CYCLE[alone])
@@ -510,6 +510,15 @@ def test_gloo_twins_are_absent_when_not_wanted_and_then_named(rank: int) -> None
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     with pytest.raises(RuntimeError, match="process group 'dp_gloo' is needed"):
         parallel_state.get_data_parallel_group_gloo()
+
+
+@ranks(1)
+def test_high_priority_groups_are_asked_for_by_their_fields(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        given = {}
+        patch.setattr(ProcessGroups, "build", lambda members, **rest: given.update(rest) or ProcessGroups())
+        parallel_state.initialize_model_parallel(high_priority_stream_groups=["tp", "ep_dp"])
+    assert set(given["options"]) == {"tp", "expt_dp"}
 
 
 @ranks(2)
