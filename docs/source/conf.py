@@ -1,5 +1,6 @@
 """Sphinx settings; `make docs` builds the pages with warnings as errors."""
 
+import inspect
 import re
 
 project = "gradient-core"
@@ -14,7 +15,8 @@ add_module_names = False
 myst_heading_anchors = 3
 exclude_patterns: list[str] = []
 
-ARGUMENT = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): (.+)$")
+# `name: meaning`, `name, name: meaning` or `*_suffix: meaning`, at the start of a sentence.
+ARGUMENT = re.compile(r"(?:^|(?<=[.;] ))(\*?\w+(?:, \*?\w+)*): ")
 
 
 def rst_inline(text):
@@ -25,33 +27,50 @@ def rst_inline(text):
     return "".join(words)
 
 
+def paragraph_to_rst(text, arguments):
+    """A paragraph as it is, or cut where it begins to explain an argument, one list item each."""
+    def explains(found):
+        return all(name in arguments or name.startswith("*") for name in found[1].split(", "))
+
+    cuts = [found for found in ARGUMENT.finditer(text) if explains(found)]
+    if not cuts:
+        return [rst_inline(text), ""]
+    ends = [found.start() for found in cuts[1:]] + [len(text)]
+    items = [
+        f"- **{rst_inline(found[1])}**: {rst_inline(text[found.end() : end].strip())}"
+        for found, end in zip(cuts, ends, strict=True)
+    ]
+    before = text[: cuts[0].start()].strip()
+    return [*([rst_inline(before), ""] if before else []), *items, ""]
+
+
 def plain_text_to_rst(app, what, name, obj, options, lines):
-    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, `name: meaning` lines."""
-    result: list[str] = []
-    in_code = in_argument = False
+    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, arguments explained."""
+    try:
+        arguments = set(inspect.signature(obj).parameters)
+    except (TypeError, ValueError):
+        arguments = set()
+    result, paragraph, code = [], [], []
+
+    def close():
+        if paragraph:
+            result.extend(paragraph_to_rst(" ".join(paragraph), arguments))
+        if any(line.strip() for line in code):
+            language = "python" if "=" in "".join(code) or "(" in "".join(code) else "text"
+            result.extend([f".. code-block:: {language}", "", *code, ""])
+        paragraph.clear()
+        code.clear()
+
     for line in lines:
-        indented = line.startswith("    ")
-        after_blank = not result or not result[-1].strip()
-        if in_code and (indented or not line.strip()):
-            result.append(line)
-            continue
-        in_code = False
-        if indented and after_blank and not in_argument:
-            result += [".. code-block:: text" if "-->" in line else ".. code-block:: python", "", line]
-            in_code = True
-            continue
-        text = rst_inline(line.strip())
-        argument = ARGUMENT.match(text)
-        if argument:
-            if not in_argument and not after_blank:
-                result.append("")
-            result.append(f"- **{argument[1]}**: {argument[2]}")
-            in_argument = True
-        elif not text:
-            result.append("")
-            in_argument = False
+        if line.startswith("    ") and not paragraph:
+            code.append(line)
+        elif not line.strip():
+            code.append("") if code else close()
         else:
-            result.append(f"  {text}" if in_argument else text)
+            if code:
+                close()
+            paragraph.append(line.strip())
+    close()
     lines[:] = result
 
 
