@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from core.tensor_parallel.initialization import normal_init
-from core.tensor_parallel.mappings import resolve_groups
+from core.tensor_parallel.mappings import resolve_groups, tensor_parallel_group
 from core.transformer.language_model_embedding import LanguageModelEmbedding
 from core.transformer.transformer_block import TransformerBlock
 from core.transformer.transformer_config import TransformerConfig
@@ -38,12 +38,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         groups = resolve_groups(pg_collection)
-        if groups.size("tp") != config.tensor_model_parallel_size:
-            raise ValueError(
-                f"config.tensor_model_parallel_size is {config.tensor_model_parallel_size} and the tensor-parallel "
-                f"group has {groups.size('tp')} ranks; call parallel_state.initialize_model_parallel with the same "
-                "size, or pass pg_collection"
-            )
+        tensor_parallel_group(config, groups)  # refuses a config made for another size
         self.config = config
         self.pg_collection = groups
         self.pre_process = pre_process

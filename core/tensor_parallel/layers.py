@@ -28,11 +28,11 @@ from core.tensor_parallel.mappings import (
     group_size,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    resolve_groups,
     scatter_to_tensor_model_parallel_region,
     start_all_reduce,
     start_gather_first,
     start_reduce_scatter_first,
+    tensor_parallel_group,
 )
 
 
@@ -56,7 +56,7 @@ class _ParallelLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.tp_group = tp_group if tp_group is not None else resolve_groups(pg_collection).tp
+        self.tp_group = tp_group if tp_group is not None else tensor_parallel_group(config, pg_collection)
         self.tp_size = group_size(self.tp_group)
         self.tp_rank = group_rank(self.tp_group)
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
@@ -154,7 +154,7 @@ class ColumnParallelLinear(_ParallelLayer):
             tp_group=self.tp_group,
         )
         if self.gather_output and self.tp_size > 1:
-            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)[..., : self.output_size]
         return output, self.bias if self.skip_bias_add else None
 
 

@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from core import parallel_state
+from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 
 # torch 2.13 renames the flat collectives; 2.11 has only the old names.
@@ -33,6 +34,18 @@ def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
     if parallel_state.model_parallel_is_initialized():
         return parallel_state.get_process_groups()
     return ProcessGroups()
+
+
+def tensor_parallel_group(config: ModelParallelConfig, pg_collection: ProcessGroups | None) -> dist.ProcessGroup | None:
+    """The tensor-parallel group; None where there is one rank. ValueError if the config was made for another size."""
+    group = resolve_groups(pg_collection).tp
+    if group_size(group) != config.tensor_model_parallel_size:
+        raise ValueError(
+            f"config.tensor_model_parallel_size is {config.tensor_model_parallel_size} and the tensor-parallel group "
+            f"has {group_size(group)} ranks; call parallel_state.initialize_model_parallel with the same size, or pass "
+            "pg_collection"
+        )
+    return group
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -86,16 +86,17 @@ def test_column_parallel_linear(
 
 
 @ranks(2)
-def test_column_parallel_linear_gathers_its_output(rank: int, world: int) -> None:
+@pytest.mark.parametrize("size", [8, 7], ids=["even", "padded"])
+def test_column_parallel_linear_gathers_its_output(rank: int, world: int, size: int) -> None:
     layer = ColumnParallelLinear(
-        6, 8, config=config(world), init_method=INIT, bias=False, gather_output=True, tp_group=dist.group.WORLD,
-        name="layer",
+        6, size, config=config(world), init_method=INIT, bias=False, gather_output=True, allow_padding=True,
+        tp_group=dist.group.WORLD, name="layer",
     )  # fmt: skip
-    x, grad = normal(4, 3, 6).requires_grad_(), normal(4, 3, 8, seed=2)
+    x, grad = normal(4, 3, 6).requires_grad_(), normal(4, 3, size, seed=2)
     output, _ = layer(x)
     (output * grad).sum().backward()
-    torch.testing.assert_close(output, F.linear(x, master(8, 6)))
-    torch.testing.assert_close(x.grad, grad @ master(8, 6))
+    torch.testing.assert_close(output, F.linear(x, master(size, 6)))
+    torch.testing.assert_close(x.grad, grad @ master(size, 6))
 
 
 @ranks(1, 2)
@@ -241,6 +242,11 @@ def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic() -> None:
         ColumnParallelLinear(6, 7, config=settings, init_method=INIT, stride=2, pg_collection=alone, name="up")
     with pytest.raises(ValueError, match="RowParallelLinear down .*: 7 is not divisible by 2"):
         RowParallelLinear(7, 6, config=settings, init_method=INIT, stride=2, pg_collection=alone, name="down")
+
+
+def test_a_config_for_another_tensor_parallel_size_is_refused_unless_a_group_is_given() -> None:
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 2 and the tensor-parallel group has 1 ranks"):
+        RowParallelLinear(6, 8, config=config(2), init_method=INIT, pg_collection=ProcessGroups())
 
 
 @ranks(2)
