@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 LossOf = Callable[[nn.Module, int, int], torch.Tensor]  # (model, rank, microbatch) -> this rank's loss
 
@@ -109,3 +109,30 @@ def assert_same(
         )
     if moved:
         assert sum(want.norm().item() for want in expected.values()) > 1e-3, "the reference itself is zero"
+
+
+def check_steps(
+    ddp: DistributedDataParallel,
+    plain: nn.Module,
+    rank: int,
+    world: int,
+    steps: int,
+    loss: LossOf,
+    *,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    rtol: float = 1e-10,
+) -> None:
+    """Run `steps` steps with new data in each, and compare all gradients of each with the one-process reference.
+
+    plain: a copy of the wrapped model that was made before wrapping, with the same weights.
+    """
+    for step in range(steps):
+        ddp.zero_grad_buffer()
+        value = loss(ddp, rank, step)
+        if value.requires_grad:
+            backward(value)
+        finalize_model_grads([ddp])
+        try:
+            assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss), rtol=rtol)
+        except AssertionError as error:
+            raise AssertionError(f"step {step}: {error}") from error
