@@ -185,3 +185,29 @@ def test_the_coefficient_never_enlarges() -> None:
     assert clip_coefficient(1.0, 4.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_coefficient(0.0, 4.0) == 1.0
     assert clip_coefficient(1.0, 0.0) == 1.0
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_copies_in_virtual_pipeline_chunks_count_once(rank: int, world: int, strategy: str) -> None:
+    """All chunks of all stages hold copies of one parameter; layers of equal names in two chunks are two parameters."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    chunks = []
+    for _ in range(2):
+        model = nn.Module()
+        model.register_parameter("copied", nn.Parameter(torch.ones(10, dtype=torch.float64)))
+        model.register_parameter("layer", nn.Parameter(torch.ones(20, dtype=torch.float64)))
+        model.copied.pipeline_parallel = True
+        chunks.append(wrap(model, data_parallel_sharding_strategy=strategy, initial_weights="ignore"))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0), chunks)
+    optimizer.zero_grad()
+    for number, chunk in enumerate(chunks):
+        value = 10.0**number * (1 + rank)  # 1 and 2 in the first chunk, 10 and 20 in the second
+        (chunk.module.copied.sum() * value + chunk.module.layer.sum() * value).backward()
+    finalize_model_grads(chunks)
+    copied = 33.0**2 * 10
+    layers = (1 + 4 + 100 + 400) * 20
+    assert optimizer.step()[1] == pytest.approx(math.sqrt(copied + layers), rel=1e-12)
+    assert len(optimizer.state_dict()["state"]) == 4
