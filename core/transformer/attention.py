@@ -28,6 +28,11 @@ class SelfAttention(nn.Module):
         recompute_core: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"context_parallel_size is {config.context_parallel_size}: SelfAttention needs the whole sequence on "
+                "each rank; use context_parallel_size=1"
+            )
         self.config = config
         self.recompute_core = recompute_core
         self.heads_per_group = config.num_attention_heads // config.query_groups

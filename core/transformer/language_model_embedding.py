@@ -57,7 +57,9 @@ class LanguageModelEmbedding(nn.Module):
         if self.position_embeddings is not None:
             kept = divide(length, self.sequence_split_over, "sequence length over tensor-parallel size")
             first = self.word_embeddings.tp_rank * kept if self.sequence_split_over > 1 else 0
-            hidden = hidden + self.position_embeddings.weight[first : first + kept].unsqueeze(1)
+            # Through the module, not its weight: the wrapper's hooks wait for weights that are still on their way.
+            positions = torch.arange(first, first + kept, device=input_ids.device)
+            hidden = hidden + rearrange(self.position_embeddings(positions), "s h -> s 1 h")
         return hidden_dropout(
             hidden,
             self.config.hidden_dropout,

@@ -235,3 +235,24 @@ def test_a_config_for_another_tensor_parallel_size_is_refused(rank: int, world: 
         GPTModel(make_config())
     with pytest.raises(ValueError, match="size is 2 and the tensor-parallel group has 1 ranks"):
         GPTModel(make_config(2), ProcessGroups())
+
+
+def test_a_stage_that_would_be_the_whole_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size is 2 and this GPTModel would be whole"):
+        GPTModel(make_config(pipeline_model_parallel_size=2), ProcessGroups())
+    with pytest.raises(ValueError, match="context_parallel_size is 2: SelfAttention needs the whole sequence"):
+        GPTModel(make_config(context_parallel_size=2), ProcessGroups())
+
+
+def test_every_module_with_parameters_is_called() -> None:
+    # Wrappers gather a module's parameters in its forward pre-hook; a weight taken past its module would be stale.
+    called = set()
+    for tied in (True, False):
+        model = GPTModel(make_config(share_embeddings_and_output_weights=tied, qk_layernorm=True), ProcessGroups())
+        for name, module in model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda _module, _inputs, name=name: called.add(name))
+        model(*make_batch()[:2])
+        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        assert owners == called, owners ^ called
+        called.clear()
