@@ -295,7 +295,8 @@ def _worker_main(pipe: connection.Connection, store_port: int, stuck_file: str) 
         try:
             while True:
                 messages.put(pipe.recv())
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the pytest process is gone, and could not clean up
+            shutil.rmtree(Path(stuck_file).parent, ignore_errors=True)
             os._exit(1)
 
     threading.Thread(target=read_pipe, daemon=True).start()
