@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,19 +48,17 @@ def finalize_model_grads(
 
     if any(chunk.reducer.held for chunk in chunks):
         link_chunks([chunk.reducer for chunk in chunks])
-    for chunk in reversed(chunks):  # the order of backward
-        chunk.reducer.start(force_all_reduce=force_all_reduce)
-    for chunk in chunks:
-        _finish_chunk(chunk, force_all_reduce)
-    begun = time.perf_counter()
-    for chunk in chunks:
-        chunk.grad_sync.wait()
-    syncs = [chunk.grad_sync for chunk in chunks]
-    if not all(chunk.stages_checked for chunk in chunks):
-        check_stages(syncs)
+    with timed(config, "all-grads-sync"):
+        for chunk in reversed(chunks):  # the order of backward
+            chunk.reducer.start(force_all_reduce=force_all_reduce)
         for chunk in chunks:
-            chunk.stages_checked = True
-    sync_across_stages(syncs)
+            _finish_chunk(chunk, force_all_reduce)
+    begun = time.perf_counter()
+    with timed(config, "non-tensor-parallel-grads-all-reduce"):
+        for chunk in chunks:
+            chunk.grad_sync.wait()
+    with timed(config, "embedding-grads-all-reduce"):
+        _sync_stages(chunks)
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     if getattr(config, "moe_router_enable_expert_bias", False):
         _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
@@ -93,6 +92,8 @@ def _check_arguments(
     pg_collection: ProcessGroups | None,
 ) -> None:
     """Everything that can be refused is refused here, before the first collective."""
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        groups.require("tp_dp_cp")
     per_token = getattr(config, "calculate_per_token_loss", False)
     if per_token and num_tokens is None:
         raise ValueError(
@@ -131,6 +132,30 @@ def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
             )
 
 
+@contextmanager
+def timed(config: Any, name: str) -> Iterator[None]:
+    """Bracket a step with the user's timer of this name, where the config holds Megatron's `timers`."""
+    timers = getattr(config, "timers", None)
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=1)
+    timer.start(barrier=getattr(config, "barrier_with_L1_time", False))
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
+def _sync_stages(chunks: Sequence[DistributedDataParallel]) -> None:
+    syncs = [chunk.grad_sync for chunk in chunks]
+    if not all(chunk.stages_checked for chunk in chunks):
+        check_stages(syncs)
+        for chunk in chunks:
+            chunk.stages_checked = True
+    sync_across_stages(syncs)
+
+
 def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> None:
     if chunk.reducer.open:
         chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
@@ -142,15 +167,18 @@ def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> Non
 def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:
     """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A router module holds `expert_bias` [experts] and `local_tokens_per_expert` [experts], counts of this rank's tokens
-    since the last update; they are added over all ranks that route different tokens, then set to zero.
+    A router module in training mode holds `expert_bias` [experts] and `local_tokens_per_expert` [experts], counts of
+    this rank's tokens since the last update; they are added over all ranks that route different tokens, then set to
+    zero.
     """
     routers = [m for chunk in chunks for m in chunk.module.modules() if getattr(m, "expert_bias", None) is not None]
+    routers = [m for m in routers if m.training and not getattr(m, "frozen_expert_bias", False)]
     if not routers:
         return
-    counts = torch.stack([router.local_tokens_per_expert for router in routers])  # [routers, experts]
+    counts = torch.cat([router.local_tokens_per_expert for router in routers])
     chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp")).wait()
-    for router, tokens in zip(routers, counts, strict=True):
+    sizes = [router.local_tokens_per_expert.numel() for router in routers]
+    for router, tokens in zip(routers, counts.split(sizes), strict=True):
         underloaded = tokens.float().mean() - tokens.float()
         router.expert_bias.add_(torch.sign(underloaded), alpha=rate)
         router.local_tokens_per_expert.zero_()

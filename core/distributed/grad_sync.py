@@ -14,7 +14,7 @@ import torch
 
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Collectives, Handle
-from core.distributed.fingerprint import check_same_tables
+from core.distributed.fingerprint import LayoutMismatch, check_same_tables
 from core.distributed.gradient_contract import STAGE_CROSSING, GradSyncRule
 from core.process_groups import ProcessGroups
 
@@ -142,9 +142,11 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
 def check_stages(chunks: Sequence[GradSync]) -> None:
     """Do all stages bring the same copies to each stage-crossing rule? Asked once, before the rules first run.
 
-    Raises LayoutMismatch on every member of the group, naming the first difference. Collective over every such group.
+    Raises LayoutMismatch on every stage, naming the first difference. Collective over every such group; the one of all
+    stages comes last and carries what an earlier one found to the stages between.
     """
-    for group_name in sorted(STAGE_CROSSING):
+    failure: Exception | None = None
+    for group_name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):
         if chunks[0].groups.size(group_name) < 2:
             continue
         rules = [rule for chunk in chunks for rule in chunk.rules if rule.group == group_name]
@@ -153,7 +155,12 @@ def check_stages(chunks: Sequence[GradSync]) -> None:
             for rule in dict.fromkeys(rules)
             for number, numel in enumerate(_copies(chunks, rule))
         ]
-        check_same_tables(table, chunks[0].groups.require(group_name), group_name, None)
+        try:
+            check_same_tables(table, chunks[0].groups.require(group_name), group_name, failure)
+        except LayoutMismatch as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _copies(chunks: Sequence[GradSync], rule: GradSyncRule) -> list[int]:

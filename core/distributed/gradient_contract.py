@@ -66,10 +66,16 @@ def _partial(axis: str) -> Callable[[GradientContract], bool]:
     return lambda contract: axis in contract.partial_over
 
 
+def _averaged(axis: str) -> Callable[[GradientContract], bool]:
+    return lambda contract: axis in contract.averaged_over
+
+
 DEFAULT_RULES: tuple[GradSyncRule, ...] = (
     GradSyncRule("pipeline-replicated sum", "pp", "sum", _partial("pp")),
     GradSyncRule("tensor-parallel sum", "tp", "sum", _partial("tp")),
-    GradSyncRule("tensor-parallel mean", "tp", "mean", lambda contract: "tp" in contract.averaged_over),
+    GradSyncRule("tensor-parallel mean", "tp", "mean", _averaged("tp")),
+    GradSyncRule("expert tensor-parallel sum", "expt_tp", "sum", _partial("expt_tp")),
+    GradSyncRule("expert tensor-parallel mean", "expt_tp", "mean", _averaged("expt_tp")),
     GradSyncRule("tied word embedding sum", "embd", "sum", _partial("embd")),
     GradSyncRule("position embedding sum", "pos_embd", "sum", _partial("pos_embd")),
 )
@@ -159,6 +165,9 @@ def read_contract(
         partial.append("embd")
     if getattr(param, "shared_position_embedding", False) or position_embedding:
         partial.append("pos_embd")
+    # An expert's tensor-parallel ranks are those of expt_tp; ranks of tp may hold different experts.
+    partial = [tp_axis if axis == "tp" else axis for axis in partial]
+    averages = [tp_axis if axis == "tp" else axis for axis in averages]
 
     undeclared = declaration is None and sequence_tag is None and not sharded and not averaged and not partial
     if sequence_parallel and tp > 1 and undeclared and not is_expert:
@@ -167,7 +176,7 @@ def read_contract(
             "say whether its gradient is partial there. If its layer sees this rank's part of the sequence, set "
             "param.sequence_parallel = True; if it sees the whole sequence, set it to False"
         )
-    if sharded and "tp" in partial:
+    if sharded and tp_axis in partial:
         raise ContractError(
             f"parameter {name!r} is both split over tensor parallelism and declared partial there; its ranks hold "
             "different slices, which must not be added. Clear tensor_model_parallel or the declaration"
@@ -189,8 +198,8 @@ def read_contract(
     divisor = 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
     sharded_over = tuple(
         axis
-        for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", "pp" not in partial_over))
-        if is_sharded and groups.size(axis) > 1
+        for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", True))
+        if is_sharded and groups.size(axis) > 1 and axis not in partial_over and axis not in averaged_over
     )
     replicated_over = tuple(
         axis
@@ -202,7 +211,7 @@ def read_contract(
     counts = (
         (sharded or groups.rank(tp_axis) == 0)
         and not getattr(param, "shared", False)
-        and not any(axis in partial_over and groups.rank(axis) > 0 for axis in ("pp", "embd", "pos_embd"))
+        and not any(groups.rank(axis) > 0 for axis in (*partial_over, *averaged_over))
     )
     draft = GradientContract(
         name,

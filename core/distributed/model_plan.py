@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -169,18 +168,27 @@ def _checked_shard_group(data_group: str, ddp_config: DistributedDataParallelCon
 
 
 def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientContract], groups: ProcessGroups) -> None:
-    """A rule must not reduce once more over ranks that the data-parallel reduction has already covered."""
+    """A rule must not reduce over ranks that the data-parallel reduction has covered, or that hold another slice."""
     data_ranks = {
-        data_group: set(dist.get_process_group_ranks(groups.require(data_group)))
+        data_group: set(groups.ranks(data_group))
         for data_group in {contract.data_group for contract in contracts.values()}
     }
     for rule in rules:
         if groups.size(rule.group) < 2:
             continue
-        members = set(dist.get_process_group_ranks(groups.require(rule.group)))
+        members = set(groups.ranks(rule.group))
         for name, contract in contracts.items():
+            if not rule.serves(contract):
+                continue
             data = data_ranks[contract.data_group]
-            if rule.serves(contract) and len(members & data) > 1:
+            for axis in contract.sharded_over:
+                if axis != "pp" and len(members & set(groups.ranks(axis))) > 1:
+                    raise ContractError(
+                        f"parameter {name!r}: rule {rule.name!r} reduces over {rule.group!r} {sorted(members)}, and "
+                        f"ranks {sorted(members & set(groups.ranks(axis)))} of it hold different slices of the "
+                        f"parameter, which is split over {axis!r} {groups.ranks(axis)}"
+                    )
+            if len(members & data) > 1:
                 raise ContractError(
                     f"parameter {name!r}: rule {rule.name!r} reduces over {rule.group!r} {sorted(members)}, which "
                     f"shares ranks {sorted(members & data)} with its data group {contract.data_group!r}; they would be "

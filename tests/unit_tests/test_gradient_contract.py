@@ -189,3 +189,11 @@ def test_embeddings_are_found_by_the_methods_that_users_models_have():
     contracts = read_contracts(model.named_parameters(), model, Sizes(known), None)
     assert contracts["word.weight"].partial_over == ("embd",)
     assert contracts["position_embeddings.weight"].partial_over == ("pos_embd",)
+
+
+def test_an_experts_sequence_parallel_tag_means_its_own_tensor_parallel_group():
+    known = {"dp_cp": (2, 0), "expt_dp": (1, 0), "ep": (2, 0), "tp": (2, 0), "expt_tp": (1, 0)}
+    config = Config(sequence_parallel=True)
+    assert read(tagged(allreduce=False, sequence_parallel=True), known, config).rules == ()
+    split = read(tagged(allreduce=False, sequence_parallel=True), {**known, "expt_tp": (2, 0)}, config)
+    assert split.rules == ("sum over expt_tp (expert tensor-parallel sum)",)
