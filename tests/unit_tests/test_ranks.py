@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -124,7 +125,7 @@ def test_a_function_inside_a_function_is_refused() -> None:
         run_on_ranks(lambda rank: None, 2, {})
 
 
-def test_no_worker_outlives_a_killed_pytest_process() -> None:
+def test_no_worker_and_no_file_outlives_a_killed_pytest_process(tmp_path: Path) -> None:
     program = (
         "import time\n"
         "from tests.unit_tests import ranks, test_ranks\n"
@@ -132,7 +133,9 @@ def test_no_worker_outlives_a_killed_pytest_process() -> None:
         "print(*[worker.process.pid for worker in ranks._the_pool().workers], flush=True)\n"
         "ranks.run_on_ranks(test_ranks._hang_on_rank_1, 2, {})\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     assert parent.stdout is not None
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2 and all(psutil.pid_exists(pid) for pid in workers)
@@ -143,3 +146,4 @@ def test_no_worker_outlives_a_killed_pytest_process() -> None:
     while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not any(psutil.pid_exists(pid) for pid in workers)
+    assert not list(tmp_path.glob("ranks-*"))
