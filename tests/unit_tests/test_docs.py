@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = ROOT / "docs" / "source" / "your_own_loop.md"
+ARCHITECTURE = ROOT / "docs" / "source" / "architecture.md"
 
 
 def program_of(page: Path) -> str:
@@ -101,6 +105,36 @@ def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> N
     F.mse_loss(per_token(inputs), targets).backward()
     for ours, theirs in zip(names["per_token"].module.parameters(), per_token.parameters(), strict=True):
         torch.testing.assert_close(ours.main_grad, theirs.grad)
+
+
+@ranks(2)
+def test_a_gradient_makes_the_hops_that_the_architecture_page_lists(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    module = torch.nn.Linear(4, 4)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, ddp_config, module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    loss = model(torch.ones(2, 4)).sum()
+    calls = []
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT / "core")):
+            calls.append((frame.f_code.co_name, str(Path(frame.f_code.co_filename).relative_to(ROOT))))
+
+    sys.setprofile(note)
+    try:
+        loss.backward()
+        finalize_model_grads([model])
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+
+    page = ARCHITECTURE.read_text().split("## The path of one gradient")[1]
+    hops = re.findall(r"^(\w+) +(core/\S+\.py)$", page, flags=re.MULTILINE)
+    assert len(hops) == 6
+    rest = iter(calls)
+    for hop in hops:
+        assert hop in rest, f"{hop} does not come after the hops above it; the calls were {calls}"
 
 
 def test_the_readme_loop_runs_under_torchrun(tmp_path: Path) -> None:
