@@ -1,0 +1,7 @@
+"""The oracle: every gradient of a layout against one process that splits nothing. `python -m core.verify` runs ours."""
+
+from core.verify.check import check_gradients
+from core.verify.layouts import Layout
+from core.verify.report import GradientReport, WrongGradientError
+
+__all__ = ["GradientReport", "Layout", "WrongGradientError", "check_gradients"]

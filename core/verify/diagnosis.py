@@ -1,0 +1,269 @@
+"""Why is a gradient wrong? Pure: from what each rank had before and after the reductions to a sentence.
+
+A reduced gradient is a sum of the ranks' own gradients with some factor each. The factors that are there are found by
+least squares, and compared with those that give the reference: a rank that is missing has 0, one that was added twice
+has 2, and a wrong divisor is the same wrong factor for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DATA_AXES = ("dp", "cp", "ep", "optimizer instances", "dp inside an instance")  # gradients are averaged over these
+SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has of one parameter, over the same sample of its elements on all ranks."""
+
+    rank: int
+    place: Mapping[str, int]  # its coordinate on each axis, {'dp': 1, 'tp': 0}
+    local: Tensor  # [sample] this rank's own gradient, before any reduction
+    reduced: Tensor  # [sample] after the last one
+    expected: Tensor  # [sample] of the reference
+    valid: Tensor  # [sample] bool: the elements that this rank is to have reduced
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How often each rank's part is in a gradient, relative to how often it should be."""
+
+    rank: int
+    times: Mapping[int, float]  # rank -> 1.0 where right; ranks with equal parts are represented by the first of them
+
+    @property
+    def factor(self) -> float | None:
+        """The one factor of all parts, if they have one."""
+        values = list(self.times.values())
+        return values[0] if all(_same(value, values[0]) for value in values) else None
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The ranks whose parts are there."""
+        return frozenset(rank for rank, times in self.times.items() if abs(times) > SAME)
+
+
+def explain(
+    parts: Sequence[RankPart],
+    sizes: Mapping[str, int],
+    suspects: Sequence[str],
+    *,
+    tokens: int | None = None,
+    microbatches: int = 1,
+) -> tuple[str, tuple[str, ...]]:
+    """(the likely cause, a line for each rank that is wrong).
+
+    sizes: ranks along each axis. suspects: the axes over which every wrong parameter is reduced and no right one.
+    tokens: of the whole batch, where the loss is per token.
+    """
+    classes = _representatives(parts)
+    columns = sorted(set(classes.values()))
+    by_rank = {part.rank: part for part in parts}
+    mixtures: list[Mixture] = []
+    details: list[str] = []
+    for part in parts:
+        if not bool(part.valid.any()):
+            continue
+        matrix = torch.stack([by_rank[rank].local[part.valid] for rank in columns], 1) if columns else None
+        right = _fit(matrix, part.expected[part.valid])
+        if right is None:
+            return _by_ratio(parts, sizes, suspects, tokens, microbatches), ()
+        if isinstance(right, str):
+            return (
+                "the ranks' own gradients do not add up to the reference, so backward is wrong before any reduction: a "
+                "layer's backward, or the data or the weights of a rank",
+                (),
+            )
+        found = _fit(matrix, part.reduced[part.valid])
+        if found is None or isinstance(found, str):
+            return (
+                "the gradient is no sum of the ranks' gradients: memory was overwritten, a slice lies elsewhere, or "
+                "another step's gradients were mixed in",
+                (),
+            )
+        strange = [
+            rank
+            for rank, have, want in zip(columns, found, right, strict=True)
+            if abs(want) < SAME * max(map(abs, right)) and abs(have) > SAME * max(map(abs, right))
+        ]
+        if strange:
+            return f"rank {part.rank} also holds the gradient of ranks {strange}, which is not of this parameter", ()
+        times = {
+            rank: have / want
+            for rank, have, want in zip(columns, found, right, strict=True)
+            if abs(want) >= SAME * max(map(abs, right))
+        }
+        mixtures.append(Mixture(part.rank, times))
+    wrong = [m for m in mixtures if m.factor is None or not _same(m.factor, 1.0)]
+    details += [f"rank {m.rank} has " + _in_words(m) for m in wrong]
+    if not wrong:
+        return "each rank's part is there as often as it should be; the difference is smaller than a part", ()
+    return _name(wrong, mixtures, parts, classes, sizes, suspects, tokens, microbatches), tuple(details)
+
+
+def name_factor(
+    factor: float,
+    sizes: Mapping[str, int],
+    suspects: Sequence[str],
+    *,
+    tokens: int | None = None,
+    microbatches: int = 1,
+) -> str:
+    """What multiplies a gradient by `factor`, most likely first."""
+    if abs(factor) <= SAME:
+        return "it is zero: the gradient never arrives, or was overwritten"
+    axes = [axis for axis in suspects if sizes.get(axis, 1) > 1]
+    others = [axis for axis in sizes if axis not in axes and sizes[axis] > 1]
+    found = [text for axis in axes if (text := _axis_factor(factor, axis, sizes[axis]))]
+    if tokens is not None and tokens > 1:
+        if _same(factor, tokens):
+            found.append(f"{tokens} times too large, the number of tokens: it is not divided by them")
+        elif _same(factor * tokens, 1.0):
+            found.append(f"{tokens} times too small, the number of tokens: it is divided by them twice")
+    if microbatches > 1:
+        if _same(factor, microbatches):
+            found.append(f"{microbatches} times too large, the number of microbatches: not divided by it")
+        elif _same(factor * microbatches, 1.0):
+            found.append(
+                f"{microbatches} times too small, the number of microbatches: divided by it twice, or one of them left"
+            )
+    if not found:
+        if _same(factor, 2.0):
+            found.append(f"twice too large: its reduction{_over(axes)} was done twice, or a backward was")
+        found += [text for axis in others if (text := _axis_factor(factor, axis, sizes[axis]))]
+    for first in axes + others:
+        for second in axes + others:
+            if not found and first != second:
+                product = sizes[first] * sizes[second]
+                if _same(factor, product) or _same(factor * product, 1.0):
+                    size = "large" if factor > 1 else "small"
+                    found.append(f"{first} x {second} = {product} times too {size}")
+    return "; or ".join(found) or f"it is {factor:.6g} times the reference, which is no size of this layout"
+
+
+def _axis_factor(factor: float, axis: str, size: int) -> str | None:
+    data = axis in DATA_AXES
+    if _same(factor, size):
+        reason = "added where the mean was due" if data else "added though every rank had the whole, or added"
+        return f"{axis} times too large ({axis} is {size}): {reason}{' or reduced twice' if data else ' twice'}"
+    if _same(factor * size, 1.0):
+        reason = "1/n twice" if data else "the mean was taken where the sum was due"
+        return f"{axis} times too small ({axis} is {size}): {reason}"
+    return None
+
+
+def _name(
+    wrong: Sequence[Mixture],
+    mixtures: Sequence[Mixture],
+    parts: Sequence[RankPart],
+    classes: Mapping[int, int],
+    sizes: Mapping[str, int],
+    suspects: Sequence[str],
+    tokens: int | None,
+    microbatches: int,
+) -> str:
+    factors = [m.factor for m in wrong]
+    if all(f is not None and factors[0] is not None and _same(f, factors[0]) for f in factors):
+        where = "" if len(wrong) == len(mixtures) else f" on ranks {[m.rank for m in wrong]} only"
+        assert factors[0] is not None, "compared above"
+        return name_factor(factors[0], sizes, suspects, tokens=tokens, microbatches=microbatches) + where
+    alone = [m.rank for m in wrong if m.present == {classes.get(m.rank, m.rank)} and len(m.times) > 1]
+    places = {part.rank: part.place for part in parts}
+    missing = [_missing_axes(m, places, sizes) for m in wrong]
+    if missing and missing[0] and all(axes == missing[0] for axes in missing) and len(wrong) == len(mixtures):
+        return f"not reduced over {' and '.join(missing[0])}: every rank holds the part of its own place there alone"
+    if alone:
+        which = f"rank {alone[0]}" if len(alone) == 1 else f"ranks {alone}"
+        return f"unsynced on {which}: only the rank's own gradient is there"
+    absent = [frozenset(m.times) - m.present for m in wrong]
+    if absent[0] and all(ranks == absent[0] for ranks in absent):
+        return f"the gradient of ranks {sorted(absent[0])} is missing everywhere"
+    return "ranks' gradients are there with different factors; see the lines below"
+
+
+def _missing_axes(mixture: Mixture, places: Mapping[int, Mapping[str, int]], sizes: Mapping[str, int]) -> list[str]:
+    """The fewest axes along which a rank holds its own place only, if that describes exactly what it holds."""
+    here, everyone = places[mixture.rank], frozenset(mixture.times)
+    axes = [axis for axis in here if sizes.get(axis, 1) > 1]
+    if mixture.present == everyone:
+        return []
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            own = frozenset(r for r in everyone if all(places[r][axis] == here[axis] for axis in chosen))
+            if own == mixture.present:
+                return list(chosen)
+    return []
+
+
+def _in_words(mixture: Mixture) -> str:
+    there = [f"{times:.4g} x rank {rank}" for rank, times in mixture.times.items() if rank in mixture.present]
+    return ", ".join(there) or "nothing"
+
+
+def _over(axes: Sequence[str]) -> str:
+    return f" over {' or '.join(axes)}" if axes else ""
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SAME, abs_tol=SAME)
+
+
+def _representatives(parts: Sequence[RankPart]) -> dict[int, int]:
+    """rank -> the first rank with the same gradient; ranks without any gradient are left out."""
+    classes: dict[int, int] = {}
+    firsts: list[RankPart] = []
+    for part in parts:
+        if not bool(part.local.any()) or part.local.shape != parts[0].local.shape:
+            continue
+        twin = next((f for f in firsts if _close(part.local, f.local)), None)
+        if twin is None:
+            firsts.append(part)
+        classes[part.rank] = part.rank if twin is None else twin.rank
+    return classes
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= 1e-4 * float(other.norm())
+
+
+def _fit(matrix: Tensor | None, target: Tensor) -> list[float] | str | None:
+    """Factors of the columns that add up to target; text where none do; None where they cannot be told apart."""
+    if matrix is None or matrix.shape[0] < matrix.shape[1]:
+        return None
+    scale = matrix.norm(dim=0).clamp(min=1e-300)
+    singular = torch.linalg.svdvals(matrix / scale)
+    if float(singular[-1]) < 1e-4 * float(singular[0]):
+        return None
+    solution = torch.linalg.lstsq(matrix / scale, target.unsqueeze(1)).solution
+    if float(((matrix / scale) @ solution - target.unsqueeze(1)).norm()) > SAME * max(float(target.norm()), 1e-300):
+        return "no combination"
+    return [float(value) for value in solution.squeeze(1) / scale]
+
+
+def _by_ratio(
+    parts: Sequence[RankPart],
+    sizes: Mapping[str, int],
+    suspects: Sequence[str],
+    tokens: int | None,
+    microbatches: int,
+) -> str:
+    """With too few elements to tell the ranks' parts apart, one factor for all is what can still be seen."""
+    factors = []
+    for part in parts:
+        have, want = part.reduced[part.valid], part.expected[part.valid]
+        if want.numel() and float(want.norm()) > 0:
+            factor = float(have @ want) / float(want @ want)
+            if float((have - factor * want).norm()) > SAME * float(have.norm()):
+                return "the gradient points elsewhere than the reference"
+            factors.append(factor)
+    wrong = [factor for factor in factors if not _same(factor, 1.0)]
+    if wrong and all(_same(factor, wrong[0]) for factor in wrong):
+        return name_factor(wrong[0], sizes, suspects, tokens=tokens, microbatches=microbatches)
+    return f"factors {[round(f, 6) for f in factors]} on the ranks"

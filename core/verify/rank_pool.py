@@ -1,0 +1,200 @@
+"""RankPool: started processes on this machine that run a function as the ranks of a gloo group, again and again.
+
+The ranks meet at a store that this process holds, on a port that the system chose. Whatever happens, no process is
+left: a rank ends when the pipe to this process closes, and when this process is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+
+START_LIMIT_S = 180.0
+GRACE_S = 5.0  # after one rank has failed, the others get this long to fail by themselves
+
+
+class RankFailure(RuntimeError):
+    """A rank raised, ended, or did not finish in time; the message names the first one and holds its traceback."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    options: Mapping[str, Any]
+    rank: int
+    world: int
+    number: int
+    limit_s: float
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Any
+    ready: bool = field(default=False)
+
+    def wait_until_ready(self) -> None:
+        """Its imports are not part of a task's time."""
+        if not self.ready:
+            if not self.pipe.poll(START_LIMIT_S):
+                raise RankFailure(f"a process did not start within {START_LIMIT_S:.0f} s")
+            self.pipe.recv()
+            self.ready = True
+
+
+class RankPool:
+    """`ranks` processes, started when first used. A context manager: leaving it ends them.
+
+    with RankPool(4) as pool:
+        result_of_rank_0 = pool.run(function, 2, (argument,))
+    """
+
+    def __init__(self, ranks: int) -> None:
+        if ranks < 1:
+            raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
+        self.ranks = ranks
+        self.context = multiprocessing.get_context("spawn")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.workers: list[_Worker] = []
+        self.tasks = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world: int,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        limit_s: float = 300.0,
+    ) -> Any:
+        """Call an importable function on `world` ranks of a fresh group; what rank 0 returned, or RankFailure."""
+        if not 1 <= world <= self.ranks:
+            raise ValueError(f"{world} ranks were asked of a pool of {self.ranks}")
+        while len(self.workers) < self.ranks:  # all at once: they import torch side by side
+            self.workers.append(self._start())
+        workers = self.workers[:world]
+        self.tasks += 1
+        healthy = False
+        try:
+            for worker in workers:
+                worker.wait_until_ready()
+            for rank, worker in enumerate(workers):
+                worker.pipe.send(_Task(function, arguments, options or {}, rank, world, self.tasks, limit_s))
+            results = _gather(workers, limit_s)
+            healthy = True
+        finally:
+            if not healthy:  # ranks may hang in a collective: none of these is used again
+                for worker in workers:
+                    _end(worker)
+                del self.workers[:world]
+        return results[0]
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
+        for worker in self.workers:
+            _end(worker)
+        self.workers.clear()
+
+    def _start(self) -> _Worker:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(
+            target=_worker_main, args=(theirs, self.store.port, os.getpid()), name="verify-rank", daemon=True
+        )
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+
+def _end(worker: _Worker) -> None:
+    worker.process.kill()
+    worker.process.join()
+    worker.pipe.close()
+
+
+def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
+    """All ranks' results, in rank order. RankFailure names the rank that failed first."""
+    waiting = dict(enumerate(workers))
+    results: dict[int, Any] = {}
+    failure: str | None = None
+    deadline = time.monotonic() + limit_s
+    while waiting:
+        ready = connection.wait([w.pipe for w in waiting.values()], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = f"ranks {sorted(waiting)} had not ended after {limit_s:g} s"
+            raise RankFailure(failure or late)
+        for rank in [rank for rank, worker in waiting.items() if worker.pipe in ready]:
+            worker = waiting.pop(rank)
+            try:
+                error, result = worker.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                worker.process.join()
+                error, result = f"its process ended with exit code {worker.process.exitcode}", None
+            if error is not None and failure is None:
+                failure = f"rank {rank} of {len(workers)}: {error}"
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            results[rank] = result
+    if failure is not None:
+        raise RankFailure(failure)
+    return [results[rank] for rank in range(len(workers))]
+
+
+# --- in the started processes -----------------------------------------------------------------------------------------
+
+
+def _worker_main(pipe: Any, port: int, parent: int) -> None:
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_perform(task, port))
+
+
+def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
+    limit = timedelta(seconds=task.limit_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"task-{task.number}", store),
+            rank=task.rank,
+            world_size=task.world,
+            timeout=limit,
+        )
+        result = task.function(*task.arguments, **task.options)
+        dist.barrier()  # nobody takes the group down while another rank still uses it
+        return None, result if task.rank == 0 else None
+    except Exception:
+        return traceback.format_exc(), None
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
