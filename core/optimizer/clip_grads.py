@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.bucket import Bucket
-from core.distributed.collectives import gather_objects
+from core.distributed.collectives import Collectives, gather_objects
 from core.optimizer.master_weights import BucketMasters
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class GradMeter:
         self.masters = masters
         self.groups = groups
         self.device = device
+        self.collectives = Collectives()
         self.pieces: list[torch.Tensor] = []
         counted: list[bool] = []
         shared_copies: dict[str, int] = {}
@@ -114,7 +115,7 @@ class GradMeter:
             sums[1] = zeros
         sums[2] = (~torch.isfinite(squares)).any()
         for group in self.groups:
-            dist.all_reduce(sums, group=group)
+            self.collectives.all_reduce(sums, group).wait()
         total, zero_count, bad = sums.tolist()
         return total, zero_count, bad
 

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core.distributed.gradient_contract import GradientContract
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer.master_weights import Slice
+from core.optimizer.optimizer_state import needed_part
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net, loss_of, make_net, wrap
 
@@ -126,3 +130,16 @@ def test_reloaded_weights_reach_the_masters(rank: int, world: int, strategy: str
     train(ddp, optimizer, rank, range(1))
     for name, value in ddp.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_an_entry_must_cover_the_slice_at_both_ends() -> None:
+    piece = Slice(nn.Parameter(torch.zeros(10)), GradientContract("w", False, "dp_cp", 1), 0, start=0, end=4, offset=3)
+    numbers = torch.arange(10.0)
+    for first, last in ((3, 7), (0, 7), (3, 10), (0, 10)):
+        entry = {"offset": first, "numel": last - first, "exp_avg": numbers[first:last], "step": torch.tensor(2.0)}
+        part = needed_part("w", piece, entry)
+        assert part["exp_avg"].tolist() == [3, 4, 5, 6]
+        assert part["step"] == 2
+    for first, last in ((4, 8), (0, 6), (4, 6), (8, 10)):
+        with pytest.raises(ValueError, match=rf"'w' covers elements \[{first}, {last}\) and this rank needs \[3, 7\)"):
+            needed_part("w", piece, {"offset": first, "numel": last - first, "exp_avg": numbers[first:last]})
