@@ -82,6 +82,9 @@ def test_the_default_stream_is_shared_and_the_model_parallel_one_is_not(rank: in
     get_rng_tracker().reset()
 
 
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+
+
 class Dropping(nn.Module):
     """Draws from the default stream, from its own, and from the default one again."""
 
@@ -96,25 +99,26 @@ class Dropping(nn.Module):
         return F.dropout(x.sin(), 0.3)
 
 
-def gradients(recompute: bool) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(recompute: bool, device: str) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients after two layers and two microbatches, and what both streams give afterwards."""
     torch.manual_seed(0)
-    layers = [Dropping() for _ in range(2)]
+    layers = [Dropping().to(device) for _ in range(2)]
     model_parallel_manual_seed(3)
     for _ in range(2):
-        hidden = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+        hidden = torch.linspace(-1, 1, 24).view(4, 6).to(device).requires_grad_()
         for layer in layers:
             hidden = checkpoint(layer, False, hidden) if recompute else layer(hidden)
         hidden.sum().backward()
-    after = [torch.rand(3)]
+    after = [torch.rand(3, device=device)]
     with get_rng_tracker().fork():
-        after.append(torch.rand(3))
+        after.append(torch.rand(3, device=device))
     return [param.grad for layer in layers for param in layer.parameters()], after
 
 
-def test_recomputation_drops_the_same_elements_and_leaves_the_streams_where_they_were() -> None:
-    expected, streams = gradients(recompute=False)
-    got, streams_after = gradients(recompute=True)
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_recomputation_drops_the_same_elements_and_leaves_the_streams_where_they_were(device: str) -> None:
+    expected, streams = gradients(recompute=False, device=device)
+    got, streams_after = gradients(recompute=True, device=device)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(streams_after, streams, strict=True))
     assert all(grad.abs().max() > 1e-3 for grad in expected)

@@ -52,15 +52,13 @@ def set_bias(layer: nn.Module, whole: Tensor) -> None:
     layer.bias.data.copy_(whole)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_column_parallel_linear(
     rank: int, world: int, sequence_parallel: bool, skip_bias_add: bool, stride: int
 ) -> None:
-    if world == 1 and sequence_parallel:
-        pytest.skip("refused by the config")
     layer = ColumnParallelLinear(
         6, 8, config=config(world, sequence_parallel=sequence_parallel), init_method=INIT, stride=stride,
         skip_bias_add=skip_bias_add, tp_group=dist.group.WORLD, name="layer",
@@ -99,15 +97,16 @@ def test_column_parallel_linear_gathers_its_output(rank: int, world: int, size: 
     torch.testing.assert_close(x.grad, grad @ master(size, 6))
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("input_is_parallel", [False, True], ids=["whole", ""])
+@ranks(2)
+@pytest.mark.parametrize(
+    ("sequence_parallel", "input_is_parallel"),
+    [(False, False), (False, True), (True, True)],
+    ids=["whole", "parallel", "sp"],
+)
 @pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
 def test_row_parallel_linear(
     rank: int, world: int, sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool
 ) -> None:
-    if sequence_parallel and (world == 1 or not input_is_parallel):
-        pytest.skip("refused")
     group = dist.group.WORLD
     layer = RowParallelLinear(
         6, 8, config=config(world, sequence_parallel=sequence_parallel), init_method=INIT, tp_group=group, name="layer",
@@ -166,12 +165,15 @@ def test_vocab_parallel_embedding(rank: int, world: int, sequence_parallel: bool
         layer(torch.tensor([[0, 13]]))
 
 
-@ranks(2)
-def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(rank: int, world: int) -> None:
-    x, grad = normal(64, 4).bfloat16(), normal(64, 6, seed=1).bfloat16()
-    weight = nn.Parameter(master(6, 4).bfloat16())
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(device: str) -> None:
+    x, grad = normal(64, 8).bfloat16().to(device), normal(64, 16, seed=1).bfloat16().to(device)
+    weight = nn.Parameter(master(16, 8).bfloat16().to(device))
     weight.grad_dtype = torch.float32
-    weight.grad = weight.main_grad = torch.full((6, 4), 0.5)
+    weight.grad = weight.main_grad = torch.full((16, 8), 0.5, device=device)
     for _ in range(2):
         linear_with_grad_accumulation_and_async_allreduce(x, weight, None, True, False, False, None).backward(grad)
     expected = 0.5 + 2 * grad.double().t() @ x.double()
