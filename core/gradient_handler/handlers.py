@@ -1,0 +1,262 @@
+"""The handlers that reduce over process groups: which parameters, over which group, divided by what.
+
+Groups default to `parallel_state`'s. `bucket_cap_mb`: at most so many MiB travel in one collective (a larger tensor
+travels alone). `deterministic`: add in rank order, as the engine's deterministic_reduction.
+
+A parameter that a wrapper has reduced already (core's DistributedDataParallel, or torch's) is left alone by the
+handlers that average over data, so adding one to such a model changes nothing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed.bucket import Bucket, SyncError
+from core.distributed.collectives import Collectives
+from core.distributed.grad_reducer import GradReducer
+from core.distributed.gradient_contract import ContractError, GradientContract, data_group_of
+from core.gradient_handler.base import BaseGradientHandler
+from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
+from core.gradient_handler.registry import GRADIENT_HANDLER
+
+
+class GroupGradientHandler(BaseGradientHandler):
+    """Sums loose gradients over groups; a subclass says which. `traffic` counts what it sent."""
+
+    same_names = True  # are the parameters of a group named alike on all its ranks?
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, *, bucket_cap_mb: float | None = None, deterministic: bool = False
+    ) -> None:
+        super().__init__(model, optimizer)
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be above 0, or None for no cap")
+        self.bucket_cap_mb = bucket_cap_mb
+        self.collectives = Collectives(ordered=deterministic)
+        self.traffic = self.collectives.traffic
+        self._reduction: LooseReduction | None = None
+        self._planned: list[int] = []
+
+    @abstractmethod
+    def gradients(self) -> list[LooseGradient]:
+        """The gradients that this handler reduces, in an order that all ranks of a group share. Asked once."""
+
+    def not_ready(self) -> Exception | None:
+        """What keeps this rank from reducing now, if anything."""
+        if [id(param) for param in self._model.parameters()] != self._planned:
+            return GradientHandlerError(
+                "the model's parameters are not those of the first call; make a new handler after changing the model"
+            )
+        return None
+
+    def handle_gradient(self) -> None:
+        """Reduce the gradients in place. Collective over the handler's groups; nothing to do without process groups."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if self._reduction is None:
+            self._reduction = self._plan()
+        self._reduction.run(self.not_ready())
+
+    def _plan(self) -> LooseReduction:
+        self._planned = [id(param) for param in self._model.parameters()]
+        return LooseReduction(
+            self.gradients(), self.collectives, bucket_cap_mb=self.bucket_cap_mb, same_names=self.same_names
+        )
+
+
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(GroupGradientHandler):
+    """Averages all gradients over the data-parallel ranks (context-parallel ones included).
+
+    group: the ranks to average over; by default `parallel_state`'s data x context parallel group.
+    Raises ContractError for an expert's parameter (`allreduce=False`), which is MoeGradientHandler's.
+    """
+
+    group_name = "dp_cp"
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, *, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, optimizer, **options)
+        self._group = group
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The group that gradients are averaged over."""
+        return self._group if self._group is not None else parallel_state.get_process_groups().require(self.group_name)
+
+    def gradients(self) -> list[LooseGradient]:
+        """Every parameter that no wrapper averages."""
+        return [self._averaged(name, param) for name, param in self._left_to_us()]
+
+    def _left_to_us(self) -> Iterator[tuple[str, nn.Parameter]]:
+        reduced = ReducedElsewhere(self._model)
+        for name, param in self._model.named_parameters():
+            if not reduced.over(name, param, self.data_group):
+                yield name, param
+
+    def _averaged(self, name: str, param: nn.Parameter) -> LooseGradient:
+        if is_expert(param):
+            raise ContractError(
+                f"parameter {name!r} is an expert's; averaging it over all data-parallel ranks would mix different "
+                "experts. Use MoeGradientHandler"
+            )
+        return LooseGradient(name, param, self.data_group, 1.0 / dist.get_world_size(self.data_group))
+
+
+@GRADIENT_HANDLER.register_module
+class SequenceParallelGradientHandler(DataParallelGradientHandler):
+    """Averages all gradients over the ranks of a pipeline stage that hold other samples or other parts of a sequence.
+
+    group: those ranks, data x sequence; by default `parallel_state`'s data x context parallel group. Each rank's loss
+    is the mean over its part of the sequence, so the average is the gradient of the mean over everything.
+    """
+
+
+@GRADIENT_HANDLER.register_module
+class MoeGradientHandler(DataParallelGradientHandler):
+    """Averages dense gradients over the data-parallel ranks and sums each expert's over the ranks that hold it.
+
+    group: the data group; expert_group: the ranks that hold the same experts (`moe_info.dp_group` on a parameter wins);
+    by default `parallel_state`'s. An expert is marked by `allreduce=False`, `moe_info` or `ep_group`. Its gradient is a
+    sum over tokens that came from all ranks, each divided by its own rank's loss only, so it is divided by the size of
+    the whole data group, as a dense one is.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, *, expert_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, optimizer, **options)
+        self._expert_group = expert_group
+
+    def gradients(self) -> list[LooseGradient]:
+        """Dense parameters over the data group, experts over their own."""
+        scale = 1.0 / dist.get_world_size(self.data_group)
+        reduced = ReducedElsewhere(self._model)
+        found = []
+        for name, param in self._model.named_parameters():
+            group = self._group_of(param) if is_expert(param) else self.data_group
+            if not reduced.over(name, param, group):
+                found.append(LooseGradient(name, param, group, scale))
+        return found
+
+    def _group_of(self, expert: nn.Parameter) -> dist.ProcessGroup:
+        own = getattr(getattr(expert, "moe_info", None), "dp_group", None)
+        if own is None:
+            own = self._expert_group
+        return own if own is not None else parallel_state.get_process_groups().require("expt_dp")
+
+
+@GRADIENT_HANDLER.register_module
+class PipelineSharedModuleGradientHandler(GroupGradientHandler):
+    """Sums the gradients of a module that several pipeline stages share, such as a tied embedding.
+
+    A shared parameter carries its group in `param.pipeline_shared_module_pg`. Each stage holds one use's part of the
+    gradient, so the parts are added, not averaged. Works on a model in core's DistributedDataParallel too, after
+    `finalize_model_grads`; not where that sums the parameter itself (`shared_embedding`) or shards its gradient.
+    """
+
+    same_names = False
+
+    def gradients(self) -> list[LooseGradient]:
+        """Every parameter that carries a group."""
+        found = []
+        for name, param in self._model.named_parameters():
+            group = getattr(param, "pipeline_shared_module_pg", None)
+            if group is None:
+                continue
+            bucket = bucket_of(param)
+            if bucket is not None and contract_of(bucket, param).crosses_stages:
+                raise ContractError(
+                    f"parameter {name!r} has pipeline_shared_module_pg, and DistributedDataParallel already sums it "
+                    "over pipeline stages (shared_embedding or a declaration); drop one of the two"
+                )
+            if bucket is not None and bucket.sharded:
+                raise ContractError(
+                    f"parameter {name!r}: its gradient is sharded by DistributedDataParallel, so nothing is left in "
+                    ".grad to add; set param.shared_embedding = True before wrapping and leave this handler out"
+                )
+            found.append(LooseGradient(name, param, group))
+        return found
+
+    def not_ready(self) -> Exception | None:
+        """Also: gradients that a wrapper has not finalized yet."""
+        for param in self._model.parameters():
+            reducer = reducer_of(param)
+            if reducer is not None and reducer.open and getattr(param, "pipeline_shared_module_pg", None) is not None:
+                return SyncError(
+                    f"rank {dist.get_rank()}: PipelineSharedModuleGradientHandler came before finalize_model_grads; "
+                    "call finalize_model_grads([model]) first"
+                )
+        return super().not_ready()
+
+
+# -- who reduces what already ---------------------------------------------------------------------------------------
+
+
+def is_expert(param: nn.Parameter) -> bool:
+    """Is this an expert's parameter, in our words (`allreduce=False`) or in ColossalAI's (`moe_info`, `ep_group`)?"""
+    if data_group_of(param) == "expt_dp" or getattr(param, "ep_group", None) is not None:
+        return True
+    info = getattr(param, "moe_info", None)
+    return info is not None and getattr(info, "ep_size", 1) > 1
+
+
+def reducer_of(param: nn.Parameter) -> GradReducer | None:
+    """The reducer of the DistributedDataParallel of ours that holds the parameter, while that lives."""
+    held = getattr(param, "grad_reducer", None)
+    return None if held is None else held()
+
+
+def bucket_of(param: nn.Parameter) -> Bucket | None:
+    """The engine's bucket that holds the parameter's gradient, if any."""
+    reducer = reducer_of(param)
+    if reducer is None:
+        return None
+    return next((bucket for bucket in reducer.order if any(held is param for held in bucket.params)), None)
+
+
+def contract_of(bucket: Bucket, param: nn.Parameter) -> GradientContract:
+    """The contract under which the wrapper holds a parameter."""
+    return next(c for held, c in zip(bucket.params, bucket.contracts, strict=True) if held is param)
+
+
+class ReducedElsewhere:
+    """Which parameters does a wrapper inside the model average already, and over which ranks?"""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups: dict[int, tuple[str, dist.ProcessGroup]] = {}
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                ignored = module.parameters_to_ignore
+                for name, param in module.module.named_parameters():
+                    if name not in ignored:
+                        self.groups[id(param)] = ("torch's DistributedDataParallel", module.process_group)
+        for param in model.parameters():
+            bucket = bucket_of(param)
+            if bucket is not None:
+                self.groups[id(param)] = ("DistributedDataParallel", bucket.groups.data)
+
+    def over(self, name: str, param: nn.Parameter, group: dist.ProcessGroup) -> bool:
+        """Is the parameter's gradient averaged over all ranks of `group` already?
+
+        Raises ContractError if it is averaged over some of them only: neither leaving it nor averaging it again would
+        give the mean over the group.
+        """
+        if id(param) not in self.groups:
+            return False
+        wrapper, theirs = self.groups[id(param)]
+        ours = set(dist.get_process_group_ranks(group))
+        done = set(dist.get_process_group_ranks(theirs))
+        if ours <= done:
+            return True
+        raise ContractError(
+            f"parameter {name!r} is averaged by {wrapper} over ranks {sorted(done)} and by this handler over "
+            f"{sorted(ours)}; wrap the model with the whole group, or leave the wrapper or the handler out"
+        )

@@ -1,0 +1,259 @@
+"""Gradients that lie loose in `.grad`, made whole over their groups: in place, coalesced by dtype and group.
+
+The engine keeps gradients in buckets whose layout all ranks know. Loose gradients may be missing, strided or of another
+dtype on some ranks, so before anything is sent the ranks of a group agree on what there is: one small maximum a group
+and step. A difference is an error on all of them, never a wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.fingerprint import check_same_tables
+from core.distributed.grad_sync import PendingSync, pack
+
+IN_FLIGHT = 2  # collectives at a time, and so packed copies of gradients at a time
+GRAD_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
+MISSING = 0  # the code of "no gradient here"; dtype i of GRAD_DTYPES has code i + 1
+LOWEST = -(2**20)
+
+
+class GradientHandlerError(RuntimeError):
+    """Gradients that cannot be reduced together; raised on all ranks of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LooseGradient:
+    """One parameter whose `.grad` is to be summed over a group, after a multiplication with `scale`."""
+
+    name: str
+    param: nn.Parameter
+    group: dist.ProcessGroup | None  # None: this rank alone
+    scale: float = 1.0
+
+
+def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient to reduce: that of a sharded parameter's `colo_attr` where it holds one, else `param.grad`."""
+    sharded: Any = getattr(param, "colo_attr", None)
+    if sharded is not None and not sharded.saved_grad.is_null():
+        payload: torch.Tensor = sharded.grad_payload
+        return payload
+    return param.grad
+
+
+class LooseReduction:
+    """The gradients of one handler, planned once. `same_names`: are a group's parameters named alike on its ranks?
+
+    Copies of a parameter on several pipeline stages are not; they are matched by their order.
+    Making it is collective over all groups that it names.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[LooseGradient],
+        collectives: Collectives,
+        *,
+        bucket_cap_mb: float | None = None,
+        same_names: bool = True,
+    ) -> None:
+        self.collectives = collectives
+        self.cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self.alone = [g for g in gradients if _size(g.group) == 1]
+        self.shared = _by_group([g for g in gradients if _size(g.group) > 1])
+        failure: Exception | None = None
+        for served in self.shared:
+            table = [_fact(number, g, same_names) for number, g in enumerate(served)]
+            try:
+                check_same_tables(table, _group(served), "gradient handler", failure)
+            except Exception as error:  # told to the next group, raised at the end
+                failure = error
+        if failure is not None:
+            raise failure
+
+    @torch.no_grad()
+    def run(self, failure: Exception | None = None) -> None:
+        """Reduce. Collective. failure: what this rank already knows to be wrong; then all ranks of its groups raise.
+
+        A parameter without a gradient here and with one elsewhere contributes zeros and gets the sum; one without a
+        gradient anywhere is left without.
+        """
+        agreed = []
+        for served in self.shared:
+            try:
+                agreed.append(_agree(served, failure))
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        for gradient in self.alone:
+            grad = gradient_of(gradient.param)
+            if grad is not None and gradient.param.requires_grad and gradient.scale != 1.0:
+                grad.mul_(gradient.scale)
+        for served, codes in zip(self.shared, agreed, strict=True):
+            for dtype in dict.fromkeys(code for code in codes if code != MISSING):
+                alike = [g for g, code in zip(served, codes, strict=True) if code == dtype]
+                self._reduce(alike, GRAD_DTYPES[dtype - 1], _group(served))
+
+    def _reduce(self, gradients: Sequence[LooseGradient], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        """Sum gradients of one dtype over one group."""
+        parts = [_flat(gradient, dtype) for gradient in gradients]
+        for part, gradient in zip(parts, gradients, strict=True):
+            if gradient.scale != 1.0:
+                part.mul_(gradient.scale)  # before the sum, as in the engine's buckets: fp16 does not overflow
+        flying: deque[PendingSync] = deque()
+        for together in _packs(parts, self.cap_bytes):
+            if len(flying) == IN_FLIGHT:
+                flying.popleft().wait()
+            alone = len(together) == 1
+            flat = together[0] if alone else torch.cat(together)
+            handle = self.collectives.all_reduce(flat, group, "sum")
+            flying.append(PendingSync(handle, together, None if alone else flat))
+        for sync in flying:
+            sync.wait()
+        for part, gradient in zip(parts, gradients, strict=True):
+            _put_back(gradient.param, part)
+
+
+def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient as one row, [numel]: its own memory where that is contiguous, else a copy; zeros where none is."""
+    grad = gradient_of(gradient.param)
+    if grad is None:
+        return torch.zeros(gradient.param.numel(), dtype=dtype, device=gradient.param.device)
+    return grad.detach().contiguous().view(-1)
+
+
+def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
+    """Store a reduced row in `param.grad`, keeping its memory and strides; give a parameter without one a gradient."""
+    grad = gradient_of(param)
+    if grad is None:
+        if reduced.dtype != param.dtype:
+            param.grad_dtype = reduced.dtype
+        param.grad = reduced.view(param.shape)
+    elif grad.data_ptr() != reduced.data_ptr():
+        grad.copy_(reduced.view(grad.shape))
+
+
+def _packs(parts: Sequence[torch.Tensor], cap_bytes: int | None) -> Iterable[list[torch.Tensor]]:
+    """What travels together: as the engine packs, under a cap at most so many bytes (or one tensor)."""
+    if cap_bytes is None:
+        yield from pack(parts)
+        return
+    run: list[torch.Tensor] = []
+    held = 0
+    for part in parts:
+        nbytes = part.numel() * part.element_size()
+        if run and held + nbytes > cap_bytes:
+            yield from pack(run)
+            run, held = [], 0
+        run.append(part)
+        held += nbytes
+    yield from pack(run)
+
+
+def _by_group(gradients: Sequence[LooseGradient]) -> list[list[LooseGradient]]:
+    """Small groups first, then by ranks: an order that all ranks share, so that no circle of waits can form.
+
+    What goes wrong in a small group (experts) is then known in the large one around it before anything is sent there.
+    """
+    by_group: dict[dist.ProcessGroup, list[LooseGradient]] = {}
+    for gradient in gradients:
+        if gradient.group is not None:
+            by_group.setdefault(gradient.group, []).append(gradient)
+    ranks = {group: sorted(dist.get_process_group_ranks(group)) for group in by_group}
+    return [by_group[group] for group in sorted(by_group, key=lambda group: (len(ranks[group]), ranks[group]))]
+
+
+def _group(served: Sequence[LooseGradient]) -> dist.ProcessGroup:
+    group = served[0].group
+    assert group is not None, "gradients of this rank alone are not in a shared plan"
+    return group
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _fact(number: int, gradient: LooseGradient, same_names: bool) -> str:
+    name = f"parameter {gradient.name!r}" if same_names else f"shared parameter {number}"
+    return f"{name}: shape {list(gradient.param.shape)}, {gradient.param.dtype}, times {gradient.scale:.9g}"
+
+
+# -- agreement ------------------------------------------------------------------------------------------------------
+
+
+def _agree(served: Sequence[LooseGradient], failure: Exception | None) -> list[int]:
+    """The dtype code of every gradient, 0 where no rank has one. Raises on all ranks of the group alike."""
+    group = _group(served)
+    trainable = [int(g.param.requires_grad) for g in served]
+    codes = [MISSING] * len(served)
+    if failure is None:
+        try:
+            codes = [_code(g) for g in served]
+        except GradientHandlerError as error:
+            failure = error
+    lows = [-code if code != MISSING else LOWEST for code in codes]
+    words = [*trainable, *(-t for t in trainable), *codes, *lows, int(failure is not None)]
+    bounds = torch.tensor(words, dtype=torch.int64, device=control_device(group))
+    agree_max(bounds, group).wait()
+    *words, failed = bounds.tolist()
+    count = len(served)
+    high_train, low_train, high, low = (words[i * count : (i + 1) * count] for i in range(4))
+    if failed:
+        _raise_together(failure, group)
+    for number, gradient in enumerate(served):
+        ranks = dist.get_process_group_ranks(group)
+        if high_train[number] != -low_train[number]:
+            raise GradientHandlerError(
+                f"parameter {gradient.name!r} is frozen on some ranks of {ranks} and trained on others (here "
+                f"requires_grad is {gradient.param.requires_grad}); freeze it on all of them or on none"
+            )
+        if high[number] != MISSING and high[number] != -low[number]:
+            raise GradientHandlerError(
+                f"the gradient of {gradient.name!r} is {GRAD_DTYPES[high[number] - 1]} on one rank of {ranks} and "
+                f"{GRAD_DTYPES[-low[number] - 1]} on another; give the ranks the same precision"
+            )
+    return high
+
+
+def _code(gradient: LooseGradient) -> int:
+    """This rank's code for a gradient. Raises GradientHandlerError for one that cannot travel."""
+    grad = gradient_of(gradient.param)
+    if grad is None or not gradient.param.requires_grad:
+        return MISSING
+    if hasattr(grad, "device_mesh"):
+        raise GradientHandlerError(
+            f"the gradient of {gradient.name!r} is a DTensor, which whoever sharded it reduces; leave the handler out"
+        )
+    if grad.layout is not torch.strided:
+        raise GradientHandlerError(
+            f"the gradient of {gradient.name!r} is {grad.layout}; handlers reduce dense gradients in place. Make the "
+            "embedding with sparse=False, or wrap the model in core.distributed.DistributedDataParallel, which makes "
+            "gradients dense"
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        raise GradientHandlerError(f"the gradient of {gradient.name!r} is {grad.dtype}, which cannot be reduced")
+    return GRAD_DTYPES.index(grad.dtype) + 1
+
+
+def _raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:
+    messages = gather_objects(None if failure is None else str(failure), group)
+    if failure is not None:
+        raise failure
+    ranks = dist.get_process_group_ranks(group)
+    rank, message = next((r, m) for r, m in zip(ranks, messages, strict=True) if m is not None)
+    raise GradientHandlerError(f"rank {rank} could not reduce its gradients: {message}")

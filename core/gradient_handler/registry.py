@@ -1,0 +1,65 @@
+"""Gradient handlers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from core.gradient_handler.base import BaseGradientHandler
+
+Handler = TypeVar("Handler", bound=type[BaseGradientHandler])
+
+
+class Registry:
+    """Classes by their name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._modules: dict[str, type[BaseGradientHandler]] = {}
+
+    def register_module(self, module: Handler) -> Handler:
+        """Decorator: make a subclass of BaseGradientHandler known under its class name. ValueError if that is taken."""
+        if not (isinstance(module, type) and issubclass(module, BaseGradientHandler)):
+            raise TypeError(f"registry {self.name!r} takes subclasses of BaseGradientHandler, got {module!r}")
+        if module.__name__ in self._modules:
+            raise ValueError(
+                f"registry {self.name!r} already has a {module.__name__!r} "
+                f"(from {self._modules[module.__name__].__module__}); give the new class another name"
+            )
+        self._modules[module.__name__] = module
+        return module
+
+    def get_module(self, name: str) -> type[BaseGradientHandler]:
+        """The class of that name; ValueError that lists the known ones."""
+        if name not in self._modules:
+            known = ", ".join(sorted(self._modules))
+            raise ValueError(f"{name!r} is not in registry {self.name!r}; known are {known}")
+        return self._modules[name]
+
+    def has(self, name: str) -> bool:
+        """Is there a class of that name?"""
+        return name in self._modules
+
+
+GRADIENT_HANDLER = Registry("gradient_handler")
+
+
+def build_gradient_handler(
+    config: str | Mapping[str, Any], model: nn.Module, optimizer: Any, **options: Any
+) -> BaseGradientHandler:
+    """Make the handler that a configuration names.
+
+    config: a registered name, or a dict with the name under "type" and further arguments of the class beside it; it is
+    not changed. options: further arguments, which win over the config's.
+
+        build_gradient_handler({"type": "DataParallelGradientHandler", "bucket_cap_mb": 25}, model, optimizer)
+
+    Raises ValueError for an unknown or missing name.
+    """
+    arguments = {"type": config} if isinstance(config, str) else dict(config)
+    name = arguments.pop("type", None)
+    if not isinstance(name, str):
+        raise ValueError(f"a gradient handler's config names its class under 'type'; got {config!r}")
+    return GRADIENT_HANDLER.get_module(name)(model, optimizer, **{**arguments, **options})
