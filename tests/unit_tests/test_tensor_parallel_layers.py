@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from core.tensor_parallel import (
     VocabParallelEmbedding,
     checkpoint,
     draw_master,
+    layers,
     linear_with_grad_accumulation_and_async_allreduce,
     tensor_parallel_join,
     tensor_parallel_slice,
@@ -201,6 +204,31 @@ def test_fused_gradients_accumulate_in_place_and_fire_the_hook(recompute: bool) 
     torch.testing.assert_close(buffer[10:58].view(8, 6), expected)
     assert buffer[:10].abs().sum() == 0 and buffer[58:].abs().sum() == 0
     assert len(fired) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_a_gpu_apexs_kernel_is_called_where_its_symbols_are(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    class OnGPU(SimpleNamespace):
+        is_cuda = True
+
+    called: list[tuple[str, Any]] = []
+    kernel = ModuleType("fused_weight_gradient_mlp_cuda")
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernel)
+    layers._apex_kernel.cache_clear()
+    assert layers._apex_kernel() is None, "a package that is called so and has no such kernel"
+    for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
+        setattr(kernel, name, lambda *tensors, name=name: called.append((name, tensors)))
+    layers._apex_kernel.cache_clear()
+
+    main_grad, grad, x = OnGPU(dtype=dtype), normal(5, 3).bfloat16(), normal(5, 2, seed=1).bfloat16()
+    layers._add_product(main_grad, grad, x)
+    layers._apex_kernel.cache_clear()
+
+    ((name, tensors),) = called
+    assert name == ("wgrad_gemm_accum_fp32" if dtype == torch.float32 else "wgrad_gemm_accum_fp16")
+    assert torch.equal(tensors[0], x) and torch.equal(tensors[1], grad) and tensors[2] is main_grad
 
 
 @pytest.mark.parametrize("case", ["no main_grad", "grad was cleared", "another grad"])
