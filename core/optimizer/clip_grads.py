@@ -54,15 +54,21 @@ def counts_here(bucket: Bucket) -> bool:
     return bucket.groups.replica is None or dist.get_rank(bucket.groups.replica) == 0
 
 
+def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> torch.device:
+    """Where the sums are made; a stage without parameters follows the backend that the others' sums travel over."""
+    if masters:
+        return masters[0].grad.device
+    on_gpu = any("nccl" in dist.get_backend_config(group) for group in groups)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 class GradMeter:
     """Measures the gradients of a list of buckets. Built once; a step allocates a few numbers."""
 
-    def __init__(
-        self, masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup], device: torch.device
-    ) -> None:
+    def __init__(self, masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> None:
         self.masters = masters
         self.groups = groups
-        self.device = device
+        self.device = device_of(masters, groups)
         self.collectives = Collectives()
         self.pieces: list[torch.Tensor] = []
         counted: list[bool] = []
@@ -77,7 +83,7 @@ class GradMeter:
                 counted.extend([in_norm and here] * len(parts))
         is_double = any(piece.dtype == torch.float64 for piece in self.pieces)
         self.norm_dtype = torch.float64 if is_double else torch.float32
-        self.counted = torch.tensor(counted, dtype=torch.bool, device=device)
+        self.counted = torch.tensor(counted, dtype=torch.bool, device=self.device)
         self.counted_pieces = [piece for piece, here in zip(self.pieces, counted, strict=True) if here]
 
     def measure(self, *, count_zeros: bool = False) -> GradStats:

@@ -73,8 +73,7 @@ class MegatronOptimizer:
                 torch_groups[run.group]["params"].append(run.master)
         self.optimizer = inner_optimizer(config, torch_groups)
         self.names = self._qualified_names()
-        device = self.masters[0].grad.device if self.masters else torch.device("cpu")
-        self.meter = GradMeter(self.masters, everybody, device)
+        self.meter = GradMeter(self.masters, everybody)
         self.steps_skipped = 0
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -259,12 +258,11 @@ def inner_optimizer(config: OptimizerConfig, torch_groups: list[dict[str, Any]])
     else:
         options = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
         make = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    groups = torch_groups or [{"params": []}]
     lr = config.lr if config.lr is not None else 0.0
     try:
-        return make(groups, lr=lr, fused=True, **options)
+        return make(torch_groups, lr=lr, fused=True, **options)
     except RuntimeError:
-        return make(groups, lr=lr, foreach=True, **options)
+        return make(torch_groups, lr=lr, foreach=True, **options)
 
 
 class ReplicatedOptimizer(MegatronOptimizer):

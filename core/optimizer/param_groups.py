@@ -60,7 +60,7 @@ class ParamGroups:
         return self._index[id(param)]
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """One empty torch param group a key, with its learning rate and weight decay."""
+        """One empty torch param group a key, with its lr and weight decay; one where a stage has no parameters."""
         if config.lr is None:
             raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
         lr, min_lr = config.lr, config.min_lr or 0.0
@@ -75,5 +75,5 @@ class ParamGroups:
                 "lr_mult": key.lr_mult,
                 "is_expert_parallel": key.is_expert_parallel,
             }
-            for key in self.keys
+            for key in self.keys or [GroupKey(1.0, 1.0, False)]
         ]

@@ -315,3 +315,29 @@ def test_contradictions_with_the_wrapped_model_are_refused(rank: int, world: int
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [ddp])
     assert dist.get_world_size() == 1
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_pipeline_stage_without_trainable_parameters_steps_along(
+    rank: int, world: int, strategy: str, frozen: bool
+) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = nn.Module()
+    if rank == 0 or frozen:
+        model.register_parameter("weight", nn.Parameter(torch.ones(9), requires_grad=rank == 0))
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=1.0, clip_grad=1.0), [ddp])
+    for _ in range(2):
+        optimizer.zero_grad()
+        if rank == 0:
+            (model.weight.sum() * 2).backward()
+        else:
+            ddp.reducer.forward_seen = True
+        finalize_model_grads([ddp])
+        assert optimizer.step() == (True, pytest.approx(6.0), None)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    if rank == 0:
+        assert torch.allclose(model.weight, torch.full((9,), 1 - 2 * 2 / 6.0), rtol=1e-5)
