@@ -54,7 +54,7 @@ def plain_text_to_rst(app, what, name, obj, options, lines):
 
     def close():
         if paragraph:
-            result.extend(paragraph_to_rst(" ".join(paragraph), arguments))
+            result.extend(paragraph_to_rst(re.sub(" +", " ", " ".join(paragraph)), arguments))
         if any(line.strip() for line in code):
             language = "python" if "=" in "".join(code) or "(" in "".join(code) else "text"
             result.extend([f".. code-block:: {language}", "", *code, ""])

@@ -1,5 +1,6 @@
 """The programs in the README and in the docs run, and do what the text around them says."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +25,12 @@ ARCHITECTURE = ROOT / "docs" / "source" / "architecture.md"
 
 
 def program_of(page: Path) -> str:
-    """All python blocks of a page, in order."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+    """All python blocks of a page, each line at its line number in the page."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        inside = line == "```python" or (inside and line != "```")
+        lines.append(line if inside and line != "```python" else "")
+    return "\n".join(lines)
 
 
 def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -105,6 +112,18 @@ def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> N
     F.mse_loss(per_token(inputs), targets).backward()
     for ours, theirs in zip(names["per_token"].module.parameters(), per_token.parameters(), strict=True):
         torch.testing.assert_close(ours.main_grad, theirs.grad)
+
+    whole_config = dataclasses.replace(names["config"], tensor_model_parallel_size=1, sequence_parallel=False)
+    whole = GPTModel(whole_config, pg_collection=ProcessGroups())
+    tokens = torch.cat([torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(r)) for r in range(2)])
+    whole(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()
+    reference_grads = {name: param.grad for name, param in whole.named_parameters()}
+    compared = 0
+    for name, param in names["gpt"].module.named_parameters():
+        if param.shape == reference_grads[name].shape:  # not split: norms and biases of row-split layers
+            torch.testing.assert_close(param.main_grad, reference_grads[name], atol=1e-6, rtol=1e-4)
+            compared += 1
+    assert compared > 8
 
 
 @ranks(2)
