@@ -157,7 +157,7 @@ def read_contract(
         partial.append("tp")
     if averaged:
         averages.append("tp")
-    if getattr(config, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name):
+    if tp > 1 and getattr(config, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name):
         partial.append("tp")
     if getattr(param, "pipeline_parallel", False):
         partial.append("pp")

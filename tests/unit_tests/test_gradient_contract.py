@@ -197,3 +197,8 @@ def test_an_experts_sequence_parallel_tag_means_its_own_tensor_parallel_group():
     assert read(tagged(allreduce=False, sequence_parallel=True), known, config).rules == ()
     split = read(tagged(allreduce=False, sequence_parallel=True), {**known, "expt_tp": (2, 0)}, config)
     assert split.rules == ("sum over expt_tp (expert tensor-parallel sum)",)
+
+
+def test_qk_layernorm_asks_for_no_tensor_parallel_group_where_there_is_none():
+    contract = read_contract("k_layernorm.weight", tagged(), Sizes({"dp_cp": (2, 0)}), Config(qk_layernorm=True), ())
+    assert contract.partial_over == ()
