@@ -19,7 +19,7 @@ from core.verify.layouts import Layout
 from core.verify.report import GradientReport
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-SAMPLES, SEQUENCE, VOCABULARY = 24, 8, 13  # 24 samples divide into 1, 2, 3, 4, 6, 8; 13 words into no number of ranks
+SAMPLES, SEQUENCE, VOCABULARY = 144, 8, 13  # samples divide into 9 and 16 parts; 13 words into no number of ranks
 MODELS: dict[str, dict[str, Any]] = {
     "classic": {},
     "modern": {
