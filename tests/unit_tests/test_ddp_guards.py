@@ -1,0 +1,246 @@
+"""What is found before the optimizer steps, what the user can look at, and what must stay as the user left it."""
+
+import copy
+import dataclasses
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    GradSyncRule,
+    NonFiniteGradientError,
+    ReplicaDriftError,
+    finalize_model_grads,
+)
+from core.model_parallel_config import ModelParallelConfig
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
+
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+
+
+def spoil(param: nn.Parameter, value: float) -> torch.utils.hooks.RemovableHandle:
+    return param.register_hook(lambda grad: torch.full_like(grad, value))
+
+
+@ranks(3)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_names_rank_parameter_and_microbatch_on_all_ranks(
+    rank: int, world: int, value: float
+) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy, overlap in SETTINGS:
+        for bad_rank, bad_microbatch in ((1, 0), (2, 2)):
+            model = make_net()
+            plain = copy.deepcopy(model)
+            ddp = wrap(
+                model,
+                data_parallel_sharding_strategy=strategy,
+                overlap_grad_reduce=overlap,
+                check_for_nan_in_grad=True,
+                bucket_size=30,
+            )
+            for step in range(3):
+                ddp.zero_grad_buffer()
+                for microbatch in range(3):
+                    bad = step == 1 and (rank, microbatch) == (bad_rank, bad_microbatch)
+                    handle = spoil(ddp.module.norm.weight, value) if bad else None
+                    if microbatch < 2:
+                        with ddp.no_sync():
+                            loss_of(ddp, rank, microbatch).backward()
+                    else:
+                        loss_of(ddp, rank, microbatch).backward()
+                    if handle is not None:
+                        handle.remove()
+                if step == 1:
+                    message = f"rank {bad_rank}: the gradient of 'norm.weight' .* in microbatch {bad_microbatch}"
+                    with pytest.raises(NonFiniteGradientError, match=message):
+                        finalize_model_grads([ddp])
+                else:  # before it, and after skipping it
+                    finalize_model_grads([ddp])
+                    assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (0, 1, 2)))
+
+
+@ranks(2)
+def test_a_late_non_finite_gradient_and_one_that_only_the_sum_makes_are_found(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in ("no_shard", "optim"):
+        ddp = wrap(
+            make_net(),
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=True,
+            check_for_nan_in_grad=True,
+            bucket_size=1,
+        )
+        loss_of(ddp, rank, 0).backward()
+        if rank == 1:
+            spoil(ddp.module.third.weight, float("nan"))
+            loss_of(ddp, rank, 1).backward()
+        with pytest.raises(NonFiniteGradientError, match="rank 1: the gradient of 'third.weight' .* in microbatch 1"):
+            finalize_model_grads([ddp])
+
+        half = nn.Linear(3, 2, bias=False, dtype=torch.float16)
+        with torch.no_grad():
+            half.weight.fill_(0.0)
+        ddp = wrap(
+            half,
+            SimpleNamespace(calculate_per_token_loss=True),
+            data_parallel_sharding_strategy=strategy,
+            check_for_nan_in_grad=True,
+        )
+        (ddp(torch.ones(1, 3, dtype=torch.float16)) * 40000.0).sum().backward()  # finite on each rank, 80000 is not
+        assert all(torch.isfinite(param.main_grad).all() for param in ddp.parameters())
+        with pytest.raises(NonFiniteGradientError, match="'weight' became non-finite after backward"):
+            finalize_model_grads([ddp], num_tokens=torch.tensor(1))
+
+
+@ranks(2)
+def test_without_the_check_non_finite_gradients_pass_as_in_torch(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net())
+    if rank == 1:
+        spoil(ddp.module.norm.weight, float("nan"))
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    assert torch.isnan(ddp.module.norm.weight.grad).all()
+
+
+@ranks(2)
+def test_a_large_gradient_warns_once_and_changes_nothing(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in ("no_shard", "optim"):
+        model = make_net()
+        plain = copy.deepcopy(model)
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy, check_for_large_grads=True)
+        for step, factor in enumerate((1.0, 1.5, 100.0, 90.0)):
+            ddp.zero_grad_buffer()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                (loss_of(ddp, rank, 0) * factor).backward()
+                finalize_model_grads([ddp])
+            texts = [str(w.message) for w in caught if "gradient norm" in str(w.message)]
+            assert len(texts) == (1 if step == 2 else 0), texts
+            if texts:
+                assert f"rank {rank}" in texts[0] and "bucket 0" in texts[0] and "67 times" in texts[0]
+            expected = {name: factor * grad for name, grad in mean_over_ranks(plain, world).items()}
+            assert_same(whole_grads(ddp), expected)
+
+
+@ranks(3)
+def test_a_drift_between_replicas_is_named_on_all_ranks(rank: int, world: int) -> None:
+    """Something of the user's changes a reduced gradient on rank 2 alone."""
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), check_replicas=True, bucket_size=1, overlap_grad_reduce=True)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        loss_of(ddp, rank, 0).backward()
+        if step == 0:
+            finalize_model_grads([ddp])
+            continue
+        ddp.finish_grad_sync()
+        if rank == 2:
+            ddp.module.second.weight.grad[0, 0] += 0.1
+        with pytest.raises(ReplicaDriftError, match=r"'second.weight' differs between ranks 0 and 2 of group 'dp_cp'"):
+            finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_the_users_config_objects_are_not_changed(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy, overlap in SETTINGS:
+        config = ModelParallelConfig()
+        ddp_config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, check_for_nan_in_grad=True
+        )
+        before = copy.deepcopy((vars(config), dataclasses.asdict(ddp_config)))
+        ddp = DistributedDataParallel(config, ddp_config, make_net())
+        loss_of(ddp, rank, 0).backward()
+        finalize_model_grads([ddp])
+        assert (vars(config), dataclasses.asdict(ddp_config)) == before
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            ddp_config.bucket_size = 5  # type: ignore[misc]
+
+
+def twice_over_tp() -> GradSyncRule:
+    return GradSyncRule("of the user", "tp", "mean", lambda contract: contract.name == "norm.weight")
+
+
+@ranks(4)
+def test_describe_tells_every_buffer_bucket_parameter_divisor_and_reduction(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    for strategy, overlap in SETTINGS:
+        model = make_net()
+        model.second.weight.sequence_parallel = True
+        model.first.weight.tensor_model_parallel = True
+        model.third.bias.requires_grad_(False)
+        ddp = wrap(
+            model,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=overlap,
+            bucket_size=60,
+            sync_rules=(twice_over_tp(),),
+            initial_weights="ignore",
+        )
+        text = ddp.describe()
+        lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("    ")}
+        trained = [name for name, param in ddp.module.named_parameters() if param.requires_grad]
+        assert list(lines) == trained[::-1]  # in buffer order
+        for name, line in lines.items():
+            assert str(list(ddp.module.get_parameter(name).shape)) in line
+            assert "sum over dp_cp / 2" in line
+        assert "frozen: third.bias [3]" in text
+        assert lines["second.weight"].index("sum over dp_cp") < lines["second.weight"].index("sum over tp")
+        assert "mean over tp (of the user)" in lines["norm.weight"]
+        assert "split over tp" in lines["first.weight"]
+        (buffer,) = ddp.buffers
+        assert f"{buffer.numel} elements ({8 * buffer.numel} bytes)" in text
+        for bucket in buffer.buckets:
+            assert f"bucket {bucket.layout.index}: [{bucket.layout.start}, {bucket.layout.end})" in text
+        assert str(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())) in text
+        assert ("sharded over 2" in text) == (strategy == "optim")
+
+
+@ranks(2)
+def test_a_step_report_counts_bytes_collectives_and_orders_each_buckets_times(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy, overlap in SETTINGS:
+        ddp = wrap(
+            make_net(),
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=overlap,
+            bucket_size=1,
+            deterministic_reduction=True,
+        )
+        for _ in range(3):
+            ddp.zero_grad_buffer()
+            loss_of(ddp, rank, 0).backward()
+            finalize_model_grads([ddp])
+            report = ddp.step_report()
+            buckets = len(ddp.reducer.order)
+            assert buckets == (7 if overlap else 1)
+            assert report.collectives == buckets
+            elements = sum(buffer.numel for buffer in ddp.buffers)
+            sent = elements * 8 * (1 if strategy == "no_shard" else 0.5)  # 2 (n-1)/n against (n-1)/n
+            assert abs(report.bytes_sent - sent) <= buckets
+            assert report.late_buckets == 0
+            assert report.exposed_ms > 0 and 0.0 <= report.hidden_share <= 1.0
+            assert [event.bucket for event in report.events] == list(range(buckets))
+            for event in report.events:
+                assert event.launched_s is not None and event.wait_end_s is not None
+                assert event.launched_s <= event.wait_start_s <= event.wait_end_s
+                assert event.launched_s <= event.done_s
+                assert (event.ready_s is not None) == overlap
+                assert event.nbytes > 0 and event.name
+            launches = [event.launched_s for event in report.events]
+            assert launches == sorted(launches)
+    again = ddp.step_report()
+    assert again == report
+    ddp.zero_grad_buffer()
+    assert ddp.step_report().collectives == report.collectives  # the last finished step's, until the next one ends
