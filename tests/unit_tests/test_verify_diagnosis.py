@@ -1,0 +1,135 @@
+"""The diagnosis, without ranks: gradients mixed by hand, and the sentence that must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.verify.diagnosis import RankPart, explain, name_factor
+
+Mix = Callable[[int, list[Tensor]], Tensor]
+GRID = {"dp": 2, "tp": 2}  # rank = tp + 2 dp
+
+
+def place(rank: int) -> dict[str, int]:
+    return {"dp": rank // 2, "tp": rank % 2}
+
+
+def own_gradients(elements: int = 50) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(elements, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def sequence_parallel(rank: int, own: list[Tensor]) -> Tensor:
+    """What is right for a norm: the sum over tp, the mean over dp."""
+    return (own[0] + own[1] + own[2] + own[3]) / 2
+
+
+def split(rank: int, own: list[Tensor]) -> Tensor:
+    """What is right for a split layer: the mean over dp of the ranks with the same slice."""
+    return (own[rank % 2] + own[rank % 2 + 2]) / 2
+
+
+def diagnose(
+    right: Mix,
+    got: Mix,
+    suspects: list[str],
+    own: list[Tensor] | None = None,
+    sizes: Mapping[str, int] = GRID,
+    **options: int,
+) -> str:
+    own = own_gradients() if own is None else own
+    everything = torch.ones(own[0].numel(), dtype=torch.bool)
+    parts = [RankPart(r, place(r), own[r], got(r, own), right(r, own), everything) for r in range(4)]
+    cause, _ = explain(parts, sizes, suspects, **options)
+    return cause
+
+
+@pytest.mark.parametrize(
+    ("got", "suspects", "words"),
+    [
+        (lambda r, own: 2 * sequence_parallel(r, own), ["tp"], "tp times too large"),
+        (lambda r, own: 2 * sequence_parallel(r, own), ["dp"], "dp times too large"),
+        (lambda r, own: sequence_parallel(r, own) / 2, ["tp"], "tp times too small"),
+        (lambda r, own: sequence_parallel(r, own) / 2, ["dp"], "1/n twice"),
+        (lambda r, own: split(r, own), ["tp"], "not reduced over tp"),
+        (lambda r, own: (own[r] + own[r ^ 1]) / 2, ["dp"], "not reduced over dp"),
+        (lambda r, own: own[r] / 2, ["dp", "tp"], "not reduced over dp and tp"),
+        (lambda r, own: own[3] if r == 3 else sequence_parallel(r, own), ["dp"], "unsynced on rank 3"),
+        (lambda r, own: sequence_parallel(r, own) - own[2] / 2, ["dp"], "ranks [2] is missing everywhere"),
+        (lambda r, own: 0 * own[r], ["dp"], "is zero"),
+        (lambda r, own: 8 * sequence_parallel(r, own), ["dp"], "8 times the reference, which is no size"),
+        (lambda r, own: 4 * sequence_parallel(r, own), ["dp", "tp"], "dp x tp = 4 times too large"),
+        (lambda r, own: sequence_parallel(r, own).roll(1), ["dp"], "no sum of the ranks' gradients"),
+        (lambda r, own: sequence_parallel(r, own) + own[1] / 2, ["dp"], "different factors"),
+        (lambda r, own: (3 if r < 2 else 1) * sequence_parallel(r, own), ["dp"], "on ranks [0, 1] only"),
+    ],
+)
+def test_causes_of_a_wrong_norm(got: Mix, suspects: list[str], words: str) -> None:
+    assert words in diagnose(sequence_parallel, got, suspects)
+
+
+def test_slices_of_other_ranks_do_not_belong_to_a_split_layer() -> None:
+    cause = diagnose(split, lambda r, own: split(0, own) + split(1, own), ["dp"])
+    assert "also holds the gradient of ranks" in cause
+
+
+def test_ranks_that_saw_the_same_are_not_taken_for_missing() -> None:
+    first, _, second, _ = own_gradients()
+    own = [first, first, second, second]  # complete on every tensor-parallel rank
+    right: Mix = lambda r, own: (own[0] + own[2]) / 2  # noqa: E731
+    assert "tp times too large" in diagnose(right, lambda r, o: o[0] + o[2], ["tp"], own)
+    assert "not reduced over dp" in diagnose(right, lambda r, o: o[r] / 2, ["dp"], own)
+
+
+def test_ranks_without_gradient_do_not_count() -> None:
+    own = own_gradients()
+    own[1] = own[3] = torch.zeros_like(own[0])
+    assert "not reduced over dp" in diagnose(sequence_parallel, lambda r, o: (o[r] + o[r ^ 1]) / 2, ["dp"], own)
+
+
+def test_local_gradients_that_do_not_add_up_are_not_blamed_on_a_reduction() -> None:
+    cause = diagnose(lambda r, own: sequence_parallel(r, own).flip(0), sequence_parallel, ["dp"])
+    assert "backward is wrong before any reduction" in cause
+
+
+def test_a_parameter_with_fewer_elements_than_ranks_is_judged_by_its_ratio() -> None:
+    own = own_gradients(2)
+    assert "tp times too large" in diagnose(sequence_parallel, lambda r, o: 2 * sequence_parallel(r, o), ["tp"], own)
+    assert "points elsewhere" in diagnose(sequence_parallel, lambda r, o: o[r], ["tp"], own)
+
+
+def test_only_the_elements_that_a_rank_holds_are_looked_at() -> None:
+    own = own_gradients()
+    parts = []
+    for rank in range(4):
+        valid = torch.zeros(50, dtype=torch.bool)
+        valid[25 * (rank // 2) : 25 * (rank // 2) + 25] = True
+        right = sequence_parallel(rank, own)
+        got = torch.where(valid, right, torch.nan)
+        if rank // 2 == 1:
+            got[valid] = own[rank][valid] / 2
+        parts.append(RankPart(rank, place(rank), own[rank], got, right, valid))
+    assert explain(parts, GRID, ["dp"])[0].startswith("unsynced on ranks [2, 3]")
+
+
+@pytest.mark.parametrize(
+    ("factor", "suspects", "words"),
+    [
+        (4.0, ["ep"], "ep times too large (ep is 4)"),
+        (1 / 4, ["ep"], "ep times too small (ep is 4): 1/n twice"),
+        (3.0, ["pp"], "pp times too large (pp is 3)"),
+        (5.0, ["dp"], "5 times too large, the number of microbatches"),
+        (1 / 5, ["dp"], "5 times too small, the number of microbatches"),
+        (70.0, ["dp"], "70 times too large, the number of tokens"),
+        (1 / 70, ["dp"], "divided by them twice"),
+        (2.0, ["embd"], "twice too large: its reduction was done twice"),
+        (3.0, ["dp"], "pp times too large"),  # no suspect has the size, another axis has
+    ],
+)
+def test_names_of_factors(factor: float, suspects: list[str], words: str) -> None:
+    sizes = {"dp": 7, "ep": 4, "pp": 3}
+    assert words in name_factor(factor, sizes, suspects, tokens=70, microbatches=5)
