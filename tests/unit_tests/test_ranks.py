@@ -44,8 +44,7 @@ class TestInAClass:
         assert world == 2
 
 
-@ranks(2)
-def test_a_skip_on_a_rank_skips_the_test(rank: int) -> None:
+def _skip(rank: int) -> None:
     pytest.skip("as asked")
 
 
@@ -91,6 +90,11 @@ def test_a_failure_shows_the_values_of_the_first_failing_rank_only() -> None:
     assert message.count("Traceback") == 1
     assert time.monotonic() - begin < 30
     run_on_ranks(_sum, 4, {})
+
+
+def test_a_skip_on_a_rank_skips_the_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="as asked"):
+        run_on_ranks(_skip, 2, {})
 
 
 def test_a_crash_is_named_with_its_exit_code_and_the_next_test_runs() -> None:
