@@ -278,6 +278,17 @@ def test_stages_that_bring_different_copies_are_refused_on_all_ranks(rank: int, 
         step([ddp])
 
 
+@ranks(3)
+def test_a_mismatch_of_first_and_last_stage_reaches_the_stage_between(rank: int, world: int) -> None:
+    config = start(pipeline_model_parallel_size=3)
+    bag = Bag(word=(23, 11) if rank == 0 else (23, 12))
+    if rank != 1:
+        bag.tag("word", shared_embedding=True)
+    ddp = wrap(bag, config)
+    with pytest.raises(LayoutMismatch):
+        step([ddp])
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +342,25 @@ def test_experts_over_eight_ranks_with_two_of_everything(rank: int, world: int, 
         found,
         {"dense": digits(first, first + 2, first + 4, first + 6) / 4, "expert": digits(rank % 4, rank % 4 + 4) / 4},
     )
+
+
+@ranks(4)
+def test_experts_of_tensor_parallel_ranks_that_differ_are_never_added(rank: int, world: int) -> None:
+    # tp groups [0, 1] [2, 3] hold different experts here: expert tp 1 x ep 2
+    config = start(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+    )
+    bag = Bag(expert=ODD).tag("expert", allreduce=False, sequence_parallel=True)
+    try:
+        ddp = wrap(bag, config)
+    except ContractError as refusal:
+        assert "'expert'" in str(refusal)
+    else:
+        (found,) = step([ddp])
+        check(found, {"expert": own_data_group(rank) / 2})
 
 
 # --- rules of the user ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from core import parallel_state
 from core.distributed import NonFiniteGradientError, SyncError, finalize_model_grads
 from core.distributed.collectives import Collectives
 from core.model_parallel_config import ModelParallelConfig
+from core.process_groups import ProcessGroups
 from tests.unit_tests.rank_codes import ODD, Bag, backward, check, digits, step
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -176,6 +177,35 @@ def test_a_router_bias_stays_where_the_config_does_not_ask_for_it(rank: int, wor
     assert torch.equal(router.expert_bias, torch.full((3,), 0.5))
 
 
+@ranks(2)
+def test_frozen_and_evaluated_routers_keep_their_bias_and_their_counts(rank: int, world: int) -> None:
+    config = start(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
+    model = Router([5.0, 1.0, 0.0])
+    model.evaluated = Router([5.0, 1.0]).eval()
+    model.frozen = Router([5.0, 1.0, 0.0])
+    model.frozen.frozen_expert_bias = True
+    model.wide = Router([0.0, 9.0, 9.0, 9.0])  # routers may differ in their number of experts
+    model.wide.expert_bias = torch.zeros(4)
+    ddp = wrap(model, config)
+    ddp(1.0).backward()
+    finalize_model_grads([ddp])
+    assert torch.equal(model.expert_bias, torch.tensor([0.25, 0.75, 0.75]))
+    assert torch.equal(model.wide.expert_bias, torch.tensor([0.25, -0.25, -0.25, -0.25]))
+    for router in (model.evaluated, model.frozen):
+        assert torch.equal(router.expert_bias, torch.full((3,), 0.5))
+        assert float(router.local_tokens_per_expert[0]) == 5.0
+
+
+@ranks(2)
+def test_a_missing_group_for_the_router_bias_is_named_before_anything_is_sent(rank: int, world: int) -> None:
+    config = start(moe_router_enable_expert_bias=True)
+    groups = parallel_state.get_process_groups()
+    ddp = wrap(Router([5.0, 1.0, 0.0]), config, pg_collection=ProcessGroups(dp_cp=groups.dp_cp))
+    ddp(1.0).backward()
+    with NothingMayBeSent(), pytest.raises(RuntimeError, match="tp_dp_cp"):
+        finalize_model_grads([ddp])
+
+
 # --- the decision on non-finite gradients -----------------------------------------------------------------------------
 
 
@@ -251,3 +281,30 @@ def test_a_rule_sends_only_the_shard_where_gradients_are_sharded(rank: int, worl
     assert counted[0][0] + counted[2][0] == whole * 2 / shards
     assert counted[rank][1] == whole / shards  # alone in its bucket, so cut evenly
     assert parallel_state.get_data_parallel_world_size() == 2
+
+
+class Timers:
+    """What a trainer of Megatron's style puts into config.timers."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str, log_level: int = 0) -> Timers:
+        self.names.append(name)
+        return self
+
+    def start(self, barrier: bool = False) -> None: ...
+
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+@ranks(2)
+def test_the_steps_are_timed_under_the_names_that_users_know(rank: int, world: int) -> None:
+    config = start()
+    config.timers = Timers()
+    step([wrap(Bag(w=ODD), config)])
+    assert set(config.timers.names) >= {
+        "all-grads-sync",
+        "non-tensor-parallel-grads-all-reduce",
+        "embedding-grads-all-reduce",
+    }

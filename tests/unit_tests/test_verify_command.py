@@ -21,6 +21,7 @@ from core.verify.__main__ import main
 from core.verify.rank_pool import RankFailure, RankPool
 from core.verify.table import run_table
 from tests.unit_tests.reference import Net
+from tests.unit_tests.test_docs import program_of
 from tests.unit_tests.test_verify import mean_loss, samples
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,14 @@ def test_command_runs_under_torchrun() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line[:6] for line in done.stdout.splitlines()] == ["right ", "PASSED"]
+
+
+def test_the_program_in_the_docs_runs(tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text(program_of(ROOT / "docs" / "source" / "verify.md"))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks: 4 gradients right")
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
