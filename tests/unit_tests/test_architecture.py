@@ -30,6 +30,7 @@ FLOORS = {
     "core.checkpoint": 3,
     "core.booster": 4,
     "core.gradient_accumulation": 4,
+    "core.grad_accum_optimizer": 4,
     "core.gradient_handler": 4,
     "core.training": 4,
     "core.verify": 4,

@@ -1,0 +1,137 @@
+"""Accumulation: where a cycle of microbatches stands. Pure; the wrappers of core.gradient_accumulation share one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class AccumulationError(RuntimeError):
+    """A call that would mix one cycle's gradients with another's, or use them before they are whole."""
+
+
+class Accumulation:
+    """The one count of a cycle: ACCUMULATING while `count < size`, then DUE until the optimizer has stepped.
+
+    A backward begins a new microbatch if a batch was drawn or `step` was called since the last one. Where no loader of
+    ours is ever drawn from, every backward is a microbatch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = checked_size(size)
+        self.count = 0  # microbatches of this cycle whose gradients are in `.grad`
+        self.fresh = True  # does the next backward begin a microbatch?
+        self.draws = 0  # batches drawn, ever
+        self.drawn_ahead = 0  # since the last backward
+        self.drawn_for_this = 0  # for the microbatch that is going on
+        self.tokens: int | None = None  # of this cycle on this rank, where losses are sums over tokens
+        self.reduced = False  # have this cycle's gradients been reduced, scaled or clipped?
+        self.handlers = 0  # that share this state, and must run before a step
+        self.handled: set[int] = set()
+        self.schedule_due = False  # has an update been made that the scheduler has not followed?
+        self.on_change: Callable[[], None] | None = None  # the optimizer's, while it lives
+        self.finalize: Callable[[], None] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Are all microbatches of the cycle accumulated?"""
+        return self.count == self.size
+
+    @property
+    def is_last(self) -> bool:
+        """Is the microbatch that is going on, or comes next, the last of the cycle?"""
+        return self.count + self.fresh >= self.size
+
+    def drew(self) -> None:
+        """A batch was drawn: the next backward begins a microbatch."""
+        self.draws += 1
+        self.drawn_ahead += 1
+        self.fresh = True
+        self._changed()
+
+    def expect_backward(self) -> None:
+        """Raise AccumulationError if a backward now would spoil gradients that a step is due for."""
+        if self.reduced or self.handled:
+            raise AccumulationError(
+                "backward() came after this cycle's gradients were reduced or clipped; call optimizer.step() first"
+            )
+        if self.is_due and self.fresh:
+            raise AccumulationError(
+                f"{self.size} microbatches are accumulated and another backward() came without optimizer.step(). Call "
+                "step() after every microbatch (it does nothing until a step is due), or discard() to drop them. Two "
+                "losses of one microbatch count once only if batches are drawn from the loader that was returned"
+            )
+        if not self.fresh and self.drawn_for_this > 1:
+            logger.warning(
+                "%d batches were drawn before several backwards; these count as one microbatch. Draw one batch for "
+                "each microbatch, or call optimizer.step() after each backward",
+                self.drawn_for_this,
+            )
+            self.drawn_for_this = 1
+
+    def backward_done(self, num_tokens: int | None) -> None:
+        """A backward has added its gradients."""
+        if self.fresh:
+            self.count += 1
+            self.drawn_for_this = self.drawn_ahead
+            if num_tokens is not None:
+                self.tokens = (self.tokens or 0) + num_tokens
+        self.drawn_ahead = 0
+        self.fresh = self.draws == 0
+        self._changed()
+
+    def stepped(self) -> None:
+        """`step` was called and nothing was due: the next backward begins a microbatch."""
+        self.fresh = True
+        self._changed()
+
+    def updated(self, *, made: bool) -> None:
+        """The cycle is over. made: did the optimizer update the parameters, or skip (overflow)?"""
+        self.schedule_due = self.schedule_due or made
+        self.begin()
+
+    def begin(self) -> None:
+        """A new cycle."""
+        self.count, self.fresh, self.tokens, self.reduced = 0, True, None, False
+        self.handled.clear()
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no optimizer to tell.
+        return {**self.__dict__, "handled": set(self.handled), "on_change": None, "finalize": None}
+
+
+def checked_size(size: int) -> int:
+    """`accumulate_size`, refused when it is no integer of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"accumulate_size is {size!r}; it must be an integer")
+    if size < 1:
+        raise ValueError(f"accumulate_size is {size}; it must be at least 1 (1 steps on every microbatch)")
+    return size
+
+
+def shared_state(state: Accumulation | None, size: int) -> Accumulation:
+    if state is None:
+        return Accumulation(size)
+    if state.size != checked_size(size):
+        raise ValueError(f"accumulate_size is {size} here and {state.size} in the accumulation that is shared")
+    return state
+
+
+class StandIn:
+    """Stands in for another object: what is not defined here is read from it."""
+
+    _inner: str  # the name under which the other object is held
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy is made without __init__, and special methods are not looked up here.
+        if self._inner not in self.__dict__ or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__[self._inner], name)
