@@ -25,6 +25,8 @@ DP4 = Layout(dp=4, overlap=True, bucket_size=700)
 DP4_OPTIM = Layout(dp=4, strategy="optim", overlap=True, bucket_size=700)
 SP = Layout(dp=2, tp=2, sp=True, model="modern")
 SP_OPTIM = Layout(dp=2, tp=2, sp=True, strategy="optim", model="modern")
+QK_NORM = Layout(dp=2, tp=2, model="modern")
+INSTANCES = Layout(dp=4, strategy="optim", instances=2)
 TOKENS = Layout(dp=4, per_token=True, microbatches=2)
 
 
@@ -106,7 +108,18 @@ SPOILT = {
     (SP_OPTIM, "tp", "double"): ["tp times too large"],
     (SP_OPTIM, "dp_cp", "drop"): ["not reduced over dp"],
     (SP_OPTIM, "dp_cp", "rescale"): ["dp times too small", "1/n twice"],
+    (QK_NORM, "tp", "drop"): ["not reduced over tp"],
+    (QK_NORM, "tp", "double"): ["tp times too large"],
+    (QK_NORM, "tp", "rescale"): ["tp times too small", "the mean was taken where the sum was due"],
     (TOKENS, "dp_cp", "drop"): ["not reduced over dp"],
+    (TOKENS, "dp_cp", "double"): ["too large"],  # 2 is also the number of microbatches
+    (TOKENS, "dp_cp", "rescale"): ["dp times too small", "1/n twice"],
+    (INSTANCES, "inter_dp_cp", "drop"): ["not reduced over optimizer instances"],
+    (INSTANCES, "inter_dp_cp", "double"): ["optimizer instances times too large"],
+    (INSTANCES, "inter_dp_cp", "rescale"): ["optimizer instances times too small"],
+    (INSTANCES, "intra_dp_cp", "drop"): ["not reduced over dp inside an instance"],
+    (INSTANCES, "intra_dp_cp", "double"): ["times too large"],
+    (INSTANCES, "intra_dp_cp", "rescale"): ["times too small"],
 }
 
 
@@ -211,7 +224,18 @@ def test_oracle_names_a_rank_whose_part_is_missing(rank: int, world: int) -> Non
 @ranks(4)
 def test_oracle_names_optimizer_instances_that_were_not_added(rank: int, world: int) -> None:
     with mock.patch.object(Bucket, "add_instances", lambda *_: None):
-        red(check_gpt(Layout(dp=4, strategy="optim", instances=2)), "not reduced over optimizer instances")
+        red(check_gpt(INSTANCES), "not reduced over optimizer instances")
+
+
+@ranks(8, timeout_s=120)
+def test_oracle_tells_axes_of_different_size_apart(rank: int, world: int) -> None:
+    layout = Layout(dp=4, tp=2, sp=True, strategy="optim", overlap=True, bucket_size=2000)
+    with only_gradients("tp", "double"):
+        red(check_gpt(layout), "tp times too large (tp is 2)")
+    with mutate_scale(4.0):
+        red(check_gpt(layout), "dp times too large (dp is 4)")
+    with mutate_scale(1 / 8):
+        red(check_gpt(layout), "dp x tp = 8 times too small")
 
 
 @ranks(2)
