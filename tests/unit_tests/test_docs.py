@@ -126,16 +126,6 @@ def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> N
     assert compared > 8
 
 
-@ranks(4)
-def test_the_page_on_checking_finds_the_right_model_right_and_names_what_is_wrong(rank: int, world: int) -> None:
-    page = ROOT / "docs" / "source" / "checking.md"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        names = run_page(page, monkeypatch)
-    assert names["report"].ok
-    first_lines = str(names["wrong"]).splitlines()[:2]
-    assert all(line in page.read_text() for line in first_lines), first_lines
-
-
 @ranks(2)
 def test_a_gradient_makes_the_hops_that_the_architecture_page_lists(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
