@@ -118,6 +118,7 @@ def checked_size(size: int) -> int:
 
 
 def shared_state(state: Accumulation | None, size: int) -> Accumulation:
+    """The state that other wrappers share, or one of its own. ValueError if the sizes differ."""
     if state is None:
         return Accumulation(size)
     if state.size != checked_size(size):
