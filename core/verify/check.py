@@ -19,10 +19,10 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.process_groups import ProcessGroups
 from core.verify.diagnosis import RankPart, explain
 from core.verify.gathered import (
-    is_tensor_sliced,
     load_whole_weights,
     on_tensors,
     own_slice,
+    slicing_axis,
     valid_mask,
     whole_gradients,
     whole_weights,
@@ -151,7 +151,7 @@ def _reference_builder(
 ) -> ModelFn:
     if reference_fn is not None:
         return reference_fn
-    if any(is_tensor_sliced(ddp, name) for name in ddp.contracts):
+    if any(slicing_axis(ddp, name, param) for name, param in ddp.module.named_parameters()):
         raise ValueError(
             "this model is split over tensor parallelism; pass reference_fn, which builds it without any splitting"
         )
@@ -239,17 +239,25 @@ def split_loss(result: Any, per_token: bool) -> tuple[Tensor, int]:
 def _reference(job: _Job, reference_fn: ModelFn, dtype: torch.dtype) -> _Reference:
     """Loss and gradients of the whole batch in one piece on rank 0, sent to all. Collective over the world."""
     weights = whole_weights(job.ddp)
+    reference: _Reference | None = None
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = _on_one_process(job, reference_fn, weights, dtype)
+            reference = _on_one_process(job, reference_fn, weights, dtype)
+            answer[0] = reference.loss, reference.tokens, {name: g.shape for name, g in reference.grads.items()}
         except Exception as error:  # told to the other ranks, which would wait for ever
             answer[0] = error
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    reference: _Reference = answer[0]
-    return reference
+    loss, tokens, shapes = answer[0]
+    grads = {}
+    for name, shape in shapes.items():
+        grad = torch.empty(shape, dtype=dtype) if reference is None else reference.grads[name]
+        grad = grad.to(job.ddp.plan.device).contiguous()
+        dist.broadcast(grad, src=0)
+        grads[name] = grad.cpu()
+    return _Reference(loss, tokens, grads)
 
 
 def _on_one_process(job: _Job, reference_fn: ModelFn, weights: dict[str, Tensor], dtype: torch.dtype) -> _Reference:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
 from core.distributed.bucket import Bucket
+from core.distributed.gradient_contract import data_group_of
 from core.tensor_parallel import tensor_parallel_join, tensor_parallel_slice
 
 
@@ -47,10 +48,13 @@ def valid_mask(ddp: DistributedDataParallel, name: str) -> Tensor:
     raise KeyError(f"parameter {name!r} is in no bucket")
 
 
-def is_tensor_sliced(ddp: DistributedDataParallel, name: str) -> bool:
-    """Do tensor-parallel ranks hold different slices of this parameter?"""
-    contract = ddp.contracts[name]
-    return "tp" in contract.sharded_over or "expt_tp" in contract.sharded_over
+def slicing_axis(ddp: DistributedDataParallel, name: str, param: nn.Parameter) -> str | None:
+    """The group whose ranks hold different slices of a parameter, frozen ones included: 'tp', 'expt_tp' or None."""
+    axis = "tp" if data_group_of(param) == "dp_cp" else "expt_tp"
+    if name in ddp.contracts:
+        return axis if axis in ddp.contracts[name].sharded_over else None
+    sliced = getattr(param, "tensor_model_parallel", False) and ddp.groups.size(axis) > 1
+    return axis if sliced else None
 
 
 def whole_weights(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -58,8 +62,9 @@ def whole_weights(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     weights = {}
     for name, param in ddp.module.named_parameters():
         weight = param.detach()
-        if name in ddp.contracts and is_tensor_sliced(ddp, name):
-            group = ddp.groups.require("expt_tp" if ddp.contracts[name].is_expert else "tp")
+        axis = slicing_axis(ddp, name, param)
+        if axis is not None:
+            group = ddp.groups.require(axis)
             slices = [torch.empty_like(weight) for _ in range(dist.get_world_size(group))]
             dist.all_gather(slices, weight.contiguous(), group=group)
             weight = tensor_parallel_join(slices, _split_dim(param, name), getattr(param, "partition_stride", 1))
@@ -69,9 +74,9 @@ def whole_weights(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 def own_slice(ddp: DistributedDataParallel, name: str, param: nn.Parameter, whole: Tensor) -> Tensor:
     """This rank's tensor-parallel slice of something that has the whole parameter's shape."""
-    if not is_tensor_sliced(ddp, name):
+    axis = slicing_axis(ddp, name, param)
+    if axis is None:
         return whole
-    axis = "expt_tp" if ddp.contracts[name].is_expert else "tp"
     size, rank = ddp.groups.size(axis), ddp.groups.rank(axis)
     return tensor_parallel_slice(whole, _split_dim(param, name), size, rank, getattr(param, "partition_stride", 1))
 

@@ -55,7 +55,7 @@ def test_quick_table_is_right_on_eight_ranks(rank: int, world: int) -> None:
         assert report.ok, str(report)
 
 
-@ranks(1, 2, 3, 4, 8, timeout_s=900)
+@ranks(1, 2, 3, 4, 6, 8, timeout_s=900)
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_full_table_is_right(rank: int, world: int, dtype: str) -> None:
@@ -333,6 +333,30 @@ class Crooked(Net):
 def test_a_wrong_backward_of_a_layer_is_told_apart_from_wrong_reductions(rank: int, world: int) -> None:
     torch.manual_seed(8)
     red(check_gradients(Crooked, mean_loss, samples()), "backward is wrong before any reduction")
+
+
+@ranks(2)
+def test_frozen_parameters_that_are_split_are_put_together_for_the_reference(rank: int, world: int) -> None:
+    from core.process_groups import ProcessGroups
+    from core.verify.gpt import build, global_batch, model_config, token_mean
+
+    def frozen_below(config: Any, groups: ProcessGroups) -> nn.Module:
+        model = build(config, groups)
+        model.decoder.layers[0].requires_grad_(False)
+        return model
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = model_config(Layout(tp=2, sp=True), torch.float64)
+    plain = model_config(Layout(), torch.float64)
+    report = check_gradients(
+        lambda: frozen_below(config, parallel_state.get_process_groups()),
+        token_mean,
+        global_batch(),
+        reference_fn=lambda: frozen_below(plain, ProcessGroups()),
+        config=config,
+    )
+    report.raise_if_wrong()
+    assert report.parameters == 16
 
 
 class Detached(nn.Module):
