@@ -204,7 +204,8 @@ class Bucket:
         extra = torch.zeros_like(self.grad)
         for index, grad in late:
             slot = self.layout.slots[index]
-            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(grad.reshape(-1))
+            dense = grad.to_dense() if grad.is_sparse else grad
+            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(dense.reshape(-1))
         if self.scale != 1.0:
             extra.mul_(self.scale)
         self.reduce(extra, collectives).wait()

@@ -22,7 +22,7 @@ from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
-from core.distributed.model_plan import ModelPlan, plan_model, shard_group_name
+from core.distributed.model_plan import ModelPlan, option_table, plan_model, shard_group_name
 from core.distributed.param_sync import ParamSync, finish_gathers
 from core.distributed.step_guard import StepGuard
 from core.process_groups import ProcessGroups
@@ -96,13 +96,13 @@ class DistributedDataParallel(nn.Module):
         self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
         self._check_initial_weights()
-        param_sync_of = weakref.ref(self.param_sync)
-        module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
+        self._hook_module()
 
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _plan_together(self, one_bucket: bool) -> ModelPlan:
         """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
+        options = option_table(self.config, self.ddp_config)
         failure: Exception | None = None
         plan: ModelPlan | None = None
         try:
@@ -111,10 +111,11 @@ class DistributedDataParallel(nn.Module):
             failure = error
         for name in ("dp_cp", "expt_dp"):
             if self.groups.size(name) > 1:
-                table = [repr(self.ddp_config.sharded), *plan.table(name)] if plan is not None else []
+                table = [] if plan is None else [*options, *plan.table(name)]
                 failure = self._compare(table, name, failure)
         if self.groups.size("tp") > 1:
-            table = [] if plan is None else [f"{c.name!r}: {'; '.join(c.reductions)}" for c in plan.contracts.values()]
+            contracts = [] if plan is None else plan.contracts.values()
+            table = [*options, *(f"parameter {c.name!r}: {'; '.join(c.reductions)}" for c in contracts)]
             failure = self._compare(table, "tp", failure)
         if plan is None or failure is not None:
             raise failure or RuntimeError("this model could not be planned")
@@ -194,6 +195,25 @@ class DistributedDataParallel(nn.Module):
                 control.append(ControlGroup(name, group, buckets))
         return control
 
+    def _hook_module(self) -> None:
+        """On the wrapped module, so that calling it without the wrapper is the same. Weak, as in `_make_hook`."""
+        reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
+
+        def before(_module: nn.Module, _inputs: Any) -> None:
+            reducer, param_sync = reducer_of(), param_sync_of()
+            if reducer is not None and param_sync is not None:
+                param_sync.before_forward()
+                reducer.forward_seen = reducer.forward_seen or torch.is_grad_enabled()
+
+        def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            param_sync = param_sync_of()
+            if param_sync is not None:
+                param_sync.after_forward()
+
+        self.module.register_forward_pre_hook(before, prepend=True)
+        self.module.register_forward_hook(after, always_call=True)
+        self.module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
+
     def _hook_params(self, order: list[Bucket]) -> None:
         for bucket in order:
             for index, param in enumerate(bucket.params):
@@ -219,12 +239,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        self.param_sync.before_forward()
-        if torch.is_grad_enabled():
-            self.reducer.forward_seen = True
-        output = self.module(*inputs, **kwargs)
-        self.param_sync.after_forward()
-        return output
+        return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -198,7 +198,7 @@ class GradReducer:
         if any(count for bucket in self.order for count in bucket.arrivals):
             for bucket in self.order:
                 bucket.learn()
-        self.open = False
+        self.open = self.forward_seen = False
         self._write_report(begun, len(late))
 
     def discard(self) -> None:
@@ -234,12 +234,12 @@ class GradReducer:
         """Is the closed step over, though no gradient has arrived on this rank since?
 
         Other ranks may have gradients, and wait. Where gradients are sharded `.grad` is None anyway, and a training
-        forward since then is what tells a new step from a second call.
+        forward since they were finalized is what tells a new step from a second call.
         """
         whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
         if whole:
             return all(param.grad is None for param in whole)
-        return self.forward_seen
+        return self.forward_seen and all(bucket.state is BucketState.FINAL for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
         now = time.perf_counter()

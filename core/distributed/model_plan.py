@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from core.process_groups import ProcessGroups
 class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
-    params: dict[str, nn.Parameter]  # trainable when wrapped, in registration order
+    named: dict[str, nn.Parameter]  # all, in registration order
+    params: dict[str, nn.Parameter]  # those that were trainable when wrapped
     frozen: dict[str, nn.Parameter]
     contracts: dict[str, GradientContract]
     rules: tuple[GradSyncRule, ...]
@@ -49,9 +50,9 @@ class ModelPlan:
     def table(self, data_group: str) -> list[str]:
         """One line a fact that all ranks of a data group must agree on."""
         lines = []
-        for name, param in {**self.params, **self.frozen}.items():
+        for name, param in self.named.items():
             if data_group_of(param) == data_group:
-                trained = "trained" if param.requires_grad else "frozen"
+                trained = "trained" if name in self.params else "frozen"
                 lines.append(f"parameter {name!r}: shape {list(param.shape)}, {dtype_name(param.dtype)}, {trained}")
         for name, contract in self.contracts.items():
             if contract.data_group == data_group:
@@ -70,6 +71,15 @@ class ModelPlan:
 def dtype_name(dtype: torch.dtype) -> str:
     """'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def option_table(config: Any, ddp_config: DistributedDataParallelConfig) -> list[str]:
+    """One line an option: most of them change which collectives run or what they add, so they must be equal on all
+    ranks.
+    """
+    ours = {f.name: getattr(ddp_config, f.name) for f in fields(ddp_config) if f.name != "sync_rules"}
+    theirs = {name: getattr(config, name, False) for name in ("calculate_per_token_loss", "deterministic_mode")}
+    return [f"option {name} = {value!r}" for name, value in {**ours, **theirs}.items()]
 
 
 def shard_group_name(data_group: str, config: DistributedDataParallelConfig) -> str:
@@ -134,7 +144,7 @@ def plan_model(
         )
     layout = ParamLayout(tuple(buffers))
     frozen = {name: param for name, param in named.items() if not param.requires_grad}
-    return ModelPlan(params, frozen, contracts, rules, layout, launch_order(layout, list(params)), device)
+    return ModelPlan(named, params, frozen, contracts, rules, layout, launch_order(layout, list(params)), device)
 
 
 def _one_device(named: dict[str, nn.Parameter]) -> torch.device:

@@ -1,19 +1,23 @@
 """ParamSync: gathers the shards of updated parameters, if wanted while the next forward is already running.
 
-A module waits for its own parameters before its forward. A parameter that is read without its module's forward (weights
-passed to a functional, `MultiheadAttention.out_proj`) is found in the first forward, in which everything is waited for;
-from then on it is waited for at the start. What is still read too early is caught by the hook of its gradient.
+A module waits for its own parameters before its forward. A parameter that is read without its module's forward, or
+before it (weights passed to a functional, `MultiheadAttention.out_proj`), is found in the first forward, in which
+everything is waited for; from then on it is waited for at the start. A model that begins later to read a weight too
+early is refused in backward: by the hook of the parameter's gradient if the gather is still in flight then, else by
+autograd, because a gather counts as an in-place change of what the forward has saved.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
+from torch.overrides import TorchFunctionMode
 
 from core.distributed.bucket import Bucket, SyncError
 from core.distributed.collectives import Collectives, Handle
@@ -26,76 +30,38 @@ class ParamSync:
         self.order = list(reversed(order))  # the forward's order
         self.collectives = collectives
         self.overlap = overlap
-        self.pending: dict[int, Handle] = {}  # id(bucket) -> its gather in flight
+        self.pending: dict[int, tuple[Bucket, Handle]] = {}  # by id(bucket): the gathers in flight
+        self.at_root: list[int] = []  # ids of the buckets that the start of a forward waits for
         self.learned = False
-        self.fired: set[int] = set()
-        self.at_root: list[int] = []
-        self.owners: dict[int, list[int]] = {}  # id(module) -> ids of the buckets of its own parameters
+        self.reads: _FirstReads | None = None
         if overlap:
             self._hook_modules(module)
 
-    def _hook_modules(self, root: nn.Module) -> None:
-        home = {id(param): bucket for bucket in self.order for param in bucket.params}
-        for module in root.modules():
-            buckets = list(
-                {id(home[id(p)]): home[id(p)] for p in module.parameters(recurse=False) if id(p) in home}.values()
-            )
-            if buckets:
-                self.owners[id(module)] = [id(bucket) for bucket in buckets]
-                module.register_forward_pre_hook(self._make_wait(module, buckets))
-
-    def _make_wait(self, owner: nn.Module, buckets: list[Bucket]) -> Any:
-        sync_of, key = weakref.ref(self), id(owner)
-        bucket_ids = [id(bucket) for bucket in buckets]
-
-        def wait(_module: nn.Module, _inputs: Any) -> None:
-            sync = sync_of()
-            if sync is None:
-                return
-            if not sync.learned:
-                sync.fired.add(key)
-                sync.finish()
-            elif sync.pending:
-                sync.wait_for(bucket_ids)
-
-        return wait
+    # -- gathers ----------------------------------------------------------------------------------------------------
 
     def start(self, *, force_sync: bool = False) -> None:
-        """Gather every bucket's parameters over its shard group. Waits unless gathers overlap the forward.
+        """Gather every bucket's parameters over its shard group; wait unless gathers overlap the forward.
         Collective.
         """
         self.finish()
         for bucket in self.order:
             if bucket.param_data is not None:
-                self.pending[id(bucket)] = self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+                self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
         if force_sync or not self.overlap:
             self.finish()
 
-    def wait_for(self, bucket_ids: Sequence[int]) -> None:
+    def wait_for(self, bucket_ids: Iterable[int]) -> None:
         """Complete the gathers of the buckets with these ids."""
         for bucket_id in bucket_ids:
-            handle = self.pending.pop(bucket_id, None)
-            if handle is not None:
+            entry = self.pending.pop(bucket_id, None)
+            if entry is not None:
+                bucket, handle = entry
                 handle.wait()
+                increment_version(bucket.params)
 
     def finish(self) -> None:
         """Complete every gather in flight."""
         self.wait_for(list(self.pending))
-
-    def before_forward(self) -> None:
-        """The wrapper's forward begins."""
-        if self.pending:
-            if self.learned and torch.is_grad_enabled():
-                self.wait_for(self.at_root)
-            else:
-                self.finish()
-
-    def after_forward(self) -> None:
-        """The wrapper's forward ended: remember, once, whose parameters no forward of their own announced."""
-        if self.overlap and not self.learned:
-            silent = [bucket_ids for module_id, bucket_ids in self.owners.items() if module_id not in self.fired]
-            self.at_root = [bucket_id for bucket_ids in silent for bucket_id in bucket_ids]
-            self.learned = True
 
     def check_used(self, bucket: Bucket, index: int) -> None:
         """A gradient arrived for this parameter: refuse it if the parameter's gather was still in flight."""
@@ -105,6 +71,77 @@ class ParamSync:
                 "complete, so stale weights may have been read. Call the module that owns it, or "
                 "start_param_sync(force_sync=True) before this forward"
             )
+
+    # -- the forward that waits for them ----------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The forward of the whole module begins."""
+        if not self.overlap:
+            return
+        if self.learned and torch.is_grad_enabled():
+            self.wait_for(self.at_root)
+            return
+        self.finish()
+        if not self.learned and self.reads is None:
+            self.reads = _FirstReads({id(param): id(bucket) for bucket in self.order for param in bucket.params})
+            self.reads.__enter__()
+
+    def after_forward(self) -> None:
+        """The forward ended, by an error perhaps: remember, once, which parameters were read too early for a wait."""
+        if self.reads is None:
+            return
+        reads, self.reads = self.reads, None
+        reads.__exit__(None, None, None)
+        self.at_root = list(dict.fromkeys(reads.too_early))
+        self.learned = True
+
+    def _hook_modules(self, root: nn.Module) -> None:
+        home = {id(param): id(bucket) for bucket in self.order for param in bucket.params}
+        for module in root.modules():
+            owned = [id(param) for param in module.parameters(recurse=False) if id(param) in home]
+            if owned:
+                module.register_forward_pre_hook(self._make_wait(owned, list(dict.fromkeys(home[p] for p in owned))))
+
+    def _make_wait(self, param_ids: list[int], bucket_ids: list[int]) -> Callable[[nn.Module, Any], None]:
+        sync_of = weakref.ref(self)  # the hook outlives a wrapper that is deleted
+
+        def wait(_module: nn.Module, _inputs: Any) -> None:
+            sync = sync_of()
+            if sync is None:
+                return
+            if sync.reads is not None:
+                sync.reads.announced.update(param_ids)
+            if sync.pending:
+                sync.wait_for(bucket_ids)
+
+        return wait
+
+
+class _FirstReads(TorchFunctionMode):
+    """Sees every torch call of one forward: which parameters are read before the forward of a module that owns them?"""
+
+    def __init__(self, home: dict[int, int]) -> None:
+        super().__init__()
+        self.home = home  # id(parameter) -> id(bucket)
+        self.announced: set[int] = set()  # ids of parameters whose module's forward has begun
+        self.too_early: list[int] = []  # ids of buckets
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in _tensors((args, kwargs)):
+            if id(value) in self.home and id(value) not in self.announced:
+                self.too_early.append(self.home[id(value)])
+        return func(*args, **kwargs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 def finish_gathers(sync: ParamSync | None) -> None:
