@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,26 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.process_groups import ProcessGroups
 from core.verify.diagnosis import RankPart, explain
-from core.verify.gathered import (
-    load_whole_weights,
-    on_tensors,
-    own_slice,
-    slicing_axis,
-    valid_mask,
-    whole_gradients,
-    whole_weights,
-)
+from core.verify.gathered import cast, on_tensors, own_slice, slicing_axis, valid_mask, whole_gradients
+from core.verify.job import Job, LossFn
+from core.verify.reference import ModelFn, Reference, compute_reference
 from core.verify.report import Comparison, GradientReport
 
-ModelFn = Callable[[], nn.Module]
-LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # A parameter whose gradient is this much smaller than the whole gradient is all round-off; its error is measured
 # against this share of the whole instead.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+DEFAULT_WRAPPER = DistributedDataParallelConfig(initial_weights="broadcast")
 SAMPLE = 65536  # elements of a wrong gradient that the diagnosis looks at
 
 
@@ -58,14 +49,15 @@ def check_gradients(
     """Compare every gradient of a model in the running layout with those of one process that splits nothing.
 
     model_fn: builds this rank's model, plain or wrapped in DistributedDataParallel already. loss_fn(model, part): the
-    mean loss over a part of the batch; with `config.calculate_per_token_loss` (sum of losses, number of tokens).
-    batch: the whole global batch, equal on all ranks: a tensor, or nested tuples, lists, dicts of tensors whose first
+    mean loss over a part of the batch; with `config.calculate_per_token_loss` (sum of losses, number of tokens). batch:
+    the whole global batch, equal on all ranks: a tensor, or nested tuples, lists, dicts of tensors whose first
     dimension counts samples. Data-parallel ranks take equal parts in rank order, cut once more into `microbatches`.
     reference_fn: builds the model without any splitting; `model_fn` where that does not split. It gets the layout's
-    weights. config, ddp_config: what the model is wrapped with. dtype: model and batch are cast to it; None leaves
-    them. steps: gradients are compared after each of so many steps without an update. bound: on the relative error;
-    1e-10 in fp64, 1e-5 in fp32. ranks: outside of a process group, start so many processes on gloo; everything passed
-    must then be importable and picklable.
+    weights. config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
+    and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
+    compared after each of so many steps without an update. bound: on the relative error; 1e-10 in fp64, 1e-5 in fp32.
+    ranks: outside of a process group, start so many processes on gloo; everything passed must then be importable and
+    picklable.
 
     Returns the same report on every rank. Collective over the default process group. The model must be
     deterministic (no dropout, no batch statistics).
@@ -100,14 +92,16 @@ def check_gradients(
             "ranks=4 to let check_gradients start processes of its own"
         )
     with _groups(pg_collection) as groups:
+        if groups.size("pp") > 1:
+            raise ValueError("check_gradients runs forward and backward in one piece and knows no pipeline stages yet")
         model = model_fn()
-        ddp = _wrapped(model, config, ddp_config or DistributedDataParallelConfig(), groups, dtype)
+        ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
         device = ddp.plan.device
-        compute = dtype or next(ddp.module.parameters()).dtype
-        batch = on_tensors(lambda t: _cast(t, dtype, device), batch)
-        job = _Job(ddp, loss_fn, batch, microbatches, getattr(ddp.config, "calculate_per_token_loss", False))
+        compute = next(ddp.module.parameters()).dtype
+        batch = on_tensors(lambda t: cast(t, dtype and compute, device), batch)
+        job = Job(ddp, loss_fn, batch, microbatches, getattr(ddp.config, "calculate_per_token_loss", False))
         build = _reference_builder(model_fn, reference_fn, ddp, came_wrapped=model is ddp)
-        reference = _reference(job, build, reference_dtype)
+        reference = compute_reference(job, build, reference_dtype)
         limit = BOUNDS.get(compute, 1e-2) if bound is None else bound
         title = title or f"{dist.get_world_size()} ranks"
         return _compare(job, reference, limit, NOISE.get(compute, 1e-2), steps, title)
@@ -126,10 +120,6 @@ def _groups(pg_collection: ProcessGroups | None) -> Iterator[ProcessGroups]:
             yield parallel_state.get_process_groups()
         finally:
             parallel_state.destroy_model_parallel()
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 
 def _wrapped(
@@ -159,125 +149,7 @@ def _reference_builder(
     return (lambda: copy.deepcopy(ddp.module)) if came_wrapped else model_fn
 
 
-@dataclass(frozen=True)
-class _Reference:
-    loss: float
-    tokens: int | None
-    grads: dict[str, Tensor]
-
-
-@dataclass
-class _Job:
-    """The wrapped model and its part of the batch."""
-
-    ddp: DistributedDataParallel
-    loss_fn: LossFn
-    batch: Any
-    microbatches: int
-    per_token: bool
-
-    def parts(self) -> list[Any]:
-        """This data rank's microbatches."""
-        groups = self.ddp.groups
-        axis = "dp" if groups.dp is not None else "dp_cp"
-        pieces = groups.size(axis) * self.microbatches
-        first = groups.rank(axis) * self.microbatches
-        return [
-            on_tensors(functools.partial(_piece, pieces=pieces, number=number), self.batch)
-            for number in range(first, first + self.microbatches)
-        ]
-
-    def backward(self, *, reduce: bool) -> tuple[float, int]:
-        """All microbatches of a step: (this rank's loss, its number of tokens)."""
-        total, tokens = 0.0, 0
-        parts = self.parts()
-        for number, part in enumerate(parts):
-            last = reduce and number == len(parts) - 1
-            with nullcontext() if last else self.ddp.no_sync():
-                loss, count = split_loss(self.loss_fn(self.ddp, part), self.per_token)
-                loss = loss if self.per_token else loss / self.microbatches
-                loss.backward()
-            total += float(loss.detach())
-            tokens += count
-        return total, tokens
-
-    def step(self) -> float:
-        """A whole step; the global loss. Collective."""
-        self.ddp.zero_grad_buffer()
-        loss, tokens = self.backward(reduce=True)
-        if self.per_token:
-            finalize_model_grads([self.ddp], num_tokens=torch.tensor(tokens, device=self.ddp.plan.device))
-        else:
-            finalize_model_grads([self.ddp])
-        data = self.ddp.groups.require("dp_cp")
-        sums = torch.tensor([loss, float(tokens)], dtype=torch.float64, device=self.ddp.plan.device)
-        dist.all_reduce(sums, group=data)
-        return float(sums[0] / (sums[1].clamp(min=1) if self.per_token else dist.get_world_size(data)))
-
-
-def _piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] % pieces:
-        raise ValueError(
-            f"a tensor of the batch has shape {list(tensor.shape)}; its first dimension must divide into {pieces} = "
-            "data-parallel ranks x microbatches equal parts"
-        )
-    length = tensor.shape[0] // pieces
-    return tensor[number * length : (number + 1) * length]
-
-
-def split_loss(result: Any, per_token: bool) -> tuple[Tensor, int]:
-    """(loss, number of tokens) from what a loss_fn returned; refuses what does not fit the config."""
-    if per_token != isinstance(result, tuple):
-        raise ValueError(
-            "calculate_per_token_loss is set, so loss_fn must return (summed loss, number of tokens)"
-            if per_token
-            else "loss_fn returned a tuple, which needs calculate_per_token_loss=True; return the mean loss instead"
-        )
-    return (result[0], int(result[1])) if per_token else (result, 0)
-
-
-def _reference(job: _Job, reference_fn: ModelFn, dtype: torch.dtype) -> _Reference:
-    """Loss and gradients of the whole batch in one piece on rank 0, sent to all. Collective over the world."""
-    weights = whole_weights(job.ddp)
-    reference: _Reference | None = None
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            reference = _on_one_process(job, reference_fn, weights, dtype)
-            answer[0] = reference.loss, reference.tokens, {name: g.shape for name, g in reference.grads.items()}
-        except Exception as error:  # told to the other ranks, which would wait for ever
-            answer[0] = error
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    loss, tokens, shapes = answer[0]
-    grads = {}
-    for name, shape in shapes.items():
-        grad = torch.empty(shape, dtype=dtype) if reference is None else reference.grads[name]
-        grad = grad.to(job.ddp.plan.device).contiguous()
-        dist.broadcast(grad, src=0)
-        grads[name] = grad.cpu()
-    return _Reference(loss, tokens, grads)
-
-
-def _on_one_process(job: _Job, reference_fn: ModelFn, weights: dict[str, Tensor], dtype: torch.dtype) -> _Reference:
-    model = reference_fn().to(dtype)
-    load_whole_weights(model, weights)
-    for param in model.parameters():
-        param.grad = None
-    batch = on_tensors(lambda t: _cast(t, dtype, t.device), job.batch)
-    loss, tokens = split_loss(job.loss_fn(model, batch), job.per_token)
-    loss = loss / max(1, tokens) if job.per_token else loss
-    loss.backward()
-    grads = {
-        name: (torch.zeros_like(param) if param.grad is None else param.grad).cpu()
-        for name, param in model.named_parameters()
-        if name in job.ddp.contracts
-    }
-    return _Reference(float(loss.detach()), tokens if job.per_token else None, grads)
-
-
-def _compare(job: _Job, reference: _Reference, bound: float, noise: float, steps: int, title: str) -> GradientReport:
+def _compare(job: Job, reference: Reference, bound: float, noise: float, steps: int, title: str) -> GradientReport:
     names = list(job.ddp.contracts)
     norms = {name: float(grad.double().norm()) for name, grad in reference.grads.items()}
     floor = noise * sum(norm**2 for norm in norms.values()) ** 0.5
@@ -324,7 +196,7 @@ def _compare(job: _Job, reference: _Reference, bound: float, noise: float, steps
     )
 
 
-def _comparison(job: _Job, name: str, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:
+def _comparison(job: Job, name: str, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:
     param = job.ddp.module.get_parameter(name)
     want = own_slice(job.ddp, name, param, whole).double()
     have = got.detach().cpu().double()
@@ -347,7 +219,7 @@ def _digest(grads: dict[str, Tensor]) -> str:
 
 
 def _diagnose(
-    job: _Job, reference: _Reference, got: dict[str, Tensor], wrong: list[Comparison]
+    job: Job, reference: Reference, got: dict[str, Tensor], wrong: list[Comparison]
 ) -> tuple[str, tuple[str, ...]]:
     """The likely cause of the first wrong gradient. One more backward, without any reduction. Collective."""
     ddp, name = job.ddp, wrong[0].name

@@ -121,3 +121,8 @@ def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(on_tensors(function, value) for value in batch)
     return batch
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A tensor on a device; in the given dtype if it is a floating point one and a dtype is given."""
+    return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)

@@ -414,3 +414,27 @@ def test_a_loss_that_contradicts_the_config_is_refused(rank: int, world: int) ->
 def test_without_a_process_group_the_way_out_is_named() -> None:
     with pytest.raises(RuntimeError, match="ranks=4"):
         check_gradients(Net, mean_loss, samples())
+
+
+@ranks(2)
+def test_a_model_fn_that_gives_the_same_module_each_time_is_copied_for_the_reference(rank: int, world: int) -> None:
+    model = Net()  # other weights on every rank: the default wrapper sends the first rank's to the others
+    check_gradients(lambda: model, mean_loss, samples(), microbatches=2).raise_if_wrong()
+
+
+@ranks(2)
+def test_the_bound_follows_the_dtype_of_a_wrapped_model(rank: int, world: int) -> None:
+    from tests.unit_tests.reference import wrap
+
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(Net(), None, initial_weights="broadcast")
+    report = check_gradients(lambda: ddp, mean_loss, samples())
+    report.raise_if_wrong()
+    assert report.bound == 1e-5
+
+
+@ranks(2)
+def test_pipeline_stages_are_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="no pipeline stages yet"):
+        check_gradients(Net, mean_loss, samples())
