@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
+from core.tensor_parallel.deferred_weights import current_queue
 from core.tensor_parallel.initialization import InitMethod, draw_master, tensor_parallel_slice
 from core.tensor_parallel.mappings import (
     divide,
@@ -314,7 +315,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         # Under recomputation the saved weight comes back as another tensor; main_grad is on this one.
-        ctx.parameter = weight if fuse else None
+        ctx.parameter, ctx.fuse = weight, fuse
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
         if sequence_parallel and group is not None:
             input = gather_first(input, group)
@@ -327,6 +328,11 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         sequence_group = ctx.group if ctx.sequence_parallel else None
 
+        queue = current_queue()
+        if needs_weight and queue is not None and ctx.parameter.is_leaf:
+            queue.append(functools.partial(_add_weight_gradient, ctx.parameter, grad, input, sequence_group))
+            needs_weight = False
+
         gathering = reducing = None
         if needs_weight and sequence_group is not None:
             gathering = start_gather_first(input, sequence_group)
@@ -337,7 +343,7 @@ class _Linear(torch.autograd.Function):
             reducing = start_all_reduce(grad_input, ctx.group)
         if gathering is not None:
             input = gathering.wait()
-        grad_weight = _weight_gradient(ctx.parameter, grad, input) if needs_weight else None
+        grad_weight = _weight_gradient(ctx.parameter if ctx.fuse else None, grad, input) if needs_weight else None
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if needs_bias else None
         if reducing is not None:
             grad_input = reducing.wait()
@@ -357,6 +363,18 @@ def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> T
     _add_product(main_grad, grad, input)
     parameter.grad_added_to_main_grad = True  # type: ignore[union-attr]
     return None
+
+
+def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
+    """What backward put off: the weight's gradient, added to the parameter's. Collective over a sequence's group."""
+    if group is not None:
+        input = gather_first(input, group)
+    grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+    if parameter.grad is not None:
+        _add_product(parameter.grad, grad, input)
+    else:
+        parameter.grad = (grad.t() @ input).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+    parameter.grad_added_to_main_grad = True
 
 
 def _add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
