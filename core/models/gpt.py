@@ -21,7 +21,8 @@ class GPTModel(nn.Module):
 
     pg_collection: this rank's groups; by default parallel_state's, and without any the model is whole on this rank.
     pre_process, post_process: this stage begins with the embeddings, ends with the logits. layer_numbers: the layers of
-    this stage, counted over the whole model; by default all.
+    this stage, counted over the whole model; by default all. tied_weight: the word embedding of another chunk on this
+    rank, which the logits of a last stage without embeddings then use instead of a copy.
 
         model = GPTModel(TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256))
         loss = model(tokens, labels=labels).mean()
@@ -35,6 +36,7 @@ class GPTModel(nn.Module):
         pre_process: bool = True,
         post_process: bool = True,
         layer_numbers: Sequence[int] | None = None,
+        tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         groups = resolve_groups(pg_collection)
@@ -50,6 +52,8 @@ class GPTModel(nn.Module):
         self.post_process = post_process
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
         self._input: Tensor | None = None
+        # In a tuple, so that it stays the other chunk's: registered, two wrappers would reduce it.
+        self.borrowed_weights = () if tied_weight is None else (tied_weight,)
 
         if pre_process:
             self.embedding = LanguageModelEmbedding(config, pg_collection=groups, name="embedding")
@@ -64,7 +68,7 @@ class GPTModel(nn.Module):
                 config=config,
                 init_method=normal_init(config.init_method_std),
                 bias=False,
-                skip_weight_param_allocation=tied and pre_process,
+                skip_weight_param_allocation=tied and (pre_process or tied_weight is not None),
                 allow_padding=True,
                 pg_collection=groups,
                 # A copy on the last stage is drawn as the embedding on the first one is.
@@ -77,7 +81,8 @@ class GPTModel(nn.Module):
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
-        if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
+        has_copies = self.share_embeddings_and_output_weights and not self.borrowed_weights
+        if has_copies and self.pre_process != self.post_process:
             weight = self.shared_embedding_or_output_weight()
             weight.shared_embedding = True  # type: ignore[union-attr]
             weight.shared = self.post_process  # type: ignore[union-attr]  # the copy: norms count the first stage's
@@ -86,6 +91,8 @@ class GPTModel(nn.Module):
         """The word embedding's weight where this stage has it, or the output layer's; None on a stage between."""
         if self.pre_process:
             return self.embedding.word_embeddings.weight
+        if self.borrowed_weights:
+            return self.borrowed_weights[0]
         return self.output_layer.weight if self.post_process else None
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
