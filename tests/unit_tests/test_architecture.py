@@ -24,7 +24,7 @@ FLOORS = {
     "core.tensor_parallel": 2,
     "core.transformer": 2,
     "core.models": 2,
-    "core.pipeline_parallel": 2,
+    "core.pipeline_parallel": 3,
     "core.moe": 2,
     "core.optimizer": 3,
     "core.checkpoint": 3,

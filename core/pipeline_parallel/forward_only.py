@@ -1,0 +1,48 @@
+"""Forward passes without backward: stage by stage, microbatch by microbatch, in an order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.pipeline_parallel.layout import PipelineLayout
+
+
+def forward_only(
+    layout: PipelineLayout,
+    runs: Mapping[int, Callable[[int, tuple[Tensor, ...]], Any]],
+    microbatches: int,
+    received: Callable[[int], Sequence[Tensor]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Run this rank's stages on every microbatch. Collective over the pipeline.
+
+    runs: stage -> its forward. received: stage -> meta tensors of what it receives.
+    Each rank works through its (microbatch, stage) pairs in ascending order and waits for what it needs, which a rank
+    sends whose own pair comes earlier: no wait can go round in a circle.
+    """
+    for number in range(microbatches):
+        local: tuple[Tensor, ...] = ()
+        for stage in sorted(runs):
+            inputs: tuple[Tensor, ...] = ()
+            if stage > 0 and layout.rank_of(stage - 1) == layout.rank_of(stage):
+                inputs = local
+            elif stage > 0:
+                inputs = tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in received(stage))
+                source = dist.get_global_rank(group, layout.rank_of(stage - 1))
+                for tensor in inputs:
+                    dist.recv(tensor, src=source, group=group)
+            output = runs[stage](number, inputs)
+            if stage == layout.num_stages - 1:
+                continue
+            local = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+            if layout.rank_of(stage + 1) != layout.rank_of(stage):
+                for tensor in local:
+                    dist.send(
+                        tensor.contiguous(), dst=dist.get_global_rank(group, layout.rank_of(stage + 1)), group=group
+                    )

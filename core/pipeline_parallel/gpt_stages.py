@@ -1,0 +1,120 @@
+"""The stages of our GPT: built from a layout, wrapped, and run on microbatches of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.models.gpt import GPTModel
+from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.runner import MicrobatchLoss
+from core.process_groups import ProcessGroups
+from core.transformer.transformer_config import TransformerConfig
+
+
+def build_gpt_stages(
+    config: TransformerConfig, layout: PipelineLayout, pg_collection: ProcessGroups | None = None
+) -> list[GPTModel]:
+    """This rank's stages, in the model's order, with the weights that a whole GPTModel of this config has.
+
+    A tied embedding is one parameter where the first and the last stage share a rank, and a copy on each otherwise.
+    Raises ValueError where the layout contradicts config or groups. Local.
+    """
+    groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
+    layout.check_model(config.num_layers)
+    _check_sizes(config, layout, groups)
+    if config.share_embeddings_and_output_weights and layout.pp > 1:
+        _check_embedding_group(layout, groups)
+    stages: list[GPTModel] = []
+    for spec in map(layout.stage, layout.stages_of(groups.rank("pp"))):
+        borrows = config.share_embeddings_and_output_weights and layout.ends_share_a_rank and spec.post_process
+        stages.append(
+            GPTModel(
+                config,
+                groups,
+                pre_process=spec.pre_process,
+                post_process=spec.post_process,
+                layer_numbers=spec.layer_numbers,
+                tied_weight=stages[0].shared_embedding_or_output_weight() if borrows else None,
+            )
+        )
+    return stages
+
+
+def wrap_stages(
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    stages: Sequence[nn.Module],
+    pg_collection: ProcessGroups | None = None,
+) -> list[DistributedDataParallel]:
+    """Each stage in its wrapper; several buckets only for the chunk that backward reaches last.
+
+    The others' gradients are off the critical path: their single bucket has the rest of the step to travel.
+    Collective over each stage's ranks.
+    """
+    return [
+        DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0, pg_collection=pg_collection)
+        for number, stage in enumerate(stages)
+    ]
+
+
+def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
+    """What one stage sends the next: hidden states [s, b, hidden]; under sequence parallelism [s / tp, b, hidden]."""
+    tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if sequence_length % tp:
+        below = sequence_length // tp * tp
+        raise ValueError(
+            f"sequence length {sequence_length} does not divide over {tp} sequence-parallel ranks "
+            f"({sequence_length} / {tp} = {sequence_length / tp:g}); use {below or tp} or {below + tp}"
+        )
+    shape = (sequence_length // tp, microbatch_size, config.hidden_size)
+    return [torch.empty(shape, dtype=config.params_dtype, device="meta")]
+
+
+def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor] | None, hidden: Tensor | None) -> Any:
+    """One microbatch through one stage of a GPT; on the last stage the sum of the tokens' losses, and their number.
+
+    microbatch: 'tokens' [b, s], 'labels' [b, s] and where some tokens do not count 'loss_mask' [b, s].
+    """
+    stage = chunk
+    while not isinstance(stage, GPTModel):
+        stage = stage.module
+    stage.set_input_tensor(hidden)
+    tokens = microbatch["tokens"] if stage.pre_process and microbatch is not None else None
+    labels = microbatch["labels"] if stage.post_process and microbatch is not None else None
+    output = chunk(tokens, labels=labels)
+    stage.set_input_tensor(None)
+    if not stage.post_process:
+        return output
+    mask = microbatch.get("loss_mask") if microbatch is not None else None
+    if mask is None:
+        return MicrobatchLoss(output.sum(), output.numel())
+    return MicrobatchLoss((output * mask).sum(), mask.sum())
+
+
+def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: ProcessGroups) -> None:
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if (config.pipeline_model_parallel_size, virtual) != (layout.pp, layout.chunks):
+        raise ValueError(
+            f"the layout has {layout.pp} pipeline ranks of {layout.chunks} chunks, and the config says "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} and virtual_pipeline_model_parallel_"
+            f"size={config.virtual_pipeline_model_parallel_size}; make them agree"
+        )
+    if groups.size("pp") != layout.pp:
+        raise ValueError(f"the layout has {layout.pp} pipeline ranks, and group 'pp' has {groups.size('pp')}")
+
+
+def _check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
+    expected = layout.embedding_ranks(groups.ranks("pp"))
+    found = groups.ranks("embd") if groups.embd is not None else []
+    mine = groups.ranks("pp")[groups.rank("pp")]
+    if found != (expected if mine in expected else []):
+        raise ValueError(
+            f"rank {mine}: the tied embedding lies on ranks {expected}, and group 'embd' has {found or 'no ranks here'}"
+            "; call initialize_model_parallel with get_embedding_ranks=layout.embedding_ranks"
+        )

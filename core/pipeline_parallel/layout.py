@@ -1,0 +1,188 @@
+"""PipelineLayout: which layers lie on which stage, and which stage on which rank. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Placement = Literal["loop", "v"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage: its layers, counted over the whole model, and whether the embeddings or the head lie on it."""
+
+    index: int
+    layer_numbers: range
+    pre_process: bool
+    post_process: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLayout:
+    """How a model of several layers is cut into stages.
+
+    layers_per_stage: in the model's order. The embeddings lie on the first stage, the last norm, the head and the loss
+    on the last; 0 gives a stage that holds nothing else. pp: ranks; each holds the same number of stages, its chunks.
+    placement: 'loop' gives stage s to rank s mod pp; 'v' has two chunks a rank and turns around on the last one, so
+    that rank 0 holds the first stage and the last.
+
+        PipelineLayout.even(24, pp=4)                     # 6 layers on each of 4 ranks
+        PipelineLayout((5, 7, 7, 5), pp=4)                # uneven, to make room for embeddings and head
+        PipelineLayout.even(24, pp=4, chunks=3)           # 12 stages of 2 layers, virtual chunks
+
+    Raises ValueError, with the arithmetic, on numbers that make no pipeline.
+    """
+
+    layers_per_stage: tuple[int, ...]
+    pp: int
+    placement: Placement = "loop"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+        counts = self.layers_per_stage
+        if self.pp < 1:
+            raise ValueError(f"a pipeline needs at least one rank, got pp {self.pp}")
+        if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
+            raise ValueError(f"layers_per_stage is {list(counts)}; expected whole numbers of at least 0")
+        if not counts or len(counts) % self.pp:
+            below, above = _multiples(len(counts), self.pp)
+            raise ValueError(
+                f"layers_per_stage {list(counts)} names {len(counts)} stages, which {self.pp} ranks cannot share "
+                f"evenly ({len(counts)} / {self.pp} = {len(counts) / self.pp:g}); name {_either(below, above)} stages"
+            )
+        if self.placement not in ("loop", "v"):
+            raise ValueError(f"placement is {self.placement!r}; expected 'loop' or 'v'")
+        if self.placement == "v" and self.chunks != 2:
+            raise ValueError(
+                f"placement 'v' has 2 stages a rank, so {2 * self.pp} on {self.pp} ranks; layers_per_stage names "
+                f"{len(counts)}"
+            )
+
+    @classmethod
+    def even(
+        cls,
+        num_layers: int,
+        pp: int,
+        chunks: int = 1,
+        placement: Placement = "loop",
+        *,
+        count_embedding: bool = False,
+        count_head: bool = False,
+    ) -> PipelineLayout:
+        """The same number of layers on every stage; embeddings and head may each count as one layer.
+
+        Raises ValueError with the nearest numbers of layers and of ranks that divide.
+        """
+        if pp < 1 or chunks < 1:
+            raise ValueError(f"pp and chunks must be at least 1, got pp {pp} and chunks {chunks}")
+        stages, extra = pp * chunks, count_embedding + count_head
+        each, rest = divmod(num_layers + extra, stages)
+        if rest or num_layers < 1:
+            below, above = (m - extra for m in _multiples(num_layers + extra, stages))
+            sizes = [size for size in range(1, num_layers + 1) if (num_layers + extra) % (size * chunks) == 0]
+            near = sorted(sorted(sizes, key=lambda size: abs(size - pp))[:2])
+            counted = f" + {extra} for embedding and head" if extra else ""
+            others = f", or pp {' or '.join(map(str, near))}" if near else ""
+            raise ValueError(
+                f"{num_layers} layers{counted} do not divide over {stages} stages (pp {pp} x {chunks} chunks): "
+                f"{num_layers + extra} / {stages} = {(num_layers + extra) / stages:g}. Use {_either(below, above)} "
+                f"layers{others}; or say how many each stage gets, layers_per_stage="
+                f"{list(_spread(num_layers, stages))}"
+            )
+        counts = [each] * stages
+        counts[0] -= count_embedding
+        counts[-1] -= count_head
+        if min(counts) < 0:
+            raise ValueError(
+                f"{num_layers} layers over {stages} stages leave {min(counts)} for a stage that also counts embedding "
+                "and head; use fewer stages"
+            )
+        return cls(tuple(counts), pp, placement)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(self.layers_per_stage)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline, over all ranks."""
+        return len(self.layers_per_stage)
+
+    @property
+    def chunks(self) -> int:
+        """Stages that one rank holds."""
+        return self.num_stages // self.pp
+
+    @property
+    def last_rank(self) -> int:
+        """The rank, within the pipeline, of the last stage: there the loss is computed."""
+        return self.rank_of(self.num_stages - 1)
+
+    @property
+    def ends_share_a_rank(self) -> bool:
+        """Do the first and the last of several stages lie on one rank, so that a tied weight needs no copy?"""
+        return self.num_stages > 1 and self.last_rank == 0
+
+    def stage(self, index: int) -> StageSpec:
+        """What lies on stage `index`."""
+        first = sum(self.layers_per_stage[:index])
+        layers = range(first, first + self.layers_per_stage[index])
+        return StageSpec(index, layers, index == 0, index == self.num_stages - 1)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank within the pipeline that holds a stage."""
+        if self.placement == "v" and stage >= self.pp:
+            return 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of one rank, in the model's order: chunk 0, chunk 1, ..."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    def embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
+        """The ranks that hold a copy of a tied embedding; give it to initialize_model_parallel.
+
+        initialize_model_parallel(..., get_embedding_ranks=layout.embedding_ranks)
+        """
+        return [pipeline_ranks[rank] for rank in sorted({0, self.last_rank})]
+
+    def check_model(self, num_layers: int) -> None:
+        """Raise ValueError unless the layout places exactly the model's layers."""
+        if self.num_layers != num_layers:
+            raise ValueError(
+                f"layers_per_stage {list(self.layers_per_stage)} places {self.num_layers} layers, and the model has "
+                f"{num_layers}; for example {list(_spread(num_layers, self.num_stages))}"
+            )
+
+    def describe(self) -> str:
+        """One line a rank."""
+        lines = []
+        for rank in range(self.pp):
+            parts = []
+            for spec in map(self.stage, self.stages_of(rank)):
+                numbers = spec.layer_numbers
+                layers = f"layers {numbers[0]}-{numbers[-1]}" if numbers else "no layers"
+                ends = ["embeddings"] * spec.pre_process + [layers] + ["head, loss"] * spec.post_process
+                parts.append(f"stage {spec.index} ({', '.join(ends)})")
+            lines.append(f"rank {rank}: {'; '.join(parts)}")
+        return "\n".join(lines)
+
+
+def _multiples(value: int, of: int) -> tuple[int, int]:
+    """The nearest positive multiples at or below and above."""
+    below = value // of * of
+    return max(below, of), max(below + of, of)
+
+
+def _either(below: int, above: int) -> str:
+    return str(above) if below >= above or below < 1 else f"{below} or {above}"
+
+
+def _spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers as even as they go, the larger stages in the middle, away from embeddings and head."""
+    each, rest = divmod(layers, stages)
+    first = (stages - rest) // 2
+    return tuple(each + (first <= stage < first + rest) for stage in range(stages))

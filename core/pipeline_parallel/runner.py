@@ -1,0 +1,296 @@
+"""PipelineRunner: one training step through a pipeline, from microbatches to whole gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.distributed import finalize_model_grads
+from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
+from core.pipeline_parallel.forward_only import forward_only
+from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
+from core.pipeline_parallel.stage import Stage
+from core.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLoss:
+    """What a forward step returns on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
+
+    value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` where that is given.
+    report: anything; the step returns it on the last stage.
+    """
+
+    value: Tensor
+    num_tokens: Tensor | int | None = None
+    report: Any = None
+
+
+# (chunk, microbatch, hidden of the stage before, None on the first) -> hidden; MicrobatchLoss or a tensor on the last
+ForwardStep = Callable[[nn.Module, Any, Any], Any]
+Activations = Sequence[Tensor] | Callable[[int], Sequence[Tensor]]
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """One step's loss. `loss` and `num_tokens` are equal on all stages; `losses` and `reports` are the last stage's.
+
+    loss: mean over the microbatches, or with calculate_per_token_loss over this pipeline's tokens; unscaled.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor | None
+    losses: list[Tensor] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+
+
+class PipelineRunner:
+    """Runs this rank's chunks of a pipeline under one of torch's schedules.
+
+        layout = plan_pipeline(config.num_layers, pp=2, microbatches=8)
+        chunks = wrap_stages(config, ddp_config, build_gpt_stages(config, layout))
+        runner = PipelineRunner(chunks, layout, gpt_forward_step, gpt_activations(config, 4, 128))
+        for batches in data:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            loss = runner.step(batches).loss
+            optimizer.step()
+
+    chunks: this rank's, in the model's order; wrapped ones overlap their reduction with the step. forward_step: see
+    ForwardStep. activations: tensors (on the meta device) of the shape and dtype that one stage sends the next, or a
+    function from the sending stage to them. schedule: a name from SCHEDULES. config: a ModelParallelConfig, for its
+    callbacks and calculate_per_token_loss; by default the first chunk's. pg_collection: holds 'pp'.
+
+    Raises ValueError for what does not fit together, before any communication.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        layout: PipelineLayout,
+        forward_step: ForwardStep,
+        activations: Activations,
+        *,
+        schedule: str = "1F1B",
+        config: Any = None,
+        pg_collection: ProcessGroups | None = None,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.forward_step = forward_step
+        self.activations = activations
+        self.kind = find_schedule(schedule)
+        check_schedule(self.kind, layout)
+        self.config = config if config is not None else getattr(self.chunks[0], "config", None)
+        self.groups = pg_collection or getattr(self.chunks[0], "groups", None) or parallel_state.get_process_groups()
+        self.group = self.groups.require("pp")
+        if self.groups.size("pp") != layout.pp:
+            raise ValueError(
+                f"the layout is for {layout.pp} pipeline ranks and group 'pp' {self.groups.ranks('pp')} has "
+                f"{self.groups.size('pp')}; give initialize_model_parallel pipeline_model_parallel_size={layout.pp}"
+            )
+        self.stage_numbers = layout.stages_of(self.groups.rank("pp"))
+        if len(self.chunks) != len(self.stage_numbers):
+            raise ValueError(
+                f"pipeline rank {self.groups.rank('pp')} holds stages {list(self.stage_numbers)} and was given "
+                f"{len(self.chunks)} chunks; give one module a stage, in this order"
+            )
+        self.device = _device_of(self.chunks)
+        self.per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
+        self.param_syncs = self._param_syncs()
+        self.owners = _owners_of_borrowed(self.chunks)
+        self.syncs = [self._sync_of(position) for position in range(len(self.chunks))]
+        self._built: tuple[Any, Any, list[Stage]] | None = None
+        self._begin([])
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, microbatches: Sequence[Any], *, finalize: bool = True, activations: Activations | None = None
+    ) -> StepOutcome:
+        """Forward and backward of all microbatches, then the last reductions. Collective over the whole model.
+
+        microbatches: as many on every rank; read on the first stage and on the last, any placeholder serves elsewhere.
+        finalize: call config.finalize_model_grads_func, or finalize_model_grads where that is None.
+        activations: those of this step, where they differ from the runner's.
+        """
+        check_microbatches(self.kind, self.layout, len(microbatches))
+        schedule, stages = self._schedule(len(microbatches), activations or self.activations)
+        self._begin(microbatches)
+        try:
+            for sync, stage in zip(self.syncs, stages, strict=True):
+                sync.begin()
+                stage.begin_step(len(microbatches))
+            for param_sync in self.param_syncs[:2]:
+                param_sync()
+            # The target only numbers the microbatches: the last stage's output is its loss already.
+            schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
+        finally:
+            for sync in self.syncs:
+                sync.leave()
+        outcome = self._outcome()
+        if finalize:
+            self._finalize(outcome)
+        self._begin([])
+        return outcome
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Any], *, activations: Activations | None = None) -> StepOutcome:
+        """The loss alone, without gradients. Collective over the pipeline."""
+        check_microbatches(find_schedule("1F1B"), self.layout, len(microbatches))
+        self._begin(microbatches)
+        received = partial(self._received, activations or self.activations)
+        runs = {stage: partial(self._run, i) for i, stage in enumerate(self.stage_numbers)}
+        forward_only(self.layout, runs, len(microbatches), received, self.group, self.device)
+        outcome = self._outcome()
+        self._begin([])
+        return outcome
+
+    def _begin(self, microbatches: Sequence[Any]) -> None:
+        self.microbatches = microbatches
+        self.losses: list[Tensor] = []
+        self.reports: list[Any] = []
+        self.tokens: list[Tensor | int | None] = []
+        self.unfinished = [{i, *self.owners.get(i, ())} for i in range(len(self.chunks))]
+        self.forwarded = [False] * len(self.chunks)
+
+    def _run(self, position: int, number: int, received: tuple[Tensor, ...]) -> Any:
+        """One chunk's forward on one microbatch; on the last stage the scaled loss, [1]."""
+        if not self.forwarded[position]:
+            self.forwarded[position] = True
+            if position > 0 and position + 1 < len(self.param_syncs):
+                self.param_syncs[position + 1]()
+        hidden = None if not received else received[0] if len(received) == 1 else received
+        output = self.forward_step(self.chunks[position], self.microbatches[number], hidden)
+        if self.stage_numbers[position] < self.layout.num_stages - 1:
+            return output
+        loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
+        return self._record(loss, number).reshape(1)
+
+    def _record(self, loss: MicrobatchLoss, number: int) -> Tensor:
+        value = loss.value
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"the forward step of the last stage gave {got} as the loss of microbatch {number}; expected one "
+                "number: reduce it, or return MicrobatchLoss(sum, num_tokens)"
+            )
+        if self.per_token and loss.num_tokens is None:
+            raise ValueError(
+                "the config says calculate_per_token_loss, and the forward step of the last stage gave no num_tokens; "
+                "return MicrobatchLoss(loss.sum(), num_tokens)"
+            )
+        if loss.num_tokens is not None and not self.per_token:
+            value = value / torch.as_tensor(loss.num_tokens, device=value.device).clamp(min=1)
+        self.losses.append(value.detach().reshape(()).clone())
+        self.tokens.append(loss.num_tokens)
+        self.reports.append(loss.report)
+        if not self.per_token:
+            value = value / len(self.microbatches)
+        grad_scale = getattr(self.config, "grad_scale_func", None)
+        return value if grad_scale is None or not torch.is_grad_enabled() else grad_scale(value)
+
+    def _outcome(self) -> StepOutcome:
+        """The last stage's loss and tokens, told to all stages."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.losses:
+            totals[0] = torch.stack(self.losses).double().sum()
+            totals[1] = sum(torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None)
+        dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
+        tokens = totals[1].round().to(torch.int64)
+        loss = totals[0] / (totals[1].clamp(min=1) if self.per_token else len(self.microbatches))
+        return StepOutcome(loss, tokens if self.per_token else None, self.losses, self.reports)
+
+    def _finalize(self, outcome: StepOutcome) -> None:
+        func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
+        func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=False)
+
+    # -- what a step consists of --------------------------------------------------------------------------------------
+
+    def _schedule(self, count: int, activations: Activations) -> tuple[Any, list[Stage]]:
+        """Torch's schedule, built again only when the number of microbatches or the shapes change."""
+        key = (count, [[(tuple(t.shape), t.dtype) for t in self._received(activations, s)] for s in self.stage_numbers])
+        if self._built is None or self._built[0] != key:
+            stages = [self._stage(position, activations) for position in range(len(self.chunks))]
+            self._built = (key, build_schedule(self.kind, stages, count), stages)
+        return self._built[1], self._built[2]
+
+    def _stage(self, position: int, activations: Activations) -> Stage:
+        number = self.stage_numbers[position]
+        return Stage(
+            self.chunks[position],
+            number,
+            self.layout,
+            forward=partial(self._run, position),
+            received=self._received(activations, number),
+            sent=self._received(activations, number + 1),
+            before_last=self.syncs[position].last_backward,
+            after_last=partial(self._backwards_done, position),
+            group=self.group,
+            device=self.device,
+        )
+
+    def _received(self, activations: Activations, stage: int) -> list[Tensor]:
+        """What a stage receives, on the meta device; nothing on the first stage, nor past the last."""
+        if stage == 0 or stage == self.layout.num_stages:
+            return []
+        tensors = activations(stage - 1) if callable(activations) else activations
+        return [
+            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.is_floating_point()) for t in tensors
+        ]
+
+    def _backwards_done(self, position: int) -> None:
+        """A chunk is complete once its own backwards, and those of chunks that borrow its weights, are through."""
+        for sync, waits_for in zip(self.syncs, self.unfinished, strict=True):
+            if position in waits_for:
+                waits_for.remove(position)
+                if not waits_for:
+                    sync.complete()
+
+    def _sync_of(self, position: int) -> ChunkSync:
+        count = len(self.chunks)
+        grad_sync = func_of_chunk(getattr(self.config, "grad_sync_func", None), "grad_sync_func", position, count)
+        return ChunkSync(
+            self.chunks[position],
+            no_sync=func_of_chunk(getattr(self.config, "no_sync_func", None), "no_sync_func", position, count),
+            # The first stage is the last one to finish: its buckets leave as they become ready, as Megatron's do.
+            grad_sync=None if self.stage_numbers[position] == 0 else grad_sync,
+            from_hooks=not self.kind.splits_backward and position not in self.owners,
+        )
+
+    def _param_syncs(self) -> list[Callable[[], Any]]:
+        """param_sync_func of each chunk; with one chunk the forward itself waits for its parameters."""
+        funcs = getattr(self.config, "param_sync_func", None)
+        count = len(self.chunks)
+        if funcs is None or count == 1:
+            return []
+        made = [func_of_chunk(funcs, "param_sync_func", position, count) for position in range(count)]
+        return [partial(f, c.parameters()) for f, c in zip(made, self.chunks, strict=True) if f is not None]
+
+
+def _owners_of_borrowed(chunks: Sequence[nn.Module]) -> dict[int, list[int]]:
+    """Chunk -> chunks that use a parameter of it without holding it (`borrowed_weights`), such as a tied embedding."""
+    owners = {id(param): position for position, chunk in enumerate(chunks) for param in chunk.parameters()}
+    borrowers: dict[int, list[int]] = {}
+    for position, chunk in enumerate(chunks):
+        for part in chunk.modules():
+            for weight in getattr(part, "borrowed_weights", ()):
+                owner = owners.get(id(weight), position)
+                if owner != position:
+                    borrowers.setdefault(owner, []).append(position)
+    return borrowers
+
+
+def _device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    for chunk in chunks:
+        for param in chunk.parameters():
+            return param.device
+    return torch.device("cpu")

@@ -1,0 +1,145 @@
+"""The schedules: what each asks of a layout and of the number of microbatches, and torch's class that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from core.pipeline_parallel.layout import PipelineLayout, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """One schedule of torch.distributed.pipelining."""
+
+    name: str
+    torch_class: str
+    placement: Placement
+    many_chunks: bool  # may a rank hold several stages?
+    splits_backward: bool  # does it run weight gradients apart from input gradients?
+    legal_microbatches: Callable[[int, PipelineLayout], bool]
+    rule: str  # that of legal_microbatches, in words
+
+
+def _any_number(microbatches: int, layout: PipelineLayout) -> bool:
+    return True
+
+
+def _whole_rounds(microbatches: int, layout: PipelineLayout) -> bool:
+    return microbatches % max(1, microbatches // layout.pp) == 0
+
+
+def _one_a_stage(microbatches: int, layout: PipelineLayout) -> bool:
+    return microbatches >= layout.num_stages
+
+
+ROUNDS = "microbatches must divide evenly over max(1, microbatches // pp) rounds"
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("GPipe", "ScheduleGPipe", "loop", False, False, _any_number, ""),
+        ScheduleKind("1F1B", "Schedule1F1B", "loop", False, False, _any_number, ""),
+        ScheduleKind("Interleaved1F1B", "ScheduleInterleaved1F1B", "loop", True, False, _whole_rounds, ROUNDS),
+        ScheduleKind(
+            "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", "loop", True, True, _whole_rounds, ROUNDS
+        ),
+        ScheduleKind("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", True, True, _any_number, ""),
+        ScheduleKind(
+            "DualPipeV", "ScheduleDualPipeV", "v", True, True, _one_a_stage, "at least one microbatch a stage is needed"
+        ),
+    )
+}
+
+
+def find_schedule(name: str) -> ScheduleKind:
+    """The schedule of this name, in any case. ValueError with all names otherwise."""
+    for kind in SCHEDULES.values():
+        if kind.name.lower() == name.lower():
+            return kind
+    raise ValueError(f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}")
+
+
+def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
+    """Raise ValueError unless the schedule can run stages that lie so."""
+    if layout.pp > 1 and kind.placement != layout.placement:
+        raise ValueError(
+            f"schedule {kind.name} needs placement {kind.placement!r}, and the layout has {layout.placement!r}; use "
+            f"PipelineLayout(..., placement={kind.placement!r})"
+        )
+    if not kind.many_chunks and layout.chunks > 1:
+        raise ValueError(
+            f"schedule {kind.name} runs one stage a rank, and the layout has {layout.chunks} ({layout.num_stages} "
+            f"stages on {layout.pp} ranks); use {layout.pp} stages, or Interleaved1F1B or InterleavedZeroBubble"
+        )
+
+
+def check_microbatches(kind: ScheduleKind, layout: PipelineLayout, microbatches: int) -> None:
+    """Raise ValueError, with the nearest legal numbers, unless the schedule can run so many microbatches."""
+    if microbatches >= 1 and kind.legal_microbatches(microbatches, layout):
+        return
+    below = next((n for n in range(microbatches - 1, 0, -1) if kind.legal_microbatches(n, layout)), None)
+    above = next(n for n in range(max(microbatches + 1, 1), 10**9) if kind.legal_microbatches(n, layout))
+    nearest = f"{above}" if below is None else f"{below} or {above}"
+    rule = kind.rule if microbatches >= 1 else "at least one microbatch is needed"
+    raise ValueError(
+        f"{microbatches} microbatches do not fit schedule {kind.name} with {layout.num_stages} stages on {layout.pp} "
+        f"ranks: {rule}. Nearest: {nearest}"
+    )
+
+
+def plan_pipeline(
+    num_layers: int,
+    pp: int,
+    *,
+    schedule: str = "1F1B",
+    chunks: int | None = None,
+    microbatches: int | None = None,
+    layers_per_stage: tuple[int, ...] | None = None,
+    count_embedding: bool = False,
+    count_head: bool = False,
+) -> PipelineLayout:
+    """The layout of a model under a schedule, checked; before any group exists. ValueError on what does not fit.
+
+    chunks: stages a rank; by default what layers_per_stage says, else 2 for a schedule in V shape and 1 otherwise.
+    """
+    kind = find_schedule(schedule)
+    if layers_per_stage is not None:
+        if count_embedding or count_head:
+            raise ValueError("layers_per_stage says it all; leave out count_embedding and count_head")
+        layout = PipelineLayout(tuple(layers_per_stage), pp, kind.placement)
+        layout.check_model(num_layers)
+        if chunks is not None and chunks != layout.chunks:
+            raise ValueError(
+                f"layers_per_stage names {layout.num_stages} stages, {layout.chunks} on each of {pp} ranks, and chunks "
+                f"is {chunks}; name {pp * chunks} stages or leave chunks out"
+            )
+    else:
+        wanted = chunks if chunks is not None else 2 if kind.placement == "v" else 1
+        layout = PipelineLayout.even(
+            num_layers, pp, wanted, kind.placement, count_embedding=count_embedding, count_head=count_head
+        )
+    check_schedule(kind, layout)
+    if microbatches is not None:
+        check_microbatches(kind, layout, microbatches)
+    return layout
+
+
+def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> Any:
+    """torch's schedule over this rank's stages. The last stage's output is its loss, already scaled."""
+    from torch.distributed import pipelining
+
+    schedule_class = getattr(pipelining, kind.torch_class, None) or getattr(
+        pipelining.schedules, kind.torch_class, None
+    )
+    if schedule_class is None:
+        raise RuntimeError(f"this version of torch has no {kind.torch_class}; choose another schedule or upgrade torch")
+    # scale_grads would divide .grad while buckets are in flight; the loss carries the factor instead.
+    return schedule_class(
+        stages if kind.many_chunks else stages[0], microbatches, loss_fn=_loss_as_it_is, scale_grads=False
+    )
+
+
+def _loss_as_it_is(output: Any, target: Any) -> Any:
+    return output

@@ -1,0 +1,117 @@
+"""Stage: one of our model chunks as a stage of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from core.pipeline_parallel.layout import PipelineLayout
+from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
+
+Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, what the stage before sent) -> output or loss
+
+
+class Stage(PipelineStage):
+    """A stage whose shapes are declared, so that torch infers nothing by running the model.
+
+    forward: runs the chunk on one microbatch. received, sent: meta tensors of what comes in and goes out.
+    before_last: called before the backward that completes this stage's gradients; after_last: when they are complete.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        index: int,
+        layout: PipelineLayout,
+        *,
+        forward: Forward,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        before_last: Callable[[], None],
+        after_last: Callable[[], None],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        is_last = index == layout.num_stages - 1
+        super().__init__(
+            chunk,
+            index,
+            layout.num_stages,
+            device,
+            input_args=tuple(received),
+            output_args=(torch.empty(1, device="meta"),) if is_last else tuple(sent),
+            group=group,
+            dw_builder=self._take_weight_work,
+        )
+        self.run_chunk = forward
+        self.sent = [] if is_last else list(sent)
+        self.before_last = before_last
+        self.after_last = after_last
+        self.microbatch = 0
+        self.backwards_left = 0  # of this step, counted where weight gradients are done
+        self.weight_work: WeightWork = []
+
+    def begin_step(self, microbatches: int) -> None:
+        """So many backwards will come."""
+        self.backwards_left = microbatches
+        self.weight_work = []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Note which microbatch it is."""
+        self.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The chunk on this microbatch; the first stage takes its input from the data."""
+        output = self.run_chunk(self.microbatch, args)
+        self._check_sent(output)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
+        """Backward; without weight gradients of linear layers unless `full_backward`."""
+        if full_backward:
+            if self.backwards_left == 1:
+                self.before_last()
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, **kwargs)
+            self._weights_done()
+        else:
+            with deferred_weight_gradients() as self.weight_work:
+                super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight gradients that a backward left for later."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._weights_done()
+
+    def _take_weight_work(self) -> Callable[[], None]:
+        work, self.weight_work = self.weight_work, []
+
+        def run() -> None:
+            with torch.no_grad():
+                for product in work:
+                    product()
+
+        return run
+
+    def _weights_done(self) -> None:
+        self.backwards_left -= 1
+        if self.backwards_left == 0:
+            self.after_last()
+
+    def _check_sent(self, output: Any) -> None:
+        """What the next stage expects is what it gets; else it would wait for bytes that never come."""
+        if self.is_last:
+            return
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        got = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
+        expected = [(tuple(tensor.shape), tensor.dtype) for tensor in self.sent]
+        if got != expected:
+            raise ValueError(
+                f"stage {self.stage_index} of {self.num_stages} was declared to send {expected} and its forward gives "
+                f"{got}; all microbatches of a step have one shape, the one given as `activations`"
+            )
