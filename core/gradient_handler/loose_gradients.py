@@ -119,10 +119,9 @@ class LooseReduction:
         for together in _packs(parts, self.cap_bytes):
             if len(flying) == IN_FLIGHT:
                 flying.popleft().wait()
-            alone = len(together) == 1
-            flat = together[0] if alone else torch.cat(together)
+            flat = _on_wire(together[0] if len(together) == 1 else torch.cat(together), group)
             handle = self.collectives.all_reduce(flat, group, "sum")
-            flying.append(PendingSync(handle, together, None if alone else flat))
+            flying.append(PendingSync(handle, together, None if flat is together[0] else flat))
         for sync in flying:
             sync.wait()
         for part, gradient in zip(parts, gradients, strict=True):
@@ -135,6 +134,11 @@ def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
     if grad is None:
         return torch.zeros(gradient.param.numel(), dtype=dtype, device=gradient.param.device)
     return grad.detach().contiguous().view(-1)
+
+
+def _on_wire(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor itself, or its copy on the GPU where it lies on the CPU and the group's backend moves none of that."""
+    return flat.to(control_device(group)) if flat.device.type == "cpu" else flat
 
 
 def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:

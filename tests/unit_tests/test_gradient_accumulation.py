@@ -120,7 +120,8 @@ def test_accumulated_training_equals_training_on_the_large_batch(
     assert scheduler.get_last_lr() == [LR / 2 ** (8 // size)]
 
 
-def test_microbatches_of_different_sizes_equal_the_large_batch_when_tokens_are_counted() -> None:
+@pytest.mark.parametrize("max_norm", [None, 0.2])
+def test_microbatches_of_different_sizes_equal_the_large_batch_when_tokens_are_counted(max_norm: float | None) -> None:
     data = [batches(1, rows, offset=rows)[0] for rows in (1, 5, 2, 7, 3, 3)]
     model = make_net()
     inner = sgd(model)
@@ -128,9 +129,11 @@ def test_microbatches_of_different_sizes_equal_the_large_batch_when_tokens_are_c
     for batch in loader:
         optimizer.zero_grad()
         optimizer.backward((model(batch[0]) - batch[1]).pow(2).sum() / 3, num_tokens=len(batch[0]))
+        if max_norm is not None:
+            optimizer.clip_grad_norm(model, max_norm)
         optimizer.step()
         scheduler.step()
-    assert_equal_models(model, large_batch([data[:3], data[3:]]))
+    assert_equal_models(model, large_batch([data[:3], data[3:]], max_norm))
 
 
 def test_tokens_of_some_microbatches_only_are_refused() -> None:

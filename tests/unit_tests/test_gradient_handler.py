@@ -331,6 +331,31 @@ def test_a_sparse_gradient_is_refused_by_name_on_all_ranks(rank: int, world: int
 
 
 @ranks(2)
+def test_a_dtensor_is_refused_by_name(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    parallel_state.initialize_model_parallel()
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
+    model.w.sum().backward()
+    with pytest.raises(GradientHandlerError, match="'w' is a DTensor"):
+        DataParallelGradientHandler(model, None).handle_gradient()
+
+
+@ranks(2)
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_gradients_that_travel_on_another_device_come_back(rank: int, world: int, names: str) -> None:
+    """As CPU gradients in a group that moves device memory only; a copy stands for the other device."""
+    parallel_state.initialize_model_parallel()
+    bag = coded(rank, **{name: (3, 4) for name in names})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("core.gradient_handler.loose_gradients._on_wire", lambda flat, group: flat.clone())
+        DataParallelGradientHandler(bag, None).handle_gradient()
+    assert set(codes_of(bag).values()) == {5.5}
+
+
+@ranks(2)
 def test_models_that_differ_are_an_error_on_all_ranks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     with pytest.raises(LayoutMismatch, match="parameter 'w'"):
