@@ -210,12 +210,11 @@ class Pool:
         waiting = dict(enumerate(workers))
         outcomes: list[Outcome] = []
         limit = time.monotonic() + timeout_s
-        late = False
         while waiting:
             remaining = limit - time.monotonic()
             readable = connection.wait([worker.pipe for worker in waiting.values()], max(remaining, 0.0))
             if not readable and remaining <= 0:
-                if not late and not any(outcome.kind in ("failed", "ended") for outcome in outcomes):
+                if not any(outcome.kind in ("failed", "ended") for outcome in outcomes):
                     rank, worker = min(waiting.items())
                     text = f"ranks {sorted(waiting)} had not ended after {timeout_s:g} s; rank {rank} was here:\n"
                     outcomes.append(Outcome(rank, "failed", time.monotonic(), text + worker.where_it_is_stuck()))
