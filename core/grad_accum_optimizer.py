@@ -77,31 +77,26 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         num_tokens: the loss is a sum over so many tokens instead. It is not scaled; at the boundary gradients are
         divided by the tokens of the whole cycle and data group, so that microbatches may differ in size.
         """
-        tokens = None if num_tokens is None else int(num_tokens)
-        state = self.accumulation
-        state.expect_backward()
-        if state.count > 0 and (tokens is None) != (state.tokens is None):
-            raise AccumulationError(
-                "some microbatches of this cycle gave num_tokens and others did not; their gradients would be scaled "
-                "differently. Give it for all of them or for none"
-            )
-        scaled = loss / state.size if tokens is None else loss
+        tokens = self._begin(num_tokens)
+        scaled = loss / self.accumulation.size if tokens is None else loss
         if hasattr(self.optim, "backward"):
             self.optim.backward(scaled)
         elif hasattr(self.optim, "scale_loss"):
             self.optim.scale_loss(scaled).backward()
         else:
             scaled.backward()
-        state.backward_done(tokens)
+        self.accumulation.backward_done(tokens)
 
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: int | torch.Tensor | None = None
+    ) -> None:
         """Go on with a gradient from elsewhere (the next pipeline stage), whose loss has been scaled there already."""
-        self.accumulation.expect_backward()
+        tokens = self._begin(num_tokens)
         if hasattr(self.optim, "backward_by_grad"):
             self.optim.backward_by_grad(tensor, grad)
         else:
             torch.autograd.backward(tensor, grad)
-        self.accumulation.backward_done(None)
+        self.accumulation.backward_done(tokens)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step when one is due, and its answer; None otherwise."""
@@ -124,6 +119,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         """Drop the gradients of this cycle and begin a new one. On all ranks alike."""
         self._norm = None
         self.accumulation.begin()
+        for wrapper in self._ours:
+            wrapper.zero_grad_buffer()  # which waits for what is on its way
         self.optim.zero_grad()
 
     def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float = 2.0) -> Any:
@@ -201,6 +198,16 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a GradAccumOptimizer is not copied or pickled; save its state_dict()")
+
+    def _begin(self, num_tokens: int | torch.Tensor | None) -> int | None:
+        state = self.accumulation
+        state.expect_backward()
+        if state.count > 0 and (num_tokens is None) != (state.tokens is None):
+            raise AccumulationError(
+                "some microbatches of this cycle gave num_tokens and others did not; their gradients would be scaled "
+                "differently. Give it for all of them or for none"
+            )
+        return None if num_tokens is None else int(num_tokens)
 
     # -- the boundary -----------------------------------------------------------------------------------------------
 

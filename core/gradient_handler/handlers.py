@@ -238,10 +238,11 @@ class ReducedElsewhere:
                 for name, param in module.module.named_parameters():
                     if name not in ignored:
                         self.groups[id(param)] = ("torch's DistributedDataParallel", module.process_group)
-        for param in model.parameters():
-            bucket = bucket_of(param)
-            if bucket is not None:
-                self.groups[id(param)] = ("DistributedDataParallel", bucket.groups.data)
+        reducers = {id(reducer): reducer for param in model.parameters() if (reducer := reducer_of(param)) is not None}
+        for reducer in reducers.values():
+            for bucket in reducer.order:
+                for param in bucket.params:
+                    self.groups[id(param)] = ("DistributedDataParallel", bucket.groups.data)
 
     def over(self, name: str, param: nn.Parameter, group: dist.ProcessGroup) -> bool:
         """Is the parameter's gradient averaged over all ranks of `group` already?

@@ -153,6 +153,15 @@ def test_a_given_gradient_is_not_scaled_because_its_loss_was() -> None:
     assert weight.tolist() == [-6.0, -6.0]
 
 
+def test_a_given_gradient_counts_tokens_as_its_loss_does() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = GradAccumOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
+    for tokens in (1, 3):
+        optimizer.backward_by_grad(weight * 4, torch.full((2,), float(tokens)), num_tokens=tokens)
+        optimizer.step()
+    assert weight.tolist() == [-4.0, -4.0]
+
+
 # -- one state ------------------------------------------------------------------------------------------------------
 
 

@@ -278,6 +278,23 @@ def test_data_and_shared_module_handlers_accumulate_together(rank: int, world: i
 
 
 @ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cycle_that_is_discarded_leaves_nothing_behind(rank: int, world: int, way: str) -> None:
+    parallel_state.initialize_model_parallel()
+    net = make_net()
+    model, inner, handlers = made(way, net)
+    optimizer, _, handlers, _ = accumulate_gradient(model, inner, [], 2, handlers)
+    for spoilt in (1, 2):
+        for number in range(spoilt):
+            optimizer.backward(100 * mean_loss(model, batch(rank, 50 + number)))
+            if number == 0:
+                optimizer.accumulation.stepped()
+        optimizer.discard()
+    train(model, optimizer, handlers, rank, range(4))
+    assert_equal_models(net, large_batch(world, 2, 2))
+
+
+@ranks(2)
 def test_a_norm_of_shards_is_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model, inner, _ = made("sharded", make_net())
