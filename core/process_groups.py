@@ -64,19 +64,26 @@ class ProcessGroups:
     intra_expt_dp_gloo: ProcessGroup | None = None
 
     _created: tuple[ProcessGroup, ...] = ()
+    _shared: dict[str, Any]
 
     def __init__(self, **groups: ProcessGroup | None) -> None:
+        self._shared = {}
         for name, group in groups.items():
             setattr(self, name, group)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELDS and name != "_created":
+        if name not in FIELDS and name not in ("_created", "_shared"):
             raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         held = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
         return f"ProcessGroups({', '.join(held)})"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What users of these communicators must share to keep out of each other's way, by name."""
+        return self._shared
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:

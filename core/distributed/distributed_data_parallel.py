@@ -22,7 +22,9 @@ from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
+from core.distributed.launch_turns import LaunchTurns
 from core.distributed.model_plan import ModelPlan, option_table, plan_model, shard_group_name
+from core.distributed.model_watch import ModelWatch
 from core.distributed.param_sync import ParamSync, finish_gathers
 from core.distributed.step_guard import StepGuard
 from core.process_groups import ProcessGroups
@@ -85,7 +87,8 @@ class DistributedDataParallel(nn.Module):
             order,
             self.collectives,
             self._control_groups(order),
-            self.plan.thawed,
+            ModelWatch(module, self.plan, order).problems,
+            LaunchTurns.of(self.groups),
             overlap=ddp_config.overlap_grad_reduce,
             watch=self.nan_watch,
         )
@@ -203,7 +206,8 @@ class DistributedDataParallel(nn.Module):
             reducer, param_sync = reducer_of(), param_sync_of()
             if reducer is not None and param_sync is not None:
                 param_sync.before_forward()
-                reducer.forward_seen = reducer.forward_seen or torch.is_grad_enabled()
+                if torch.is_grad_enabled():
+                    reducer.begin_forward()
 
         def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             param_sync = param_sync_of()

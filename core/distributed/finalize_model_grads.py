@@ -13,9 +13,9 @@ from torch import nn
 
 from core.distributed.bucket import BucketState, SyncError
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.grad_reducer import link_chunks
 from core.distributed.grad_sync import check_stages, sync_across_stages
 from core.distributed.guards import check_finite, check_replicas
+from core.distributed.launch_turns import link_chunks
 from core.process_groups import ProcessGroups
 
 

@@ -7,7 +7,6 @@ for it.
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 import zlib
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
 from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
 from core.distributed.guards import NonFiniteWatch
+from core.distributed.launch_turns import LaunchTurns
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class ControlGroup:
 class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
-    thawed: names of parameters that were frozen when the model was wrapped and are not any more.
+    problems: what was done to the model since it was wrapped that its buffers cannot follow, in words.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class GradReducer:
         order: Sequence[Bucket],
         collectives: Collectives,
         control: Sequence[ControlGroup],
-        thawed: Callable[[], list[str]],
+        problems: Callable[[], list[str]],
+        turns: LaunchTurns,
         *,
         overlap: bool,
         watch: NonFiniteWatch | None = None,
@@ -65,18 +66,19 @@ class GradReducer:
         self.order = list(order)
         self.collectives = collectives
         self.control = list(control)
-        self.thawed = thawed
+        self.problems = problems
+        self.turns = turns
         self.overlap = overlap
         self.watch = watch
         self.next = 0  # index into `order` of the bucket to launch next
         self.no_sync_depth = 0
         self.force_all_reduce = False
         self.open = True  # may gradients of this step still come?
+        self.attached = False  # are the reduced ones back in `.grad`, where the user may drop them?
         self.dirty = False  # has a gradient of this step arrived?
         self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
         self.held = False  # the order of several chunks is not known yet (see link_chunks): backward launches nothing
-        self.previous: GradReducer | None = None  # the chunk whose buckets are launched before this one's
-        self.following: weakref.ref[GradReducer] | None = None
+        self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
         self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
@@ -96,7 +98,9 @@ class GradReducer:
         if bucket.state is BucketState.IN_FLIGHT:
             bucket.has_late = True
         if self.overlap and self.no_sync_depth == 0:
-            self.synced_backward = True
+            if not self.synced_backward:
+                self.synced_backward = True
+                self.turns.enter(self)
             if bucket.arrive(index) or self.next_is_ready:
                 self.advance()
 
@@ -105,7 +109,7 @@ class GradReducer:
         """Can the bucket whose turn it is be launched?"""
         if self.held or self.next == len(self.order) or self.order[self.next].pending > 0:
             return False
-        return self.previous is None or self.previous.all_launched
+        return self.turns.has_turn(self)
 
     @property
     def all_launched(self) -> bool:
@@ -113,19 +117,36 @@ class GradReducer:
         return self.open and self.next == len(self.order)
 
     def advance(self) -> None:
-        """Launch every bucket whose turn has come and whose gradients are there."""
-        while self.next_is_ready:
-            self._launch_next()
-        following = None if self.following is None else self.following()
-        if following is not None and following.overlap and self.all_launched:
-            following.advance()
+        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come and that is
+        complete.
+        """
+        for member in self.unit():
+            while member.synced_backward and member.next_is_ready:
+                member._launch_next()
 
     def _launch_next(self) -> None:
         self.order[self.next].launch(self.collectives, force_all_reduce=self.force_all_reduce)
         self.next += 1
         self.launches += 1
 
+    def unit(self) -> list[GradReducer]:
+        """This reducer and the chunks it is linked with, in launch order."""
+        members = [member for member in (reference() for reference in self.linked) if member is not None]
+        return members or [self]
+
+    def begin_forward(self) -> None:
+        """A forward that may be followed by a backward begins."""
+        self.forward_seen = True
+        if self.overlap and self.no_sync_depth == 0:
+            self.turns.enter(self)
+
     def _reopen(self, bucket: Bucket, index: int) -> None:
+        if bucket.state is BucketState.REDUCED and not bucket.full:
+            raise SyncError(
+                f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came after finish_grad_sync, "
+                "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
+                "zero_grad_buffer() before the next backward; or finish after the last backward"
+            )
         if self.needs_zero and bucket.params[index].grad is bucket.views[index]:
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} was added to gradients that "
@@ -144,8 +165,9 @@ class GradReducer:
         self.collectives.traffic.reset()
         self.next = 0
         self.force_all_reduce = False
-        self.dirty = self.synced_backward = self.forward_seen = False
+        self.dirty = self.synced_backward = False
         self.open = True
+        self.attached = False
 
     # -- the end of a step ------------------------------------------------------------------------------------------
 
@@ -168,8 +190,9 @@ class GradReducer:
                     "the last backward under no_sync(), or turn overlap_grad_reduce off"
                 )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        if self.previous is not None:
-            self.previous.start(force_all_reduce=force_all_reduce)
+        self.turns.enter(self)
+        for other in self.turns.before(self):
+            other.start(force_all_reduce=force_all_reduce and other in self.unit())
         while self.next < len(self.order):
             self._launch_next()
 
@@ -178,12 +201,13 @@ class GradReducer:
 
         then: called with each bucket as soon as it is whole, in launch order.
         """
-        self.start(force_all_reduce=force_all_reduce)
+        for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
+            member.start(force_all_reduce=force_all_reduce)
         if not self.open:
             return
         begun = time.perf_counter()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = _Agreement(self.control, self.thawed(), self.launches)
+        agreement = _Agreement(self.control, self.problems(), self.launches)
         try:
             late = agreement.late_anywhere()
         except SyncError:
@@ -199,6 +223,7 @@ class GradReducer:
             for bucket in self.order:
                 bucket.learn()
         self.open = self.forward_seen = False
+        self.turns.leave(self)
         self._write_report(begun, len(late))
 
     def discard(self) -> None:
@@ -220,6 +245,7 @@ class GradReducer:
 
     def attach(self) -> None:
         """Put reduced gradients back into `.grad` where the whole of a bucket is valid on this rank."""
+        self.attached = True
         for bucket in self.order:
             if bucket.full:
                 bucket.attach()
@@ -236,6 +262,8 @@ class GradReducer:
         Other ranks may have gradients, and wait. Where gradients are sharded `.grad` is None anyway, and a training
         forward since they were finalized is what tells a new step from a second call.
         """
+        if not self.attached:
+            return False
         whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
         if whole:
             return all(param.grad is None for param in whole)
@@ -263,35 +291,24 @@ class GradReducer:
         return replace(self.report, bytes_sent=traffic.bytes_sent, collectives=traffic.collectives)
 
 
-def link_chunks(reducers: Sequence[GradReducer]) -> None:
-    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first.
-
-    They share communicators, and how far backward gets before a schedule turns to another chunk differs between ranks.
-    """
-    for reducer in reducers:
-        reducer.held = False
-    for earlier, later in itertools.pairwise(reducers):
-        earlier.previous = later
-        later.following = weakref.ref(earlier)
-
-
 def _needs_zero(bucket: Bucket) -> bool:
     """Would adding to reduced gradients and reducing again give something else than the sum of both?"""
     size = dist.get_world_size(bucket.groups.data)
-    exact_mean = bucket.op == "mean" or abs(bucket.scale * size - 1.0) < 1e-9
+    factor = bucket.scale if bucket.op == "mean" else bucket.scale * size
+    exact_mean = abs(factor - 1.0) < 1e-9
     return bucket.sharded or not exact_mean or any(contract.rules for contract in bucket.contracts)
 
 
 class _Agreement:
     """One small maximum a data group and step, in which every rank learns what happened on any rank.
 
-    For each bucket: did gradients come after its launch? For all: did a parameter thaw? Do the frozen sets differ?
-    Is everybody at the same step?
+    For each bucket: did gradients come after its launch? For all: does a rank report a problem? Do the frozen sets
+    differ? Is everybody at the same step?
     """
 
-    def __init__(self, control: Sequence[ControlGroup], thawed: list[str], launches: int) -> None:
+    def __init__(self, control: Sequence[ControlGroup], problems: list[str], launches: int) -> None:
         self.control = control
-        self.thawed = thawed
+        self.problems = problems
         self.frozen: list[list[str]] = []
         self.flags: list[torch.Tensor] = []
         self.works: list[dist.Work | None] = []
@@ -304,7 +321,7 @@ class _Agreement:
             ]
             digest = zlib.crc32("\n".join(frozen).encode())
             flags = torch.tensor(
-                [*(int(b.has_late) for b in entry.buckets), int(bool(thawed)), digest, -digest, launches, -launches],
+                [*(int(b.has_late) for b in entry.buckets), int(bool(problems)), digest, -digest, launches, -launches],
                 dtype=torch.int64,
                 device=control_device(entry.group),
             )
@@ -315,35 +332,33 @@ class _Agreement:
     def late_anywhere(self) -> set[int]:
         """Ids of the buckets that got gradients after their launch on any rank.
 
-        Raises SyncError on all ranks of a data group alike if a parameter thawed, or was frozen on some of them only.
+        Raises SyncError on all ranks of a data group alike if one reports a problem, or if a parameter was frozen on
+        some of them only.
         """
         for work in self.works:
             if work is not None:
                 work.wait()
         late: set[int] = set()
         for entry, flags, frozen in zip(self.control, self.flags, self.frozen, strict=True):
-            *is_late, thawed, digest, minus_digest, launches, minus_launches = flags.tolist()
+            *is_late, problem, digest, minus_digest, launches, minus_launches = flags.tolist()
             if launches != -minus_launches:
                 raise SyncError(
                     f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "
                     "they disagree on which step this is, and gradients of two steps may have been mixed. Did one "
                     "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
                 )
-            if thawed:
-                self._refuse_thawed(entry)
+            if problem:
+                self._refuse(entry)
             if digest != -minus_digest:
                 _refuse_unequal_freeze(entry, frozen)
             late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
         return late
 
-    def _refuse_thawed(self, entry: ControlGroup) -> None:
+    def _refuse(self, entry: ControlGroup) -> None:
         ranks = dist.get_process_group_ranks(entry.group)
-        rank, names = next((r, n) for r, n in zip(ranks, gather_objects(self.thawed, entry.group), strict=True) if n)
-        raise SyncError(
-            f"parameter {names[0]!r} was frozen when the model was wrapped and has requires_grad=True now on rank "
-            f"{rank}; it has no place in the gradient buffer and would not be reduced. Wrap the model again after "
-            "unfreezing"
-        )
+        everyone = gather_objects(self.problems, entry.group)
+        rank, problems = next((rank, found) for rank, found in zip(ranks, everyone, strict=True) if found)
+        raise SyncError(f"rank {rank}: {problems[0]}")
 
 
 def _refuse_unequal_freeze(entry: ControlGroup, frozen: list[str]) -> None:

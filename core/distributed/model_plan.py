@@ -43,10 +43,6 @@ class ModelPlan:
     order: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
     device: torch.device
 
-    def thawed(self) -> list[str]:
-        """Names of parameters that were frozen when wrapped and are not any more: they have no place in a buffer."""
-        return [name for name, param in self.frozen.items() if param.requires_grad]
-
     def table(self, data_group: str) -> list[str]:
         """One line a fact that all ranks of a data group must agree on."""
         lines = []
