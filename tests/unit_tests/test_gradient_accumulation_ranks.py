@@ -26,7 +26,7 @@ from tests.unit_tests.reference import make_net, wrap
 
 LR = 0.3
 TorchDDP = nn.parallel.DistributedDataParallel
-WAYS = ("handler", "torch", "ours", "ours overlapped", "sharded", "sharded overlapped")
+WAYS = ("handler", "torch", "torch views", "ours", "ours overlapped", "sharded", "sharded overlapped")
 
 
 def batch(rank: int, number: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,8 +69,8 @@ def made(way: str, net: nn.Module, config: Any = None, clip: float = 0.0) -> tup
     """(model, optimizer, handlers) of one way of reducing."""
     model: nn.Module = net
     handlers = None
-    if way == "torch":
-        model = TorchDDP(net)
+    if way.startswith("torch"):
+        model = TorchDDP(net, gradient_as_bucket_view="views" in way)
     elif way.startswith("ours"):
         model = wrap(net, config, overlap_grad_reduce="overlapped" in way, bucket_size=60)
     elif way.startswith("sharded"):
@@ -219,7 +219,7 @@ def test_a_model_that_outlives_the_wrapper_reduces_again(rank: int, world: int, 
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["handler", "torch", "ours", "ours overlapped", "sharded", "sharded overlapped"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_every_way_resumes_in_the_middle_of_a_cycle(rank: int, world: int, way: str, stop: int) -> None:
     parallel_state.initialize_model_parallel()

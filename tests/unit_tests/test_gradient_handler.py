@@ -182,6 +182,17 @@ def test_k_dtypes_are_k_collectives(rank: int, world: int) -> None:
         assert param.grad.unique().tolist() == [2.0**i * 1.5] and param.grad.dtype == param.dtype
 
 
+@ranks(3)
+def test_fp16_gradients_are_divided_before_they_are_added(rank: int, world: int) -> None:
+    """Three times 40 000 is more than fp16 can hold."""
+    parallel_state.initialize_model_parallel()
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    model.w.grad = torch.full((4,), 40000.0 - 6000 * rank, dtype=torch.float16)
+    DataParallelGradientHandler(model, None).handle_gradient()
+    torch.testing.assert_close(model.w.grad.float(), torch.full((4,), 34000.0), rtol=2e-3, atol=0)
+
+
 @ranks(2)
 def test_a_cap_cuts_collectives(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
