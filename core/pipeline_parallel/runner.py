@@ -145,7 +145,7 @@ class PipelineRunner:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], *, activations: Activations | None = None) -> StepOutcome:
         """The loss alone, without gradients. Collective over the pipeline."""
-        check_microbatches(find_schedule("1F1B"), self.layout, len(microbatches))
+        check_microbatches(find_schedule("GPipe"), self.layout, len(microbatches))
         self._begin(microbatches)
         received = partial(self._received, activations or self.activations)
         runs = {stage: partial(self._run, i) for i, stage in enumerate(self.stage_numbers)}

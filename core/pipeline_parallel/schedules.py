@@ -34,21 +34,20 @@ def _one_a_stage(microbatches: int, layout: PipelineLayout) -> bool:
     return microbatches >= layout.num_stages
 
 
+STAGES = "at least one microbatch a stage is needed"
 ROUNDS = "microbatches must divide evenly over max(1, microbatches // pp) rounds"
 
 SCHEDULES = {
     kind.name: kind
     for kind in (
         ScheduleKind("GPipe", "ScheduleGPipe", "loop", False, False, _any_number, ""),
-        ScheduleKind("1F1B", "Schedule1F1B", "loop", False, False, _any_number, ""),
+        ScheduleKind("1F1B", "Schedule1F1B", "loop", False, False, _one_a_stage, STAGES),
         ScheduleKind("Interleaved1F1B", "ScheduleInterleaved1F1B", "loop", True, False, _whole_rounds, ROUNDS),
         ScheduleKind(
             "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", "loop", True, True, _whole_rounds, ROUNDS
         ),
         ScheduleKind("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", True, True, _any_number, ""),
-        ScheduleKind(
-            "DualPipeV", "ScheduleDualPipeV", "v", True, True, _one_a_stage, "at least one microbatch a stage is needed"
-        ),
+        ScheduleKind("DualPipeV", "ScheduleDualPipeV", "v", True, True, _one_a_stage, STAGES),
     )
 }
 
