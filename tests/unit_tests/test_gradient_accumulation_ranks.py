@@ -174,18 +174,22 @@ def test_torchs_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, w
 
 @ranks(2)
 @pytest.mark.parametrize("way", ["ours overlapped", "sharded overlapped"])
-def test_our_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, world: int, way: str) -> None:
+@pytest.mark.parametrize("losses", [1, 2])
+def test_our_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, world: int, way: str, losses: int) -> None:
     parallel_state.initialize_model_parallel()
-    model, inner, _ = made(way, make_net())
-    optimizer = GradAccumOptimizer(inner, 3, model)
+    net = make_net()
+    model, inner, _ = made(way, net)
+    optimizer, loader, _, _ = accumulate_gradient(model, inner, range(6), 3)
     launches = []
-    for number in range(6):
+    for number in loader:
         optimizer.zero_grad()
-        optimizer.backward(mean_loss(model, batch(rank, number)))
+        for _ in range(losses):
+            optimizer.backward(mean_loss(model, batch(rank, number)) / losses)
         launches.append(model.reducer.launches)  # before the step, so these are launched by backward
         optimizer.step()
     buckets = len(model.reducer.order)
     assert buckets > 1 and launches == [0, 0, buckets, buckets, buckets, 2 * buckets]
+    assert_equal_models(net, large_batch(world, 2, 3))
 
 
 @ranks(2)
