@@ -244,3 +244,20 @@ def test_a_step_report_counts_bytes_collectives_and_orders_each_buckets_times(ra
     assert again == report
     ddp.zero_grad_buffer()
     assert ddp.step_report().collectives == report.collectives  # the last finished step's, until the next one ends
+
+
+@ranks(4)
+def test_across_optimizer_instances_only_the_shard_travels(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    ddp = wrap(
+        make_net(),
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=2,
+        deterministic_reduction=True,
+    )
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    (buffer,) = ddp.buffers
+    inside, across = buffer.numel * 8 / 2, 2 * (buffer.numel / 2) * 8 / 2  # (n-1)/n of all, then 2 (n-1)/n of a half
+    assert ddp.step_report().bytes_sent == inside + across
+    assert ddp.step_report().collectives == 2

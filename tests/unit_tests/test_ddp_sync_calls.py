@@ -168,6 +168,8 @@ def test_force_all_reduce_leaves_whole_gradients_on_every_rank(rank: int, world:
             if forced:  # without any gather, on every rank
                 assert_same({name: param.main_grad for name, param in ddp.module.named_parameters()}, expected)
                 assert all(param.grad is param.main_grad for param in ddp.parameters())
+            else:  # asked for once, and not for ever
+                assert all(param.grad is None for param in ddp.parameters())
             assert_same(whole_grads(ddp), expected)
 
 
