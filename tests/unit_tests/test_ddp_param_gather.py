@@ -188,18 +188,37 @@ class Changing(nn.Module):
         return self.second(x)
 
 
+class ChangingAhead(Changing):
+    """The same, and then the module's own forward: when backward comes the gather is complete."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.first(x)
+        if self.calls > 2:
+            x = nn.functional.linear(x, self.second.weight, self.second.bias)
+        return self.second(x)
+
+
+REFUSALS = {
+    Changing: (SyncError, "'second.(weight|bias)' was used in a forward before its gather"),
+    ChangingAhead: (RuntimeError, "has been modified by an inplace operation"),
+}
+
+
 @ranks(2)
-def test_a_weight_that_was_read_before_its_gather_is_refused_by_name(rank: int, world: int) -> None:
+@pytest.mark.parametrize("build", REFUSALS)
+def test_a_weight_that_was_read_before_its_gather_is_refused(rank: int, world: int, build: type[Changing]) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(
-        Changing(), use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
+        build(), use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
     )
     for step in range(3):
         ddp.zero_grad_buffer()
         generator = torch.Generator().manual_seed(rank + step)
         value = ddp(torch.randn(2, 6, generator=generator, dtype=torch.float64)).pow(2).sum()
         if step == 2:
-            with pytest.raises(SyncError, match="'second.(weight|bias)' was used in a forward before its gather"):
+            kind, words = REFUSALS[build]
+            with pytest.raises(kind, match=words):
                 value.backward()
             return
         value.backward()
