@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import traceback
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from core import parallel_state
 
 START_LIMIT_S = 180.0
-GRACE_S = 5.0  # after one rank has failed, the others get this long to fail by themselves
+GRACE_S = 5.0  # after one rank has failed, the others get this long to say what they know
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
 
 class RankFailure(RuntimeError):
@@ -67,7 +69,10 @@ class RankPool:
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
         self.ranks = ranks
-        self.context = multiprocessing.get_context("spawn")
+        # A fork of a process that has imported torch starts in no time; it is made before any thread or group exists.
+        self.context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        if sys.platform == "linux":
+            self.context.set_forkserver_preload(["torch", "torch.distributed", "core.verify"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[_Worker] = []
         self.tasks = 0
@@ -118,7 +123,7 @@ class RankPool:
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(
-            target=_worker_main, args=(theirs, self.store.port, os.getpid()), name="verify-rank", daemon=True
+            target=_worker_main, args=(theirs, self.store.port), name="verify-rank", daemon=True
         )
         process.start()
         theirs.close()
@@ -132,16 +137,15 @@ def _end(worker: _Worker) -> None:
 
 
 def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
-    """All ranks' results, in rank order. RankFailure names the rank that failed first."""
+    """All ranks' results, in rank order. RankFailure names the rank that is the likeliest cause."""
     waiting = dict(enumerate(workers))
     results: dict[int, Any] = {}
-    failure: str | None = None
+    failures: list[tuple[bool, int, str]] = []  # (did it only lose a peer?, order of arrival, what)
     deadline = time.monotonic() + limit_s
     while waiting:
         ready = connection.wait([w.pipe for w in waiting.values()], max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = f"ranks {sorted(waiting)} had not ended after {limit_s:g} s"
-            raise RankFailure(failure or late)
+            break
         for rank in [rank for rank, worker in waiting.items() if worker.pipe in ready]:
             worker = waiting.pop(rank)
             try:
@@ -149,22 +153,26 @@ def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
             except (EOFError, ConnectionResetError):
                 worker.process.join()
                 error, result = f"its process ended with exit code {worker.process.exitcode}", None
-            if error is not None and failure is None:
-                failure = f"rank {rank} of {len(workers)}: {error}"
+            if error is not None:
+                lost_a_peer = any(sign in error for sign in PEER_IS_GONE)
+                failures.append((lost_a_peer, len(failures), f"rank {rank} of {len(workers)}: {error}"))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             results[rank] = result
-    if failure is not None:
-        raise RankFailure(failure)
+    if failures:
+        raise RankFailure(min(failures)[2])
+    if waiting:
+        raise RankFailure(f"ranks {sorted(waiting)} had not ended after {limit_s:g} s")
     return [results[rank] for rank in range(len(workers))]
 
 
 # --- in the started processes -----------------------------------------------------------------------------------------
 
 
-def _worker_main(pipe: Any, port: int, parent: int) -> None:
+def _worker_main(pipe: Any, port: int) -> None:
     def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
+        starter = multiprocessing.parent_process()
+        assert starter is not None, "a pool's rank is started by a pool"
+        connection.wait([starter.sentinel])
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -191,10 +199,8 @@ def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
         )
         result = task.function(*task.arguments, **task.options)
         dist.barrier()  # nobody takes the group down while another rank still uses it
-        return None, result if task.rank == 0 else None
-    except Exception:
-        return traceback.format_exc(), None
-    finally:
         parallel_state.destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+        return None, result if task.rank == 0 else None
+    except Exception:  # the groups stay up, so that this is the first that anybody hears of it; the pool ends us
+        return traceback.format_exc(), None
