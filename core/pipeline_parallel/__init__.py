@@ -1,5 +1,6 @@
 """Pipelines: layers cut into stages by a layout, and steps through them under one of torch's schedules."""
 
+from core.pipeline_parallel.forward_backward import get_forward_backward_func
 from core.pipeline_parallel.gpt_stages import build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
 from core.pipeline_parallel.runner import MicrobatchLoss, PipelineRunner, StepOutcome
@@ -13,6 +14,7 @@ __all__ = [
     "StageSpec",
     "StepOutcome",
     "build_gpt_stages",
+    "get_forward_backward_func",
     "gpt_activations",
     "gpt_forward_step",
     "plan_pipeline",

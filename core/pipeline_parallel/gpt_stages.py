@@ -64,15 +64,18 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """What one stage sends the next: hidden states [s, b, hidden]; under sequence parallelism [s / tp, b, hidden]."""
-    tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    if sequence_length % tp:
-        below = sequence_length // tp * tp
+    """What one stage sends the next: hidden states [s, b, hidden]; under sequence parallelism [s / tp, b, hidden].
+
+    On the meta device. ValueError, with the nearest legal lengths, for a sequence that does not divide.
+    """
+    split = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    if sequence_length % split:
+        below = sequence_length // split * split
         raise ValueError(
-            f"sequence length {sequence_length} does not divide over {tp} sequence-parallel ranks "
-            f"({sequence_length} / {tp} = {sequence_length / tp:g}); use {below or tp} or {below + tp}"
+            f"sequence length {sequence_length} does not divide over {split} ranks ({sequence_length} / {split} = "
+            f"{sequence_length / split:g}); use {f'{below} or ' if below else ''}{below + split}"
         )
-    shape = (sequence_length // tp, microbatch_size, config.hidden_size)
+    shape = (sequence_length // split, microbatch_size, config.hidden_size)
     return [torch.empty(shape, dtype=config.params_dtype, device="meta")]
 
 

@@ -89,7 +89,7 @@ class PipelineRunner:
         self.activations = activations
         self.kind = find_schedule(schedule)
         check_schedule(self.kind, layout)
-        self.config = config if config is not None else getattr(self.chunks[0], "config", None)
+        self.config: Any = config if config is not None else getattr(self.chunks[0], "config", None)
         self.groups = pg_collection or getattr(self.chunks[0], "groups", None) or parallel_state.get_process_groups()
         self.group = self.groups.require("pp")
         if self.groups.size("pp") != layout.pp:
@@ -114,13 +114,18 @@ class PipelineRunner:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(
-        self, microbatches: Sequence[Any], *, finalize: bool = True, activations: Activations | None = None
+        self,
+        microbatches: Sequence[Any],
+        *,
+        finalize: bool = True,
+        force_all_reduce: bool = False,
+        activations: Activations | None = None,
     ) -> StepOutcome:
         """Forward and backward of all microbatches, then the last reductions. Collective over the whole model.
 
         microbatches: as many on every rank; read on the first stage and on the last, any placeholder serves elsewhere.
-        finalize: call config.finalize_model_grads_func, or finalize_model_grads where that is None.
-        activations: those of this step, where they differ from the runner's.
+        finalize: call config.finalize_model_grads_func, or finalize_model_grads where that is None;
+        force_all_reduce is passed to it. activations: those of this step, where they differ from the runner's.
         """
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
@@ -138,7 +143,7 @@ class PipelineRunner:
                 sync.leave()
         outcome = self._outcome()
         if finalize:
-            self._finalize(outcome)
+            self._finalize(outcome, force_all_reduce)
         self._begin([])
         return outcome
 
@@ -209,9 +214,9 @@ class PipelineRunner:
         loss = totals[0] / (totals[1].clamp(min=1) if self.per_token else len(self.microbatches))
         return StepOutcome(loss, tokens if self.per_token else None, self.losses, self.reports)
 
-    def _finalize(self, outcome: StepOutcome) -> None:
+    def _finalize(self, outcome: StepOutcome, force_all_reduce: bool) -> None:
         func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
-        func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=False)
+        func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=force_all_reduce)
 
     # -- what a step consists of --------------------------------------------------------------------------------------
 

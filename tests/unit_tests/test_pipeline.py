@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import nn
 
-from core.models import GPTModel
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
 from tests.unit_tests.pipeline_reference import build_whole, check_steps, start_pipeline
 from tests.unit_tests.ranks import ranks
@@ -116,4 +112,3 @@ def test_losses_are_scaled_by_the_users_function(rank: int, world: int, schedule
     config = {"grad_scale_func": lambda loss: loss * 8.0, "calculate_per_token_loss": per_token}
     runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, config=config)
     check_steps(runner, build_whole(), 4, per_token=per_token, scale=8.0)
-

@@ -1,0 +1,128 @@
+"""The pipeline as Megatron's users call it: get_forward_backward_func and forward_step_func(data_iterator, model)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.pipeline_parallel.gpt_stages import gpt_activations
+from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.runner import ForwardStep, MicrobatchLoss, PipelineRunner
+from core.pipeline_parallel.schedules import find_schedule
+from core.process_groups import ProcessGroups
+
+# (data iterator, chunk) -> (output, loss function); loss function: output -> (loss, report) or (sum, tokens, report)
+ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]]
+
+RUNNER = "pipeline_runner"  # the attribute of the first chunk that keeps its runner from step to step
+
+
+def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list[Any]]:
+    """The function that runs a step's microbatches.
+
+    schedule: a name from SCHEDULES; by default 1F1B, and Interleaved1F1B where the model comes in several chunks.
+
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iterator, model=chunks, num_microbatches=8,
+            seq_length=1024, micro_batch_size=4,
+        )
+    """
+
+    def forward_backward(
+        *,
+        forward_step_func: ForwardStepFunc,
+        data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        pg_collection: ProcessGroups | None = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run forward and backward of every microbatch; the last stage returns each one's report, others [].
+
+        forward_step_func: called for every chunk and microbatch, as ForwardStepFunc says. data_iterator: one, or a list
+        of one a chunk. A loss of (loss, report) counts by microbatch, times the context-parallel size; of
+        (sum, num_tokens, report) by token. forward_only: losses without gradients.
+        config.finalize_model_grads_func is called at the end where it is set; otherwise call finalize_model_grads.
+        """
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        if decoder_seq_length not in (None, seq_length):
+            raise ValueError(
+                f"decoder_seq_length is {decoder_seq_length} and seq_length {seq_length}; models with an encoder are "
+                "not supported, leave it out"
+            )
+        iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator] * len(chunks)
+        if len(iterators) != len(chunks):
+            raise ValueError(f"{len(iterators)} data iterators for {len(chunks)} model chunks; give one for each")
+        runner = _runner_of(chunks, schedule, pg_collection)
+        runner.forward_step = _forward_step(runner, forward_step_func, iterators)
+        shape = gpt_activations(runner.config, micro_batch_size, seq_length)
+        microbatches = [None] * num_microbatches
+        if forward_only:
+            return runner.evaluate(microbatches, activations=shape).reports
+        finalize = getattr(runner.config, "finalize_model_grads_func", None) is not None
+        return runner.step(
+            microbatches, finalize=finalize, force_all_reduce=force_all_reduce, activations=shape
+        ).reports
+
+    return forward_backward
+
+
+def _runner_of(chunks: list[nn.Module], schedule: str | None, groups: ProcessGroups | None) -> PipelineRunner:
+    name = schedule or ("1F1B" if len(chunks) == 1 else "Interleaved1F1B")
+    kept: PipelineRunner | None = getattr(chunks[0], RUNNER, None)
+    if kept is not None and kept.kind is find_schedule(name) and _same(kept.chunks, chunks):
+        return kept
+    held = groups or getattr(chunks[0], "groups", None) or parallel_state.get_process_groups()
+    pp = held.size("pp")
+    # Which layers a chunk holds is the model's affair here.
+    layout = PipelineLayout((0,) * (pp * len(chunks)), pp, find_schedule(name).placement)
+    runner = PipelineRunner(chunks, layout, _no_step, (), schedule=name, pg_collection=held)
+    setattr(chunks[0], RUNNER, runner)
+    return runner
+
+
+def _same(kept: Sequence[nn.Module], given: Sequence[nn.Module]) -> bool:
+    return len(kept) == len(given) and all(a is b for a, b in zip(kept, given, strict=True))
+
+
+def _no_step(chunk: nn.Module, microbatch: Any, hidden: Any) -> Any:
+    raise RuntimeError("the forward step is set by every call")
+
+
+def _forward_step(runner: PipelineRunner, func: ForwardStepFunc, iterators: list[Any]) -> ForwardStep:
+    position_of = {id(chunk): position for position, chunk in enumerate(runner.chunks)}
+    context_size = runner.groups.size("cp")
+
+    def step(chunk: nn.Module, _microbatch: Any, hidden: Any) -> Any:
+        position = position_of[id(chunk)]
+        inner = _takes_input(chunk)
+        inner.set_input_tensor(hidden)
+        output, loss_func = func(iterators[position], chunk)
+        inner.set_input_tensor(None)
+        if runner.stage_numbers[position] < runner.layout.num_stages - 1:
+            return output
+        loss = loss_func(output)
+        if len(loss) == 2:
+            return MicrobatchLoss(loss[0] * context_size, None, loss[1])
+        return MicrobatchLoss(*loss)
+
+    return step
+
+
+def _takes_input(chunk: nn.Module) -> Any:
+    part: Any = chunk
+    while not hasattr(part, "set_input_tensor"):
+        if not hasattr(part, "module"):
+            raise ValueError(
+                f"a {type(part).__name__} was given as a model chunk and has no set_input_tensor(hidden), by which a "
+                "stage takes what the stage before sent"
+            )
+        part = part.module
+    return part
