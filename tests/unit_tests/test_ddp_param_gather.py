@@ -25,18 +25,28 @@ class SlowHandle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         part = full.numel() // size
         self.part = full[rank * part : (rank + 1) * part].clone()
+        self.waited = False
         full.fill_(float("nan"))  # what a reader without a wait gets
         full[rank * part : (rank + 1) * part].copy_(self.part)
 
     def wait(self) -> None:
+        self.waited = True
         parts = [torch.empty_like(self.part) for _ in range(dist.get_world_size(self.group))]
         # Ranks may wait in different orders; a gather by object would not mind, so this one must not either.
         dist.all_gather(parts, self.part, group=self.group)
         self.full.copy_(torch.cat(parts))
 
 
-def gather_slowly(ddp: DistributedDataParallel) -> None:
-    ddp.param_sync.collectives.all_gather = lambda full, group: SlowHandle(full, group)
+def gather_slowly(ddp: DistributedDataParallel) -> list[SlowHandle]:
+    """Returns the list that all gathers from now on are put in."""
+    handles: list[SlowHandle] = []
+
+    def all_gather(full: torch.Tensor, group: dist.ProcessGroup) -> SlowHandle:
+        handles.append(SlowHandle(full, group))
+        return handles[-1]
+
+    ddp.param_sync.collectives.all_gather = all_gather
+    return handles
 
 
 def sgd_on_shards(ddp: DistributedDataParallel) -> None:
@@ -141,7 +151,7 @@ def test_a_forward_under_no_grad_and_a_state_dict_wait_for_all_gathers(rank: int
         model = Functional()
         plain = copy.deepcopy(model)
         ddp = wrap(model, use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True)
-        gather_slowly(ddp)
+        handles = gather_slowly(ddp)
         for step in range(3):
             ddp.zero_grad_buffer()
             functional_loss(ddp, rank, step).backward()
@@ -167,6 +177,7 @@ def test_a_forward_under_no_grad_and_a_state_dict_wait_for_all_gathers(rank: int
                 for name, want in plain.state_dict().items():
                     assert torch.allclose(state[name], want, rtol=1e-9, atol=1e-12), (what, name)
         ddp.finish_param_sync()
+        assert handles and all(handle.waited for handle in handles), f"{what}: a gather was given up in flight"
         assert_weights(ddp, plain, step)
 
 
