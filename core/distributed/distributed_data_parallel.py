@@ -22,10 +22,10 @@ from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
-from core.distributed.launch_turns import LaunchTurns
 from core.distributed.model_plan import ModelPlan, option_table, plan_model, shard_group_name
 from core.distributed.model_watch import ModelWatch
 from core.distributed.param_sync import ParamSync, finish_gathers
+from core.distributed.shared_wire import SharedWire
 from core.distributed.step_guard import StepGuard
 from core.process_groups import ProcessGroups
 
@@ -46,6 +46,9 @@ class DistributedDataParallel(nn.Module):
     ddp_config: how gradients are kept and reduced. module: any nn.Module whose parameters lie on one device.
     disable_bucketing: one bucket a buffer, for chunks whose gradients are not on the critical path.
     pg_collection: ProcessGroups; parallel_state's by default.
+
+    Several wrapped models on the same groups reduce in their `finalize_model_grads`, not in backward: ranks may use
+    them in different orders. To overlap, wrap them as one module.
 
     After `finalize_model_grads` gradients are the mean over the data-parallel ranks of what each rank's backwards
     added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded,
@@ -70,6 +73,8 @@ class DistributedDataParallel(nn.Module):
         self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
         self.groups.require("dp_cp")
         one_bucket = disable_bucketing or self.groups.rank("pp") > 0
+        wire = SharedWire.of(self.groups)
+        wire.quiesce()
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
         self.collectives = Collectives(
@@ -88,11 +93,10 @@ class DistributedDataParallel(nn.Module):
             self.collectives,
             self._control_groups(order),
             ModelWatch(module, self.plan, order).problems,
-            LaunchTurns.of(self.groups),
+            wire,
             overlap=ddp_config.overlap_grad_reduce,
             watch=self.nan_watch,
         )
-        self.reducer.held = getattr(config, "virtual_pipeline_model_parallel_size", None) is not None
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         self.param_sync = ParamSync(order, Collectives(), module, overlap=ddp_config.overlap_param_gather)
         self.stages_checked = False
@@ -207,7 +211,7 @@ class DistributedDataParallel(nn.Module):
             if reducer is not None and param_sync is not None:
                 param_sync.before_forward()
                 if torch.is_grad_enabled():
-                    reducer.begin_forward()
+                    reducer.forward_seen = True
 
         def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             param_sync = param_sync_of()

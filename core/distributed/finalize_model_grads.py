@@ -15,7 +15,7 @@ from core.distributed.bucket import BucketState, SyncError
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.grad_sync import check_stages, sync_across_stages
 from core.distributed.guards import check_finite, check_replicas
-from core.distributed.launch_turns import link_chunks
+from core.distributed.shared_wire import link_chunks
 from core.process_groups import ProcessGroups
 
 
@@ -46,7 +46,7 @@ def finalize_model_grads(
     config = chunks[0].config
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
 
-    if any(chunk.reducer.held for chunk in chunks):
+    if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
         for chunk in reversed(chunks):  # the order of backward

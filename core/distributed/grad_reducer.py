@@ -19,7 +19,7 @@ import torch.distributed as dist
 from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
 from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
 from core.distributed.guards import NonFiniteWatch
-from core.distributed.launch_turns import LaunchTurns
+from core.distributed.shared_wire import SharedWire
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class GradReducer:
         collectives: Collectives,
         control: Sequence[ControlGroup],
         problems: Callable[[], list[str]],
-        turns: LaunchTurns,
+        wire: SharedWire,
         *,
         overlap: bool,
         watch: NonFiniteWatch | None = None,
@@ -67,7 +67,8 @@ class GradReducer:
         self.collectives = collectives
         self.control = list(control)
         self.problems = problems
-        self.turns = turns
+        self.wire = wire
+        wire.join(self)
         self.overlap = overlap
         self.watch = watch
         self.next = 0  # index into `order` of the bucket to launch next
@@ -77,7 +78,6 @@ class GradReducer:
         self.attached = False  # are the reduced ones back in `.grad`, where the user may drop them?
         self.dirty = False  # has a gradient of this step arrived?
         self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
-        self.held = False  # the order of several chunks is not known yet (see link_chunks): backward launches nothing
         self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
@@ -98,18 +98,16 @@ class GradReducer:
         if bucket.state is BucketState.IN_FLIGHT:
             bucket.has_late = True
         if self.overlap and self.no_sync_depth == 0:
-            if not self.synced_backward:
-                self.synced_backward = True
-                self.turns.enter(self)
+            self.synced_backward = True
             if bucket.arrive(index) or self.next_is_ready:
                 self.advance()
 
     @property
     def next_is_ready(self) -> bool:
         """Can the bucket whose turn it is be launched?"""
-        if self.held or self.next == len(self.order) or self.order[self.next].pending > 0:
+        if self.next == len(self.order) or self.order[self.next].pending > 0:
             return False
-        return self.turns.has_turn(self)
+        return self.wire.is_own(self.unit()) and all(other.all_launched for other in self._before())
 
     @property
     def all_launched(self) -> bool:
@@ -134,11 +132,9 @@ class GradReducer:
         members = [member for member in (reference() for reference in self.linked) if member is not None]
         return members or [self]
 
-    def begin_forward(self) -> None:
-        """A forward that may be followed by a backward begins."""
-        self.forward_seen = True
-        if self.overlap and self.no_sync_depth == 0:
-            self.turns.enter(self)
+    def _before(self) -> list[GradReducer]:
+        unit = self.unit()
+        return unit[: unit.index(self)]
 
     def _reopen(self, bucket: Bucket, index: int) -> None:
         if bucket.state is BucketState.REDUCED and not bucket.full:
@@ -165,7 +161,7 @@ class GradReducer:
         self.collectives.traffic.reset()
         self.next = 0
         self.force_all_reduce = False
-        self.dirty = self.synced_backward = False
+        self.dirty = self.synced_backward = self.forward_seen = False
         self.open = True
         self.attached = False
 
@@ -190,9 +186,8 @@ class GradReducer:
                     "the last backward under no_sync(), or turn overlap_grad_reduce off"
                 )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        self.turns.enter(self)
-        for other in self.turns.before(self):
-            other.start(force_all_reduce=force_all_reduce and other in self.unit())
+        for other in self._before():
+            other.start(force_all_reduce=force_all_reduce)
         while self.next < len(self.order):
             self._launch_next()
 
@@ -223,7 +218,6 @@ class GradReducer:
             for bucket in self.order:
                 bucket.learn()
         self.open = self.forward_seen = False
-        self.turns.leave(self)
         self._write_report(begun, len(late))
 
     def discard(self) -> None:
