@@ -319,3 +319,34 @@ def test_a_weight_that_is_read_before_its_modules_forward_is_never_stale(rank: i
         else:
             ddp.finish_param_sync()
             assert_weights(ddp, plain, step)
+
+
+class OtherwiseInEvaluation(Changing):
+    """Reads a weight functionally in evaluation only, so that training never shows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if self.training else nn.functional.linear(x, self.second.weight, self.second.bias)
+
+
+@ranks(2)
+def test_an_evaluation_that_reads_weights_in_its_own_way_waits_for_all(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = OtherwiseInEvaluation()
+    plain = copy.deepcopy(model)
+    ddp = wrap(
+        model, use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
+    )
+    gather_slowly(ddp)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        functional_loss(ddp, rank, step).backward()
+        finalize_model_grads([ddp])
+        sgd_on_shards(ddp)
+        ddp.start_param_sync()
+        one_process_step(plain, world, step, functional_loss)
+        ddp.eval()
+        with torch.no_grad():
+            got, want = (functional_loss(m, rank, 99) for m in (ddp, plain))
+        ddp.train()
+        assert torch.allclose(got, want, rtol=1e-9), f"step {step}"

@@ -133,3 +133,23 @@ def test_a_rank_without_a_backward_takes_part_in_the_reduction(rank: int, world:
                 loss(ddp, rank, step).backward()
             finalize_model_grads([ddp])
             assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_a_rank_without_a_backward_after_set_to_none_takes_part_too(rank: int, world: int, strategy: str) -> None:
+    """Its `.grad` are None and a forward ran: that is a new step, though no gradient arrives on this rank."""
+    parallel_state.initialize_model_parallel()
+    for overlap in (False, True):
+        model = Heads()
+        plain = copy.deepcopy(model)
+        loss = LossWith("nothing at all on one rank")
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=1)
+        for step in range(3):
+            for param in ddp.parameters():
+                param.grad = None
+            value = loss(ddp, rank, step)
+            if rank > 0:
+                value.backward()
+            finalize_model_grads([ddp])
+            assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss))
