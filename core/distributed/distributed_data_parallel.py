@@ -20,7 +20,7 @@ from core.distributed.fingerprint import LayoutMismatch, check_same_tables, chec
 from core.distributed.grad_buffer import GradBuffer
 from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
-from core.distributed.gradient_contract import GradientContract, data_group_of
+from core.distributed.gradient_contract import GradientContract, data_group_of, divisor_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
 from core.distributed.model_plan import ModelPlan, option_table, plan_model, shard_group_name
 from core.distributed.model_watch import ModelWatch
@@ -182,16 +182,9 @@ class DistributedDataParallel(nn.Module):
         )
 
     def _scale_before(self, data_group: str) -> float:
-        """What a bucket is multiplied by before its reduction, so that it comes out divided by the whole data group.
-
-        An expert's gradient is a sum over the tokens of all expert-parallel ranks, so its divisor is that of dense
-        parameters although fewer ranks hold it.
-        """
-        if getattr(self.config, "calculate_per_token_loss", False):
-            return 1.0
-        if self.ddp_config.average_in_collective:
-            return self.groups.size(data_group) / self.groups.size("dp_cp")
-        return 1.0 / self.groups.size("dp_cp")
+        """What a bucket is multiplied by before its reduction, to come out divided by the contract's divisor."""
+        averaged = self.groups.size(data_group) if self.ddp_config.average_in_collective else 1
+        return averaged / divisor_of(self.groups, self.config)
 
     def _control_groups(self, order: list[Bucket]) -> list[ControlGroup]:
         control = []

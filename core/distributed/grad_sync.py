@@ -38,14 +38,18 @@ class PendingSync:
                 part.copy_(reduced)
 
 
-def pack(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Cut slices into the lists that travel together: a large one alone, small ones up to PACK_NUMEL elements."""
+def pack(parts: Sequence[torch.Tensor], limit: int | None = None) -> list[list[torch.Tensor]]:
+    """Cut slices into the lists that travel together: a large one alone, small ones up to `limit` elements.
+
+    limit: PACK_NUMEL by default.
+    """
+    limit = PACK_NUMEL if limit is None else limit
     packs: list[list[torch.Tensor]] = []
     room = 0
     for part in parts:
         if part.numel() == 0:
             continue
-        if part.numel() >= IN_PLACE_NUMEL:
+        if part.numel() >= min(IN_PLACE_NUMEL, limit):
             packs.append([part])
             room = 0
         elif part.numel() <= room:
@@ -53,7 +57,7 @@ def pack(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             room -= part.numel()
         else:
             packs.append([part])
-            room = PACK_NUMEL - part.numel()
+            room = limit - part.numel()
     return packs
 
 

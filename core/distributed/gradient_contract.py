@@ -98,6 +98,15 @@ def data_group_of(param: nn.Parameter) -> str:
     return "dp_cp" if getattr(param, "allreduce", True) else "expt_dp"
 
 
+def divisor_of(groups: ProcessGroups, config: Any) -> int:
+    """What the sum of a gradient over its data group is divided by: the whole data group, for experts too.
+
+    An expert's gradient is a sum over the tokens of all expert-parallel ranks, though fewer ranks hold a copy of it.
+    With `calculate_per_token_loss` nothing: finalize_model_grads divides by the number of tokens.
+    """
+    return 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
+
+
 def shared_copies(module: nn.Module, pre_process_attr: str = "position_embeddings") -> tuple[set[int], set[int]]:
     """Ids of the word and of the position embedding weights that modules name the way Megatron's models do."""
     word: set[int] = set()
@@ -195,7 +204,7 @@ def read_contract(
             )
 
     data_group = data_group_of(param)
-    divisor = 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
+    divisor = divisor_of(groups, config)
     sharded_over = tuple(
         axis
         for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", True))

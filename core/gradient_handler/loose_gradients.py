@@ -8,7 +8,7 @@ and step. A difference is an error on all of them, never a wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,8 @@ class LooseReduction:
             if gradient.scale != 1.0:
                 part.mul_(gradient.scale)  # before the sum, as in the engine's buckets: fp16 does not overflow
         flying: deque[PendingSync] = deque()
-        for together in _packs(parts, self.cap_bytes):
+        limit = None if self.cap_bytes is None else max(1, self.cap_bytes // dtype.itemsize)
+        for together in pack(parts, limit):
             if len(flying) == IN_FLIGHT:
                 flying.popleft().wait()
             flat = _on_wire(together[0] if len(together) == 1 else torch.cat(together), group)
@@ -150,23 +151,6 @@ def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
         param.grad = reduced.view(param.shape)
     elif grad.data_ptr() != reduced.data_ptr():
         grad.copy_(reduced.view(grad.shape))
-
-
-def _packs(parts: Sequence[torch.Tensor], cap_bytes: int | None) -> Iterable[list[torch.Tensor]]:
-    """What travels together: as the engine packs, under a cap at most so many bytes (or one tensor)."""
-    if cap_bytes is None:
-        yield from pack(parts)
-        return
-    run: list[torch.Tensor] = []
-    held = 0
-    for part in parts:
-        nbytes = part.numel() * part.element_size()
-        if run and held + nbytes > cap_bytes:
-            yield from pack(run)
-            run, held = [], 0
-        run.append(part)
-        held += nbytes
-    yield from pack(run)
 
 
 def _by_group(gradients: Sequence[LooseGradient]) -> list[list[LooseGradient]]:
