@@ -65,14 +65,23 @@ def check_same_tables(
     raise LayoutMismatch(difference or f"the models of group {group_name!r} {ranks} differ")
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two int64 sums over the bits of a tensor, the second one position dependent; equal for equal tensors."""
+def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Three int64 sums over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
+
+    Equal for equal tensors; one changed element, or two exchanged ones, change at least one of the sums.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
-        return 0, 0
+        return 0, 0, 0
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point or flat.dtype.is_complex else flat
-    columns = min(61, bits.numel())
-    rows = bits[: bits.numel() // columns * columns].view(-1, columns).sum(dim=0, dtype=torch.int64)
-    weighted = (rows * torch.arange(1, columns + 1, device=rows.device)).sum()
-    return int(bits.sum(dtype=torch.int64)), int(weighted)
+    bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point else flat
+    width = 61
+    body, tail = bits[: bits.numel() // width * width].view(-1, width), bits[bits.numel() // width * width :]
+    columns = body.sum(dim=0, dtype=torch.int64)
+    columns[: tail.numel()] += tail
+    rows = torch.cat([body.sum(dim=1, dtype=torch.int64), tail.sum(dtype=torch.int64).reshape(1)])
+    return int(columns.sum()), int((columns * _count(columns)).sum()), int((rows * _count(rows)).sum())
+
+
+def _count(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, like.numel() + 1, device=like.device)
