@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -214,7 +214,7 @@ def build(plan: Plan, config: ModelParallelConfig, rank: int, chunk: int) -> Dis
 
 
 def checked(plan: Plan, rank: int) -> Iterator[list[str]]:
-    """What is wrong after each of three steps, the second one of two microbatches."""
+    """What is wrong after each of four steps: of one backward, of two microbatches, of one, of two synced backwards."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=plan.tp,
         pipeline_model_parallel_size=plan.pp,
@@ -232,12 +232,12 @@ def checked(plan: Plan, rank: int) -> Iterator[list[str]]:
     )
     chunks = [build(plan, config, rank, chunk) for chunk in range(plan.chunks)]
     tokens = torch.tensor(plan.tokens[rank]) if plan.per_token else None
-    for backwards in (1, 2, 1):
+    for backwards, synced in ((1, True), (2, False), (1, True), (2, True)):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         for number, chunk in reversed(list(enumerate(chunks))):
             for _ in range(backwards - 1):
-                with chunk.no_sync():
+                with nullcontext() if synced else chunk.no_sync():
                     chunk((number + 1) * 10.0**rank).backward()
             chunk((number + 1) * 10.0**rank).backward()
         finalize_model_grads(chunks, num_tokens=tokens)
