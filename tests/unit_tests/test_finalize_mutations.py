@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from core.distributed import DistributedDataParallel, declare_gradient, finalize_model_grads
-from core.distributed.gradient_contract import GradSyncRule
+from core.distributed import ContractError, DistributedDataParallel, declare_gradient, finalize_model_grads
+from core.distributed.gradient_contract import DEFAULT_RULES, GradSyncRule
 from core.model_parallel_config import ModelParallelConfig
 from tests.unit_tests.rank_codes import (
     MUTATIONS,
@@ -87,6 +88,19 @@ def expert(rank: int, strategy: str) -> Scenario:
     return one(Bag(w=ODD).tag("w", allreduce=False), config, {"w": own_data_group(rank) / 4}, strategy)
 
 
+def expert_sequence_parallel(rank: int, strategy: str) -> Scenario:
+    # expert tp [0, 1] [2, 3] x ep 2 fill the world: the data size is 2, and nobody shares an expert
+    config = start(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+    bag = Bag(w=ODD).tag("w", allreduce=False, sequence_parallel=True)
+    return one(bag, config, {"w": (digits(0, 1) if rank < 2 else digits(2, 3)) / 2}, strategy)
+
+
+def expert_averaged(rank: int, strategy: str) -> Scenario:
+    config = start(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+    bag = Bag(w=ODD).tag("w", allreduce=False, average_gradients_across_tp_domain=True)
+    return one(bag, config, {"w": (digits(0, 1) if rank < 2 else digits(2, 3)) / 4}, strategy)
+
+
 def users_rule(rank: int, strategy: str) -> Scenario:
     config = start(expert_model_parallel_size=2)
     bag = Bag(w=ODD).tag("w", allreduce=False)
@@ -111,6 +125,8 @@ SCENARIOS = {
     "word embedding": (word_embedding, "embd"),
     "position embedding": (position_embedding, "pos_embd"),
     "expert": (expert, "expt_dp"),
+    "expert sequence parallel": (expert_sequence_parallel, "expt_tp"),
+    "expert averaged": (expert_averaged, "expt_tp"),
     "rule of the user": (users_rule, "ep"),
     "per token": (per_token, "dp_cp"),
 }
@@ -180,3 +196,44 @@ def test_a_router_bias_of_this_ranks_tokens_only_is_noticed(rank: int, world: in
         finalize_model_grads([ddp])
     bias = {"bias": float(router.expert_bias[0])}
     assert hits and red_somewhere([bias], [{"bias": 0.25}])
+
+
+RULES = {  # scenario -> the rule that it needs
+    "sequence parallel": "tensor-parallel sum",
+    "averaged": "tensor-parallel mean",
+    "expert sequence parallel": "expert tensor-parallel sum",
+    "expert averaged": "expert tensor-parallel mean",
+    "pipeline replicated": "pipeline-replicated sum",
+    "word embedding": "tied word embedding sum",
+    "position embedding": "position embedding sum",
+}
+
+
+def test_every_built_in_rule_is_tested() -> None:
+    assert {rule.name for rule in DEFAULT_RULES} == set(RULES.values())
+
+
+@ranks(4)
+@pytest.mark.parametrize("scenario", RULES)
+def test_a_rule_with_the_other_operation_turns_the_check_red(rank: int, world: int, scenario: str) -> None:
+    changed = tuple(
+        replace(rule, op="mean" if rule.op == "sum" else "sum") if rule.name == RULES[scenario] else rule
+        for rule in DEFAULT_RULES
+    )
+    with mock.patch("core.distributed.model_plan.DEFAULT_RULES", changed):
+        chunks, expected, arguments = SCENARIOS[scenario][0](rank, "no_shard")
+        assert red_somewhere(step(chunks, **arguments), expected)
+
+
+@ranks(4)
+@pytest.mark.parametrize("scenario", RULES)
+def test_a_model_that_needs_a_missing_rule_is_refused(rank: int, world: int, scenario: str) -> None:
+    remaining = tuple(rule for rule in DEFAULT_RULES if rule.name != RULES[scenario])
+    refused = False
+    with mock.patch("core.distributed.model_plan.DEFAULT_RULES", remaining):
+        try:
+            SCENARIOS[scenario][0](rank, "no_shard")
+        except ContractError as refusal:
+            refused = True
+            assert "no sync rule reduces it" in str(refusal)
+    assert somewhere(refused)
