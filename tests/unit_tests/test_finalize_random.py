@@ -30,6 +30,7 @@ KINDS = (
     "pipeline sequence",
     "expert",
     "expert sharded",
+    "expert sequence",
     "word",
     "word sharded",
 )
@@ -165,6 +166,8 @@ def expected(plan: Plan, rank: int, chunk: int, name: str, kind: str, backwards:
         value = sum(whole(r, c, name) for r in sharing(plan, rank, *axes) for c in range(plan.chunks))
     elif kind == "declared" or (kind == "sequence" and sequence_parallel(plan)):
         value = sum(whole(r, chunk, name) for r in sharing(plan, rank, "cp", "dp", "pp"))
+    elif kind == "expert sequence" and sequence_parallel(plan):
+        value = sum(whole(r, chunk, name) for r in sharing(plan, rank, "ep", "edp", "epp"))
     elif kind == "averaged":
         value = sum(whole(r, chunk, name) for r in sharing(plan, rank, "cp", "dp", "pp")) / plan.tp
     else:
@@ -207,6 +210,8 @@ def build(plan: Plan, config: ModelParallelConfig, rank: int, chunk: int) -> Dis
             bag.tag(name, allreduce=False)
         if "word" in kind and plan.pp > 1:
             bag.tag(name, shared_embedding=True)
+        if kind == "expert sequence":
+            bag.tag(name, sequence_parallel=sequence_parallel(plan))
         if not split and kind not in ("declared", "averaged") and "expert" not in kind:
             bag.tag(name, sequence_parallel=sequence_parallel(plan) and "sequence" in kind)
     bag.unused = frozenset(name for name, _, _ in here if (rank, chunk, name) in plan.skipped)
