@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.stage import check_sent
 
 
 def forward_only(
@@ -40,6 +41,7 @@ def forward_only(
             output = runs[stage](number, inputs)
             if stage == layout.num_stages - 1:
                 continue
+            check_sent(output, received(stage + 1), stage)
             local = tuple(output) if isinstance(output, (tuple, list)) else (output,)
             if layout.rank_of(stage + 1) != layout.rank_of(stage):
                 for tensor in local:

@@ -82,7 +82,7 @@ class PipelineLayout:
         if rest or num_layers < 1:
             below, above = (m - extra for m in _multiples(num_layers + extra, stages))
             sizes = [size for size in range(1, num_layers + 1) if (num_layers + extra) % (size * chunks) == 0]
-            near = sorted(sorted(sizes, key=lambda size: abs(size - pp))[:2])
+            near = [*[size for size in sizes if size < pp][-1:], *[size for size in sizes if size > pp][:1]]
             counted = f" + {extra} for embedding and head" if extra else ""
             others = f", or pp {' or '.join(map(str, near))}" if near else ""
             raise ValueError(

@@ -17,7 +17,7 @@ from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
-from core.pipeline_parallel.stage import Stage
+from core.pipeline_parallel.stage import LOSS_DTYPE, Stage
 from core.process_groups import ProcessGroups
 
 
@@ -178,7 +178,7 @@ class PipelineRunner:
         if self.stage_numbers[position] < self.layout.num_stages - 1:
             return output
         loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
-        return self._record(loss, number).reshape(1)
+        return self._record(loss, number).to(LOSS_DTYPE).reshape(1)
 
     def _record(self, loss: MicrobatchLoss, number: int) -> Tensor:
         value = loss.value

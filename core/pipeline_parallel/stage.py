@@ -14,6 +14,7 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
 
 Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, what the stage before sent) -> output or loss
+LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it with what was declared
 
 
 class Stage(PipelineStage):
@@ -44,12 +45,12 @@ class Stage(PipelineStage):
             layout.num_stages,
             device,
             input_args=tuple(received),
-            output_args=(torch.empty(1, device="meta"),) if is_last else tuple(sent),
+            output_args=(torch.empty(1, dtype=LOSS_DTYPE, device="meta"),) if is_last else tuple(sent),
             group=group,
             dw_builder=self._take_weight_work,
         )
         self.run_chunk = forward
-        self.sent = [] if is_last else list(sent)
+        self.sent = list(sent)
         self.before_last = before_last
         self.after_last = after_last
         self.microbatch = 0
@@ -62,14 +63,20 @@ class Stage(PipelineStage):
         self.weight_work = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Note which microbatch it is."""
+        """Note which microbatch it is; an error of the model leaves as it is, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The chunk on this microbatch; the first stage takes its input from the data."""
         output = self.run_chunk(self.microbatch, args)
-        self._check_sent(output)
+        if not self.is_last:
+            check_sent(output, self.sent, self.stage_index)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
@@ -88,6 +95,11 @@ class Stage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without messages to this rank itself, which torch 2.11 posts where a V turns around and gloo refuses."""
+        mine = dist.get_rank()
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
+
     def _take_weight_work(self) -> Callable[[], None]:
         work, self.weight_work = self.weight_work, []
 
@@ -103,15 +115,14 @@ class Stage(PipelineStage):
         if self.backwards_left == 0:
             self.after_last()
 
-    def _check_sent(self, output: Any) -> None:
-        """What the next stage expects is what it gets; else it would wait for bytes that never come."""
-        if self.is_last:
-            return
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        got = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
-        expected = [(tuple(tensor.shape), tensor.dtype) for tensor in self.sent]
-        if got != expected:
-            raise ValueError(
-                f"stage {self.stage_index} of {self.num_stages} was declared to send {expected} and its forward gives "
-                f"{got}; all microbatches of a step have one shape, the one given as `activations`"
-            )
+
+def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
+    """Raise ValueError unless a stage gives what the next expects, which would wait for bytes that never come."""
+    outputs = output if isinstance(output, (tuple, list)) else (output,)
+    got = [(list(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs]
+    declared = [(list(t.shape), t.dtype) for t in expected]
+    if got != declared:
+        raise ValueError(
+            f"stage {stage} was declared to send {declared} and its forward gives {got}; all microbatches of a step "
+            "have one shape, the one given as `activations`"
+        )
