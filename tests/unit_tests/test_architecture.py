@@ -21,6 +21,7 @@ FLOORS = {
     "core.distributed.grad_buffer": 1,
     "core.distributed.bucket": 1,
     "core.distributed.collectives": 1,
+    "core.context_parallel": 2,
     "core.tensor_parallel": 2,
     "core.transformer": 2,
     "core.models": 2,

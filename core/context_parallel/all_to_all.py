@@ -1,0 +1,79 @@
+"""Heads instead of positions: an all-to-all gives each rank the whole sequence of some heads, another one returns it.
+
+DeepSpeed-Ulysses, arXiv 2309.14509. What it sends does not grow with the number of ranks; that number is limited by the
+number of key/value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from core.context_parallel.documents import visible_tokens
+from core.context_parallel.sequence_split import join_sequence, rank_order
+
+
+def all_to_all_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
+) -> Tensor:
+    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
+    size = dist.get_world_size(group)
+    heads, groups = query.shape[2], key.shape[2]
+    check_heads(heads, groups, size)
+    # [cp, s / cp, b, (heads + 2 groups) / cp, d]: one message a rank, with its queries, keys and values.
+    by_heads = [rearrange(part, "s b (cp n) d -> cp s b n d", cp=size) for part in (query, key, value)]
+    mixed = rearrange(_exchange(torch.cat(by_heads, dim=3), group), "cp s b n d -> (cp s) b n d")
+    mixed = rearrange(join_sequence(mixed, 0, size), "s b n d -> b n s d")
+    query, key, value = mixed.split([heads // size, groups // size, groups // size], dim=1)
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if documents is None else visible_tokens(documents),
+        is_causal=documents is None,
+        enable_gqa=heads != groups,
+    )
+    parts = rank_order(rearrange(output, "b n s d -> s b n d"), 0, size)
+    returned = _exchange(rearrange(parts, "(cp s) b n d -> cp s b n d", cp=size), group)
+    return rearrange(returned, "cp s b n d -> s b (cp n) d")
+
+
+def check_heads(heads: int, groups: int, cp: int) -> None:
+    """ValueError, with the arithmetic and the legal sizes, for heads of one rank that do not divide over cp."""
+    if groups % cp == 0:
+        return
+    legal = [size for size in range(1, groups + 1) if groups % size == 0]
+    sizes = [*[size for size in legal if size < cp][-1:], *[size for size in legal if size > cp][:1]]
+    more = -(-groups // cp) * cp
+    raise ValueError(
+        f"cp_comm_type 'a2a' gives each of {cp} context-parallel ranks whole heads, and a tensor-parallel rank has "
+        f"{groups} of keys and values and {heads} of queries: {groups} / {cp} = {groups / cp:g}; use "
+        f"context_parallel_size {' or '.join(map(str, sizes))}, {more} key/value heads, or cp_comm_type "
+        f"'p2p' or 'all_gather'"
+    )
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(parts, group)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """[cp, ...]: part r goes to rank r, and what rank r sent here becomes part r. Its own inverse, so its own dual."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None

@@ -1,0 +1,35 @@
+"""The ways in which context-parallel ranks see each other's keys and values, by Megatron's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from core.context_parallel.all_gather import all_gather_attention
+from core.context_parallel.all_to_all import all_to_all_attention
+
+COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tensor | None], Tensor]] = {
+    "all_gather": all_gather_attention,
+    "a2a": all_to_all_attention,
+}
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    comm_type: str,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries to the whole sequence's keys: [s / cp, b, heads, d].
+
+    query: [s / cp, b, heads, d], key and value: [s / cp, b, groups, d], split as `split_sequence` does. documents:
+    [b, s] of the whole sequence, on every rank; a token sees its own document only. Collective over `group`, forward
+    and backward; the gradients of keys and values are those of all ranks' queries.
+    """
+    if comm_type not in COMM_TYPES:
+        raise ValueError(f"cp_comm_type is {comm_type!r}, expected one of {tuple(COMM_TYPES)}")
+    return COMM_TYPES[comm_type](query, key, value, group, documents)

@@ -1,0 +1,46 @@
+"""Packed documents: which tokens see which, and what a model is told of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.context_parallel.sequence_split import join_sequence
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """What attention must know of a microbatch's tokens besides their hidden states.
+
+    documents: [b, s], one number a token of the whole sequence, on every rank; a token attends to those before it with
+    the same number. positions: [b, s / cp], those of this rank's tokens, where they are not counted through.
+    """
+
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def pack_tokens(
+    document_ids: Tensor | None, position_ids: Tensor | None, cp_group: dist.ProcessGroup | None
+) -> PackedTokens | None:
+    """PackedTokens of this rank's document_ids and position_ids, [b, s / cp] each; None where there are neither.
+
+    Collective over the group where document_ids are given.
+    """
+    if document_ids is None:
+        return None if position_ids is None else PackedTokens(positions=position_ids)
+    size = 1 if cp_group is None else dist.get_world_size(cp_group)
+    if size == 1:
+        return PackedTokens(document_ids, position_ids)
+    parts = [torch.empty_like(document_ids, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, document_ids.contiguous(), group=cp_group)
+    return PackedTokens(join_sequence(torch.cat(parts, 1), 1, size), position_ids)
+
+
+def visible_tokens(documents: Tensor) -> Tensor:
+    """Pairs of query and key [b, 1, s, s] where the key is of the same document and not later."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
