@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -291,4 +292,13 @@ def test_the_ends_of_a_v_on_one_rank_share_the_tied_weight(rank: int, world: int
         first, last = (chunk.module.shared_embedding_or_output_weight() for chunk in runner.chunks)
         assert first is last
         assert "output_layer.weight" not in names
+        # Torch's schedules end with the first stage; if one did not, its embedding would wait for the head.
+        completed: list[int] = []
+        for position, sync in enumerate(runner.syncs):
+            sync.complete = partial(completed.append, position)
+        runner._begin([None])
+        runner._backwards_done(0)
+        assert completed == []
+        runner._backwards_done(1)
+        assert sorted(completed) == [0, 1]
     assert dist.get_world_size(parallel_state.get_process_groups().pp) == 2
