@@ -9,8 +9,10 @@ from torch import Tensor
 
 from core.context_parallel.all_gather import all_gather_attention
 from core.context_parallel.all_to_all import all_to_all_attention
+from core.context_parallel.ring import ring_attention
 
 COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tensor | None], Tensor]] = {
+    "p2p": ring_attention,
     "all_gather": all_gather_attention,
     "a2a": all_to_all_attention,
 }
