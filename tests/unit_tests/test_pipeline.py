@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from core.pipeline_parallel import PipelineLayout, plan_pipeline
+from core.pipeline_parallel import PipelineLayout, PipelineRunner, plan_pipeline
 from tests.unit_tests.pipeline_reference import build_whole, check_steps, start_pipeline
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import whole_grads
 
 UNTIED = {"share_embeddings_and_output_weights": False}
 
@@ -112,3 +114,28 @@ def test_losses_are_scaled_by_the_users_function(rank: int, world: int, schedule
     config = {"grad_scale_func": lambda loss: loss * 8.0, "calculate_per_token_loss": per_token}
     runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, config=config)
     check_steps(runner, build_whole(), 4, per_token=per_token, scale=8.0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_kept_in_fp32(rank: int, world: int, schedule: str, dtype: torch.dtype) -> None:
+    layout = plan_pipeline(4, 2, schedule=schedule)
+    runner = start_pipeline(layout, schedule, config={"params_dtype": dtype}, ddp={"grad_reduce_in_fp32": True})
+    whole = build_whole(params_dtype=dtype).double()
+    rtol = 0.1 if dtype == torch.bfloat16 else 1e-4
+    check_steps(runner, whole, 4, rtol=rtol)
+    assert all(grad.dtype == torch.float32 for chunk in runner.chunks for grad in whole_grads(chunk).values())
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_gradients_that_were_set_to_none_between_steps(rank: int, world: int, schedule: str, overlap: bool) -> None:
+    def clear(runner: PipelineRunner) -> None:
+        for chunk in runner.chunks:
+            for param in chunk.parameters():
+                param.grad = None
+
+    runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, ddp={"overlap_grad_reduce": overlap})
+    check_steps(runner, build_whole(), 4, steps=3, clear=clear)
