@@ -1,0 +1,17 @@
+"""Mixture of experts: the router, the experts of a rank, and the tokens' way to them and back."""
+
+from core.moe.experts import Experts
+from core.moe.moe_layer import MoELayer
+from core.moe.router import MoEAuxLossAutoScaler, TopKRouter
+from core.moe.shared_experts import SharedExpert
+from core.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher
+
+__all__ = [
+    "AllGatherTokenDispatcher",
+    "AllToAllTokenDispatcher",
+    "Experts",
+    "MoEAuxLossAutoScaler",
+    "MoELayer",
+    "SharedExpert",
+    "TopKRouter",
+]

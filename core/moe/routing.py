@@ -1,0 +1,88 @@
+"""Which experts a token goes to, with what weight, and how uneven that is: functions from logits to values.
+
+Logits, probabilities and choices are [tokens, experts]; a choice is a boolean, a probability is 0 where not chosen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def choose(
+    logits: Tensor,
+    topk: int,
+    *,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    expert_bias: Tensor | None = None,
+    scaling_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Probabilities and choices of the `topk` experts of each token.
+
+    The bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) decides about the choice only: the weight of an expert is
+    its own score, so the bias needs no gradient.
+    """
+    if score_function == "sigmoid":
+        scores = torch.sigmoid(logits)
+        ranking = scores if expert_bias is None else scores + expert_bias
+        experts = ranking.detach().topk(topk, dim=-1).indices
+        chosen = scores.gather(-1, experts)
+        if topk > 1:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
+    elif pre_softmax:
+        chosen, experts = torch.softmax(logits, dim=-1).topk(topk, dim=-1)
+    else:
+        chosen, experts = logits.topk(topk, dim=-1)
+        chosen = torch.softmax(chosen, dim=-1)
+    if scaling_factor is not None:
+        chosen = chosen * scaling_factor
+    probs = torch.zeros_like(logits).scatter(-1, experts, chosen)
+    choices = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
+    return probs, choices
+
+
+def balance_scores(logits: Tensor, score_function: str) -> Tensor:
+    """How much a token leans to each expert, summing to 1: what a load-balancing loss can move."""
+    if score_function == "sigmoid":
+        scores = torch.sigmoid(logits)
+        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+    return torch.softmax(logits, dim=-1)
+
+
+def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
+    """The most tokens that an expert takes from a rank which has `tokens` of them."""
+    return math.ceil(tokens * topk / experts * factor)
+
+
+def drop_overflow(probs: Tensor, choices: Tensor, capacity: int, policy: str) -> tuple[Tensor, Tensor]:
+    """Keep at most `capacity` choices of each expert: the most probable ones, or those of the first tokens.
+
+    A dropped choice contributes nothing; the token's other weights stay what they were.
+    """
+    if capacity >= choices.shape[0]:
+        return probs, choices
+    if policy == "position":
+        kept = choices & (choices.cumsum(dim=0) <= capacity)
+    else:
+        ranking = probs.detach().masked_fill(~choices, -1.0)
+        best = ranking.topk(capacity, dim=0).indices
+        kept = choices & torch.zeros_like(choices).scatter(0, best, True)
+    return probs * kept, kept
+
+
+def load_balancing_loss(score_sums: Tensor, tokens: int, counts: Tensor) -> Tensor:
+    """Switch Transformer's loss (arXiv:2101.03961, equation 4), 1 for an even load, for each row of [..., experts].
+
+    score_sums: `balance_scores` added over this rank's tokens. tokens: those of all ranks that share the loss, whose
+    values add up to it. counts: choices of each expert over everything the load is measured on, without a gradient.
+    """
+    share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    return counts.shape[-1] * (score_sums / max(tokens, 1) * share).sum(dim=-1)
+
+
+def z_loss(logits: Tensor, tokens: int) -> Tensor:
+    """Mean squared log-sum-exp (ST-MoE, arXiv:2202.08906, equation 5); this rank's part of it, of `tokens` in all."""
+    return torch.logsumexp(logits, dim=-1).square().sum() / max(tokens, 1)

@@ -1,0 +1,125 @@
+"""How tokens get to their experts and back: sent one by one, or all tokens to all ranks that share the experts.
+
+Both leave each rank with the tokens of its experts, those of one expert together, and bring back for each token the sum
+of its experts' outputs, weighted by the router's probabilities. Ranks may have different numbers of tokens, and none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.moe.exchange import all_to_all_rows, gather_rows, reduce_scatter_rows
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import gather_first
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Tokens at their experts, and the way back."""
+
+    tokens: Tensor  # [rows, hidden], sorted by local expert
+    tokens_per_expert: list[int]
+    weights: Tensor  # what each sent row counts in its token's sum
+    token_of_row: Tensor
+    num_tokens: int  # that the weighted rows are added up to
+    rows_of_ranks: list[int]  # what each rank of the gathering group gave
+    order: Tensor | None = None  # row received -> row sorted by expert
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class AllToAllTokenDispatcher:
+    """Each chosen token travels to its expert's rank over 'ep'; the ranks of 'expt_tp' then share what they got."""
+
+    def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
+        self.num_experts = num_experts
+        self.ep = groups.ep if groups.size("ep") > 1 else None
+        self.expt_tp = groups.expt_tp if groups.size("expt_tp") > 1 else None
+        self.ep_size, self.ep_rank = groups.size("ep"), groups.rank("ep")
+
+    def dispatch(self, hidden: Tensor, probs: Tensor, choices: Tensor) -> Dispatched:
+        """[tokens, hidden] and what the router says to rows at their experts. Collective over 'ep' and 'expt_tp'."""
+        local = self.num_experts // self.ep_size
+        expert_of_row, token_of_row = choices.t().nonzero(as_tuple=True)  # sorted by expert, so by rank too
+        counts = choices.sum(dim=0).view(1, self.ep_size, local)
+        # [rank of 'ep', my expert]: how many rows come from where; then the same for each rank of 'expt_tp'.
+        arriving = counts[:, 0] if self.ep is None else gather_first(counts, self.ep)[:, self.ep_rank]
+        arriving = arriving.unsqueeze(0)
+        sent = tuple(counts.sum(dim=2).flatten().tolist())
+        received = tuple(arriving.sum(dim=2).flatten().tolist())
+        rows = all_to_all_rows(hidden.index_select(0, token_of_row), sent, received, self.ep)
+        if self.expt_tp is not None:
+            arriving = gather_first(arriving, self.expt_tp)
+        rows_of_ranks = arriving.sum(dim=(1, 2)).tolist()
+        rows = gather_rows(rows, rows_of_ranks, self.expt_tp)
+        expert_of_arrival = torch.arange(local, device=hidden.device).repeat(arriving.numel() // local)
+        order = expert_of_arrival.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        return Dispatched(
+            tokens=rows.index_select(0, order),
+            tokens_per_expert=arriving.sum(dim=(0, 1)).tolist(),
+            weights=probs[token_of_row, expert_of_row],
+            token_of_row=token_of_row,
+            num_tokens=hidden.shape[0],
+            rows_of_ranks=rows_of_ranks,
+            order=order,
+            sent=sent,
+            received=received,
+        )
+
+    def combine(self, output: Tensor, way: Dispatched) -> Tensor:
+        """The experts' output back to [tokens, hidden]. Collective over 'expt_tp' and 'ep'."""
+        assert way.order is not None, "combine got the way of another dispatcher"
+        rows = output.index_select(0, way.order.argsort())
+        rows = reduce_scatter_rows(rows, way.rows_of_ranks, self.expt_tp)
+        rows = all_to_all_rows(rows, way.received, way.sent, self.ep)
+        return _weighted_sum(rows, way).to(output.dtype)
+
+
+class AllGatherTokenDispatcher:
+    """All ranks of 'tp_ep' get all their tokens, run their experts on the chosen ones, and add up what they have."""
+
+    def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
+        several = groups.size("ep") * groups.size("expt_tp") > 1
+        self.group = groups.require("tp_ep") if several else None
+        local = num_experts // groups.size("ep")
+        self.first, self.last = groups.rank("ep") * local, (groups.rank("ep") + 1) * local
+
+    def dispatch(self, hidden: Tensor, probs: Tensor, choices: Tensor) -> Dispatched:
+        """[tokens, hidden] and what the router says to rows at their experts. Collective over 'tp_ep'."""
+        rows_of_ranks = [hidden.shape[0]]
+        if self.group is not None:
+            rows_of_ranks = gather_first(torch.tensor(rows_of_ranks, device=hidden.device), self.group).tolist()
+            hidden = gather_rows(hidden, rows_of_ranks, self.group)
+            probs = gather_rows(probs, rows_of_ranks, self.group)
+            choices = gather_rows(choices.to(torch.uint8), rows_of_ranks, self.group).bool()
+        mine = choices[:, self.first : self.last]
+        expert_of_row, token_of_row = mine.t().nonzero(as_tuple=True)
+        return Dispatched(
+            tokens=hidden.index_select(0, token_of_row),
+            tokens_per_expert=mine.sum(dim=0).tolist(),
+            weights=probs[token_of_row, expert_of_row + self.first],
+            token_of_row=token_of_row,
+            num_tokens=hidden.shape[0],
+            rows_of_ranks=rows_of_ranks,
+        )
+
+    def combine(self, output: Tensor, way: Dispatched) -> Tensor:
+        """The experts' output back to [tokens, hidden]. Collective over 'tp_ep'."""
+        return reduce_scatter_rows(_weighted_sum(output, way).to(output.dtype), way.rows_of_ranks, self.group)
+
+
+def _weighted_sum(rows: Tensor, way: Dispatched) -> Tensor:
+    weighted = rows * way.weights.unsqueeze(1)
+    return weighted.new_zeros(way.num_tokens, rows.shape[1]).index_add(0, way.token_of_row, weighted)
+
+
+def build_dispatcher(
+    kind: str, num_experts: int, groups: ProcessGroups
+) -> AllToAllTokenDispatcher | AllGatherTokenDispatcher:
+    """The dispatcher that `moe_token_dispatcher_type` names."""
+    if kind == "alltoall":
+        return AllToAllTokenDispatcher(num_experts, groups)
+    return AllGatherTokenDispatcher(num_experts, groups)

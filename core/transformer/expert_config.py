@@ -1,0 +1,153 @@
+"""ExpertConfig: what a mixture of experts adds to a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.model_parallel_config import ModelParallelConfig
+
+EXPERT_CHOICES = {
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_dtype": (None, "fp32", "fp64"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
+    "moe_token_drop_policy": ("probs", "position"),
+}
+
+
+@dataclass
+class ExpertConfig(ModelParallelConfig):
+    """Megatron's fields for experts; without `num_moe_experts` none of them is read.
+
+    num_moe_experts: experts of a layer, over all ranks.  moe_layer_freq: one layer in so many has experts, the first
+    one too; or a list of ones and zeros.  moe_ffn_hidden_size: of one expert; None for that of the dense layers.
+    moe_router_topk: experts a token goes to.  moe_router_pre_softmax: softmax over all experts, then top-k; else over
+    the chosen ones.  moe_router_score_function: 'sigmoid' scores each expert for itself, the chosen ones made to sum to
+    1; it allows moe_router_enable_expert_bias.  moe_router_dtype: of the router's product; None for that of its input.
+    moe_router_load_balancing_type: over what the auxiliary loss counts: a data rank's microbatch, each sequence, or the
+    microbatches of all data ranks.  moe_aux_loss_coeff, moe_z_loss_coeff: their weights in the loss.
+    moe_expert_capacity_factor: an expert takes at most this many times its even share of a rank's tokens; None for all.
+    moe_token_drop_policy: keep those with the highest probability, or the first.
+    moe_token_dispatcher_type: 'alltoall' sends tokens to their experts, 'allgather' all tokens to all ranks.
+    moe_shared_expert_intermediate_size: hidden channels of an MLP that every token goes to.  moe_shared_expert_gate:
+    weigh its output by a sigmoid of the token.  moe_grouped_gemm: one kernel for all experts, where torch has it.
+    """
+
+    num_moe_experts: int | None = None
+    moe_layer_freq: int | Sequence[int] = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_dtype: str | None = None
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_expert_capacity_factor: float | None = None
+    moe_token_drop_policy: str = "probs"
+    moe_token_dispatcher_type: str = "allgather"
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_grouped_gemm: bool = False
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Ranks that one expert is split over."""
+        size = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if size is None else size
+
+    def is_moe_layer(self, number: int) -> bool:
+        """Does layer `number`, counted from 0, hold experts?"""
+        if self.num_moe_experts is None:
+            return False
+        if isinstance(self.moe_layer_freq, int):
+            return number % self.moe_layer_freq == 0
+        return bool(self.moe_layer_freq[number])
+
+    def check_experts(self, num_layers: int, ffn_size: int) -> None:
+        """ValueError, with the arithmetic and the nearest legal values, for experts that cannot be built."""
+        experts, ep, etp = self.num_moe_experts, self.expert_model_parallel_size, self.expert_tensor_parallel
+        if experts is None:
+            if ep > 1:
+                raise ValueError(f"expert_model_parallel_size is {ep} and num_moe_experts is None; set num_moe_experts")
+            return
+        for field, choices in EXPERT_CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
+        if experts < 1:
+            raise ValueError(f"num_moe_experts is {experts}, expected at least 1")
+        if experts % ep:
+            below = experts // ep * ep
+            counts = f"{below} or {below + ep}" if below else f"{ep}"
+            sizes = " or ".join(str(size) for size in _nearest_divisors(experts, ep))
+            raise ValueError(
+                f"num_moe_experts {experts} is not divisible by expert_model_parallel_size {ep} ({experts} / {ep} = "
+                f"{experts / ep:g}): each rank must hold whole experts. Use {counts} experts, or an expert-parallel "
+                f"size of {sizes}"
+            )
+        if not 1 <= self.moe_router_topk <= experts:
+            raise ValueError(
+                f"moe_router_topk is {self.moe_router_topk} and there are {experts} experts; a token goes to different "
+                f"experts, so use 1 <= moe_router_topk <= {experts}"
+            )
+        if ffn_size % etp:
+            below = ffn_size // etp * etp
+            raise ValueError(
+                f"an expert's hidden size {ffn_size} is not divisible by its tensor-parallel size {etp} ({ffn_size} / "
+                f"{etp} = {ffn_size / etp:g}); use {f'{below} or ' if below else ''}{below + etp}"
+            )
+        self._check_router()
+        self._check_frequency(num_layers)
+        self._check_shared_expert()
+
+    def _check_router(self) -> None:
+        softmax = self.moe_router_score_function == "softmax"
+        if softmax and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "moe_router_topk is 1 and the softmax comes after the choice: over one expert it is always 1, and the "
+                "router would have no gradient. Set moe_router_pre_softmax=True"
+            )
+        if self.moe_router_pre_softmax and not softmax:
+            raise ValueError("moe_router_pre_softmax=True with moe_router_score_function='sigmoid'; clear one of them")
+        if self.moe_router_enable_expert_bias and softmax:
+            raise ValueError(
+                "moe_router_enable_expert_bias=True with moe_router_score_function='softmax': the bias is made for "
+                "scores between 0 and 1 that do not compete; set moe_router_score_function='sigmoid'"
+            )
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and not factor > 0:
+            raise ValueError(f"moe_expert_capacity_factor is {factor}, expected above 0, or None to drop no token")
+        for field in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if (getattr(self, field) or 0.0) < 0:
+                raise ValueError(f"{field} is {getattr(self, field)}, expected at least 0")
+
+    def _check_frequency(self, num_layers: int) -> None:
+        if isinstance(self.moe_layer_freq, int):
+            if self.moe_layer_freq < 1:
+                raise ValueError(f"moe_layer_freq is {self.moe_layer_freq}, expected at least 1, or a list")
+        elif len(self.moe_layer_freq) != num_layers or not set(self.moe_layer_freq) <= {0, 1}:
+            raise ValueError(
+                f"moe_layer_freq is {list(self.moe_layer_freq)}, expected one 0 or 1 for each of {num_layers} layers"
+            )
+
+    def _check_shared_expert(self) -> None:
+        size, tp = self.moe_shared_expert_intermediate_size, self.tensor_model_parallel_size
+        if size is None:
+            if self.moe_shared_expert_gate:
+                raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
+        elif size < 1 or size % tp:
+            below = max(size, 0) // tp * tp
+            raise ValueError(
+                f"moe_shared_expert_intermediate_size {size} is not divisible by tensor_model_parallel_size {tp} "
+                f"({size} / {tp} = {size / tp:g}); use {f'{below} or ' if below else ''}{below + tp}"
+            )
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of `number` next to `near`, below and above."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size < near]
+    above = [size for size in divisors if size > near]
+    return [*below[-1:], *above[:1]]
