@@ -10,12 +10,29 @@ from torch import Tensor
 from core.context_parallel.all_gather import all_gather_attention
 from core.context_parallel.all_to_all import all_to_all_attention
 from core.context_parallel.ring import ring_attention
+from core.model_parallel_config import ModelParallelConfig
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import group_size, resolve_groups
 
 COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tensor | None], Tensor]] = {
     "p2p": ring_attention,
     "all_gather": all_gather_attention,
     "a2a": all_to_all_attention,
 }
+
+
+def context_parallel_group(
+    config: ModelParallelConfig, pg_collection: ProcessGroups | None
+) -> dist.ProcessGroup | None:
+    """The context-parallel group; None where there is one rank. ValueError if the config was made for another size."""
+    group = resolve_groups(pg_collection).cp
+    if group_size(group) != config.context_parallel_size:
+        raise ValueError(
+            f"config.context_parallel_size is {config.context_parallel_size} and the context-parallel group has "
+            f"{group_size(group)} ranks; call parallel_state.initialize_model_parallel with the same size, or pass "
+            "pg_collection"
+        )
+    return group
 
 
 def context_parallel_attention(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.context_parallel import context_parallel_group, pack_tokens
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from core.tensor_parallel.initialization import normal_init
@@ -46,6 +47,7 @@ class GPTModel(nn.Module):
                 "be whole; pass pre_process, post_process and layer_numbers of its stage"
             )
         tensor_parallel_group(config, groups)  # refuses a config made for another size
+        self.cp_group = context_parallel_group(config, groups)
         self.config = config
         self.pg_collection = groups
         self.pre_process = pre_process
@@ -99,19 +101,30 @@ class GPTModel(nn.Module):
         """The hidden state that the stage before sent; used by the next forward of a stage without embeddings."""
         self._input = hidden
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """Loss of each token [b, s] given labels, else logits [s, b, padded vocab / tp]; hidden before the last stage.
 
-        input_ids, labels: [b, s], the same on all ranks of a tensor-parallel group. Collective over that group.
+        input_ids, labels: [b, s], the same on all ranks of a tensor-parallel group; under context parallelism s is this
+        rank's part of the sequence, from get_batch_on_this_cp_rank. Collective over both groups.
+        position_ids: [b, s]; by default counted from 0 through the sequence. document_ids: [b, s], one number a token;
+        a token sees only those before it with the same number. Where one rank is given either, all of them are.
         Logits beyond vocab_size (padding, on the last ranks) are those of zero rows; the loss leaves them out.
         """
+        packed = pack_tokens(document_ids, position_ids, self.cp_group)
         if self.pre_process:
-            hidden = self.embedding(input_ids)
+            hidden = self.embedding(input_ids, position_ids)
         elif self._input is not None:
             hidden = self._input
         else:
             raise RuntimeError("GPTModel without embeddings (pre_process=False): call set_input_tensor before forward")
-        hidden = self.decoder(hidden)
+        hidden = self.decoder(hidden, packed)
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

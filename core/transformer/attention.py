@@ -1,4 +1,4 @@
-"""Causal self-attention with its heads split over tensor parallelism."""
+"""Causal self-attention with its heads split over tensor, its positions over context parallelism."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.context_parallel import (
+    PackedTokens,
+    context_parallel_attention,
+    context_parallel_group,
+    visible_tokens,
+)
 from core.distributed.gradient_contract import declare_gradient
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.mappings import group_rank, group_size
 from core.transformer.dropout import split_stream
 from core.transformer.norms import build_norm
 from core.transformer.rotary import RotaryEmbedding
@@ -20,7 +27,8 @@ class SelfAttention(nn.Module):
     """Projection to queries, keys and values, scaled dot product, projection back.
 
     Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; a rank holds the query groups
-    (one head of keys and values, with the query heads that read it) rank * groups / tp and following.
+    (one head of keys and values, with the query heads that read it) rank * groups / tp and following. Under context
+    parallelism s is what this rank holds of the sequence, and attention is the only part that asks the other ranks.
     """
 
     def __init__(
@@ -28,12 +36,8 @@ class SelfAttention(nn.Module):
         recompute_core: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size is {config.context_parallel_size}: SelfAttention needs the whole sequence on "
-                "each rank; use context_parallel_size=1"
-            )
         self.config = config
+        self.cp_group = context_parallel_group(config, pg_collection)
         self.recompute_core = recompute_core
         self.heads_per_group = config.num_attention_heads // config.query_groups
         # The rows of one query group lie together: its queries, its key, its value. So a slice of rows is whole groups.
@@ -56,9 +60,10 @@ class SelfAttention(nn.Module):
             name=None if name is None else f"{name}.linear_proj",
         )
         self.tp_size = self.linear_qkv.tp_size
-        self.rotary = (
-            RotaryEmbedding(config.head_size, config.rotary_base) if config.position_embedding_type == "rope" else None
-        )
+        self.rotary: RotaryEmbedding | None = None
+        if config.position_embedding_type == "rope":
+            place = group_size(self.cp_group), group_rank(self.cp_group)
+            self.rotary = RotaryEmbedding(config.head_size, config.rotary_base, *place)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
@@ -70,8 +75,9 @@ class SelfAttention(nn.Module):
                 if self.tp_size > 1:
                     declare_gradient(param, partial_over=("tp",))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Attention of each position to itself and those before it."""
+    def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
+        """Attention of each position to itself and those before it, of its own document where documents are packed."""
+        documents, positions = (None, None) if packed is None else (packed.documents, packed.positions)
         mixed, _ = self.linear_qkv(hidden)
         rows = self.heads_per_group + 2
         mixed = rearrange(mixed, "s b (groups rows d) -> s b groups rows d", rows=rows, d=self.config.head_size)
@@ -81,20 +87,30 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
-            query, key = self.rotary(query, key)
+            query, key = self.rotary(query, key, positions=positions)
         if self.recompute_core and self.training:
-            context = checkpoint(self._attend, False, query, key, value)
+            context = checkpoint(self._attend, False, query, key, value, documents)
         else:
-            context = self._attend(query, key, value)
+            context = self._attend(query, key, value, documents)
         output, _ = self.linear_proj(context)
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
         """[s, b, heads, d] three times -> [s, b, heads * d]."""
+        if self.cp_group is not None and group_size(self.cp_group) > 1:
+            comm_type = self.config.cp_comm_type
+            context = context_parallel_attention(query, key, value, self.cp_group, comm_type, documents)
+            return rearrange(context, "s b n d -> s b (n d)")
         query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
         dropout = self.config.attention_dropout if self.training else 0.0
         with split_stream(dropout, self.tp_size):
             context = F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.heads_per_group > 1
+                query,
+                key,
+                value,
+                attn_mask=None if documents is None else visible_tokens(documents),
+                dropout_p=dropout,
+                is_causal=documents is None,
+                enable_gqa=self.heads_per_group > 1,
             )
         return rearrange(context, "b n s d -> s b (n d)")

@@ -6,16 +6,19 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.context_parallel import context_parallel_group, positions_on_rank
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import VocabParallelEmbedding, draw_master
 from core.tensor_parallel.initialization import normal_init
-from core.tensor_parallel.mappings import divide
+from core.tensor_parallel.mappings import divide, group_rank, group_size
 from core.transformer.dropout import hidden_dropout
 from core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
     """Token ids [b, s] to [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+
+    Under context parallelism s is what this rank holds of the sequence.
 
     Under sequence parallelism the ranks' partial word embeddings are reduce-scattered, half the traffic of an
     all-reduce, and each rank adds the positions it keeps: a position's gradient is on one rank, zero on the others.
@@ -26,6 +29,8 @@ class LanguageModelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        cp_group = context_parallel_group(config, pg_collection)
+        self.cp_size, self.cp_rank = group_size(cp_group), group_rank(cp_group)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -46,11 +51,16 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings = nn.Embedding.from_pretrained(weight, freeze=False)
             self.position_embeddings.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Embeddings of token ids at positions 0 to s - 1. ValueError for a sequence that is too long."""
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Embeddings of token ids [b, s] at their positions.
+
+        positions: [b, s]; by default those that this rank holds of the sequence, from 0 on; ValueError then for a
+        sequence that is too long.
+        """
         length = input_ids.shape[1]
-        if length > self.config.max_sequence_length:
-            raise ValueError(f"a sequence has {length} tokens; max_sequence_length: {self.config.max_sequence_length}")
+        whole = length * self.cp_size
+        if positions is None and whole > self.config.max_sequence_length:
+            raise ValueError(f"a sequence has {whole} tokens; max_sequence_length: {self.config.max_sequence_length}")
         hidden = self.word_embeddings(input_ids)
         if not self.config.sequence_parallel:
             hidden = rearrange(hidden, "b s h -> s b h").contiguous()
@@ -58,8 +68,10 @@ class LanguageModelEmbedding(nn.Module):
             kept = divide(length, self.sequence_split_over, "sequence length over tensor-parallel size")
             first = self.word_embeddings.tp_rank * kept if self.sequence_split_over > 1 else 0
             # Through the module, not its weight: the wrapper's hooks wait for weights that are still on their way.
-            positions = torch.arange(first, first + kept, device=input_ids.device)
-            hidden = hidden + rearrange(self.position_embeddings(positions), "s h -> s 1 h")
+            if positions is None:
+                positions = positions_on_rank(length, self.cp_size, self.cp_rank, input_ids.device).unsqueeze(0)
+            embedded = self.position_embeddings(positions[:, first : first + kept])
+            hidden = hidden + rearrange(embedded, "b s h -> s b h")
         return hidden_dropout(
             hidden,
             self.config.hidden_dropout,

@@ -6,31 +6,45 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.context_parallel import positions_on_rank
+
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys; has no parameters."""
+    """Turns queries and keys; has no parameters.
 
-    def __init__(self, head_size: int, base: float = 10000.0) -> None:
+    cp_size, cp_rank: which positions this rank holds, where the sequence is split over context parallelism.
+    """
+
+    def __init__(self, head_size: int, base: float = 10000.0, cp_size: int = 1, cp_rank: int = 0) -> None:
         super().__init__()
         self.head_size = head_size
         self.base = base
+        self.cp_size = cp_size
+        self.cp_rank = cp_rank
         self._turns: tuple[tuple[int, torch.dtype, torch.device], Tensor, Tensor] | None = None
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Each of the inputs [s, b, heads, head_size], turned by positions 0 to s - 1."""
-        cos, sin = self._cos_sin(inputs[0])
+    def forward(self, *inputs: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Each of the inputs [s, b, heads, head_size], turned by its position.
+
+        positions: [b, s]; by default those that this rank holds of the sequence, from 0 on.
+        """
+        cos, sin = self._cos_sin(inputs[0]) if positions is None else self._turns_of(positions, inputs[0])
         return tuple(input_ * cos + _quarter_turn(input_) * sin for input_ in inputs)
 
     def _cos_sin(self, like: Tensor) -> tuple[Tensor, Tensor]:
         key = (like.shape[0], like.dtype, like.device)
         if self._turns is None or self._turns[0] != key:
-            # In fp64, so that every dtype gets the angles of the same positions, rounded once.
-            exponent = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu") / self.head_size
-            positions = torch.arange(like.shape[0], dtype=torch.float64, device="cpu")
-            angle = torch.outer(positions, self.base**-exponent)
-            angle = rearrange(torch.cat([angle, angle], dim=-1), "s d -> s 1 1 d")
-            self._turns = key, angle.cos().to(like.device, like.dtype), angle.sin().to(like.device, like.dtype)
+            positions = positions_on_rank(like.shape[0], self.cp_size, self.cp_rank, device="cpu").unsqueeze(0)
+            self._turns = key, *self._turns_of(positions, like)
         return self._turns[1], self._turns[2]
+
+    def _turns_of(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [s, b, 1, head_size] of positions [b, s]."""
+        # In fp64, so that every dtype gets the angles of the same positions, rounded once.
+        exponent = torch.arange(0, self.head_size, 2, dtype=torch.float64, device=positions.device) / self.head_size
+        angle = rearrange(positions, "b s -> s b 1 1") * self.base**-exponent
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos().to(like.device, like.dtype), angle.sin().to(like.device, like.dtype)
 
 
 def _quarter_turn(input_: Tensor) -> Tensor:

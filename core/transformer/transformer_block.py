@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from core.context_parallel import PackedTokens
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import checkpoint
 from core.transformer.norms import build_norm
@@ -35,17 +36,16 @@ class TransformerBlock(nn.Module):
                 pg_collection=pg_collection,
                 name=None if name is None else f"{name}.layers.{number}",
                 recompute_attention=config.recompute_granularity == "selective" and position < recomputed,
-                number=number,
             )
             for position, number in enumerate(numbers)
         )
         self.final_layernorm = build_norm(config, config.hidden_size) if post_process else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, hidden], the sequence split under sequence parallelism."""
+    def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
+        """[s, b, hidden], the sequence split under sequence and context parallelism. packed: the tokens' documents."""
         for position, layer in enumerate(self.layers):
             if position < self.num_full_recompute and self.training:
-                hidden = checkpoint(layer, False, hidden)
+                hidden = checkpoint(layer, False, hidden, packed)
             else:
-                hidden = layer(hidden)
+                hidden = layer(hidden, packed)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)

@@ -1,27 +1,31 @@
-"""TransformerConfig: the shape of a transformer, on top of its experts and what every model tells the gradient path."""
+"""TransformerConfig: the shape of a transformer, on top of what every model tells the gradient path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.transformer.expert_config import ExpertConfig
+from core.context_parallel import COMM_TYPES, check_heads
+from core.model_parallel_config import ModelParallelConfig
 
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "activation": ("gelu", "swiglu"),
     "position_embedding_type": ("learned_absolute", "rope"),
+    "cp_comm_type": tuple(COMM_TYPES),
     "recompute_granularity": (None, "full", "selective"),
 }
 
 
 @dataclass
-class TransformerConfig(ExpertConfig):
+class TransformerConfig(ModelParallelConfig):
     """Shape, variants and initialisation. Raises ValueError, with the arithmetic, on sizes that do not fit together.
 
     num_query_groups: heads of keys and values; None for one each query head.  kv_channels: size of a head; None for
     hidden_size / num_attention_heads.  ffn_hidden_size: None for 4 * hidden_size.
     init_method_std: of every weight; those that write to the residual stream get it divided by sqrt(2 * num_layers).
     init_seed: with each parameter's name it decides the weights, the same ones in every layout and dtype.
+    cp_comm_type: how context-parallel ranks see each other's keys and values: 'p2p' in a ring, 'all_gather' all of
+    them, 'a2a' by exchanging positions for heads, of which there must be enough.
     recompute_granularity: 'full' computes layers again in backward, 'selective' attention without its projections;
     recompute_num_layers: of each stage's layers the first so many; None for all.
     """
@@ -48,6 +52,8 @@ class TransformerConfig(ExpertConfig):
     init_method_std: float = 0.02
     init_seed: int = 1234
 
+    cp_comm_type: str = "p2p"
+
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
 
@@ -65,11 +71,6 @@ class TransformerConfig(ExpertConfig):
     def ffn_size(self) -> int:
         """Hidden channels of the MLP."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    @property
-    def expert_ffn_size(self) -> int:
-        """Hidden channels of one expert."""
-        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
     def output_init_method_std(self) -> float:
@@ -99,9 +100,16 @@ class TransformerConfig(ExpertConfig):
                 f"must hold whole key/value heads ({self.query_groups} / {tp} = {self.query_groups / tp:g}). Use a "
                 f"tensor-parallel size that divides {self.query_groups}, or more query groups"
             )
+        cp = self.context_parallel_size
+        if cp > 1 and self.attention_dropout > 0.0:
+            raise ValueError(
+                f"attention_dropout is {self.attention_dropout} with context_parallel_size {cp}: no rank has all "
+                "shares of a token's attention; use attention_dropout=0.0"
+            )
+        if self.cp_comm_type == "a2a":
+            check_heads(self.num_attention_heads // tp, self.query_groups // tp, cp)
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs of channels; a head has {self.head_size}, use an even size")
-        self.check_experts(self.num_layers, self.expert_ffn_size)
 
     @staticmethod
     def _divides(what: str, numerator: int, by: str, denominator: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from core.context_parallel import PackedTokens
 from core.process_groups import ProcessGroups
 from core.transformer.attention import SelfAttention
 from core.transformer.dropout import hidden_dropout
@@ -13,10 +14,7 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism.
-
-    number: the layer's, counted from 0 over the whole model; it says whether experts stand in the MLP's place.
-    """
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism."""
 
     def __init__(
         self,
@@ -25,7 +23,6 @@ class TransformerLayer(nn.Module):
         pg_collection: ProcessGroups | None = None,
         name: str | None = None,
         recompute_attention: bool = False,
-        number: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -37,25 +34,15 @@ class TransformerLayer(nn.Module):
             recompute_core=recompute_attention,
         )
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number)
+        self.mlp = MLP(config, pg_collection=pg_collection, name=None if name is None else f"{name}.mlp")
         self.sequence_split_over = self.self_attention.tp_size if config.sequence_parallel else 1
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The next hidden state."""
-        hidden = hidden + self._dropout(self.self_attention(self.input_layernorm(hidden)))
+    def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
+        """The next hidden state. packed: the tokens' documents and positions, where they are not one sequence."""
+        hidden = hidden + self._dropout(self.self_attention(self.input_layernorm(hidden), packed))
         return hidden + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
 
     def _dropout(self, hidden: Tensor) -> Tensor:
         return hidden_dropout(
             hidden, self.config.hidden_dropout, training=self.training, sequence_split_over=self.sequence_split_over
         )
-
-
-def _build_mlp(
-    config: TransformerConfig, pg_collection: ProcessGroups | None, name: str | None, number: int
-) -> nn.Module:
-    if not config.is_moe_layer(number):
-        return MLP(config, pg_collection=pg_collection, name=name)
-    from core.moe.moe_layer import MoELayer  # it is built from parts of this package, so it loads after them
-
-    return MoELayer(config, pg_collection=pg_collection, name=name)
