@@ -103,3 +103,32 @@ def test_a_dropped_step_does_not_leak_into_the_next(rank: int, world: int, strat
             continue  # drop this one: ranks have launched different numbers of buckets by now
         finalize_model_grads([ddp])
         assert_same(whole_grads(ddp), mean_over_ranks(model, world, (step,), loss_with_heads))
+
+
+@ranks(3)
+def test_a_model_can_be_wrapped_while_anothers_step_is_under_way(rank: int, world: int) -> None:
+    """Ranks have launched different numbers of buckets when the second wrap compares its models."""
+    parallel_state.initialize_model_parallel()
+    model = TwoHeads()
+    ddp = wrap(model, overlap_grad_reduce=True, bucket_size=1)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        loss_with_heads(ddp, rank, step).backward()
+        if step == 2:
+            other = wrap(make_net(), overlap_grad_reduce=True)
+            loss_of(other, rank, 0).backward()
+            finalize_model_grads([other])
+            assert_same(whole_grads(other), mean_over_ranks(make_net(), world))
+        finalize_model_grads([ddp])
+        assert_same(whole_grads(ddp), mean_over_ranks(model, world, (step,), loss_with_heads))
+
+
+@ranks(3)
+def test_ranks_that_are_at_different_steps_are_told_so(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net())
+    if rank == 1:
+        ddp.reducer.launches += 1  # as if a reduction of an earlier step had been left over here
+    loss_of(ddp, rank, 0).backward()
+    with pytest.raises(SyncError, match="have launched 1 to 2 reductions"):
+        finalize_model_grads([ddp])

@@ -52,7 +52,7 @@ def test_chunks_that_ranks_use_differently_are_reduced_right(rank: int, world: i
         wrap(chunk, config, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=1)
         for chunk in plain.chunks
     ]
-    in_backward = []
+    in_backward: list[list[int]] = []
     for step in range(8):
         for chunk in chunks:
             if zero == "buffer":
@@ -61,11 +61,32 @@ def test_chunks_that_ranks_use_differently_are_reduced_right(rank: int, world: i
                 for param in chunk.parameters():
                     param.grad = None
         loss(Both(*chunks), rank, step).backward()
-        in_backward.append(sum(chunk.reducer.launches for chunk in chunks) - 16 * step)
+        in_backward.append([chunk.reducer.launches - 8 * step for chunk in chunks])
         finalize_model_grads(chunks)
         expected = mean_over_ranks(plain, world, (step,), loss)
         for number, chunk in enumerate(chunks):
             got = {f"chunks.{number}.{name}": grad for name, grad in whole_grads(chunk).items()}
             assert_same(got, {name: grad for name, grad in expected.items() if name.startswith(f"chunks.{number}.")})
-    assert in_backward[0] == 0  # the order of the chunks is not known before the first finalize
-    assert sum(in_backward[1:]) > 0
+    assert in_backward[0] == [0, 0]  # the order of the chunks is not known before the first finalize
+    assert any(last > 0 for _, last in in_backward)
+    assert all(last == 8 for first, last in in_backward if first > 0)  # the last chunk's buckets go first
+
+
+@ranks(3)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_chunks_can_be_finished_one_by_one(rank: int, world: int, order: tuple[int, int]) -> None:
+    parallel_state.initialize_model_parallel()
+    plain = Both(Chunk(1), Chunk(2))
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    chunks = [wrap(chunk, config, overlap_grad_reduce=True, bucket_size=1) for chunk in plain.chunks]
+    for step in range(6):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        loss(Both(*chunks), rank, step).backward()
+        for number in order:
+            chunks[number].finish_grad_sync()
+        finalize_model_grads(chunks)
+        expected = mean_over_ranks(plain, world, (step,), loss)
+        for number, chunk in enumerate(chunks):
+            got = {f"chunks.{number}.{name}": grad for name, grad in whole_grads(chunk).items()}
+            assert_same(got, {name: grad for name, grad in expected.items() if name.startswith(f"chunks.{number}.")})
