@@ -5,12 +5,14 @@ from core.pipeline_parallel.gpt_stages import build_gpt_stages, gpt_activations,
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
 from core.pipeline_parallel.runner import MicrobatchLoss, PipelineRunner, StepOutcome
 from core.pipeline_parallel.schedules import SCHEDULES, plan_pipeline
+from core.pipeline_parallel.stage import StageEvent
 
 __all__ = [
     "SCHEDULES",
     "MicrobatchLoss",
     "PipelineLayout",
     "PipelineRunner",
+    "StageEvent",
     "StageSpec",
     "StepOutcome",
     "build_gpt_stages",

@@ -17,7 +17,7 @@ from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
-from core.pipeline_parallel.stage import LOSS_DTYPE, Stage
+from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
 from core.process_groups import ProcessGroups
 
 
@@ -108,6 +108,7 @@ class PipelineRunner:
         self.param_syncs = self._param_syncs()
         self.owners = _owners_of_borrowed(self.chunks)
         self.syncs = [self._sync_of(position) for position in range(len(self.chunks))]
+        self.events: list[StageEvent] = []  # of the last step, in order
         self._built: tuple[Any, Any, list[Stage]] | None = None
         self._begin([])
 
@@ -130,6 +131,7 @@ class PipelineRunner:
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
         self._begin(microbatches)
+        self.events.clear()
         try:
             for sync, stage in zip(self.syncs, stages, strict=True):
                 sync.begin()
@@ -239,6 +241,7 @@ class PipelineRunner:
             sent=self._received(activations, number + 1),
             before_last=self.syncs[position].last_backward,
             after_last=partial(self._backwards_done, position),
+            events=self.events,
             group=self.group,
             device=self.device,
         )

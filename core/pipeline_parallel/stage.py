@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +20,26 @@ Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, what the stag
 LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it with what was declared
 
 
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """What a stage did for one microbatch, and when, in perf_counter seconds; on an accelerator, when it was asked to.
+
+    work: 'forward', 'backward', or where weight gradients are put off 'input gradient' and 'weight gradient'.
+    """
+
+    work: str
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
 class Stage(PipelineStage):
     """A stage whose shapes are declared, so that torch infers nothing by running the model.
 
     forward: runs the chunk on one microbatch. received, sent: meta tensors of what comes in and goes out.
     before_last: called before the backward that completes this stage's gradients; after_last: when they are complete.
+    events: a list that grows by one entry for each thing that the stage does.
     """
 
     def __init__(
@@ -35,6 +53,7 @@ class Stage(PipelineStage):
         sent: Sequence[Tensor],
         before_last: Callable[[], None],
         after_last: Callable[[], None],
+        events: list[StageEvent],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -53,6 +72,7 @@ class Stage(PipelineStage):
         self.sent = list(sent)
         self.before_last = before_last
         self.after_last = after_last
+        self.events = events
         self.microbatch = 0
         self.backwards_left = 0  # of this step, counted where weight gradients are done
         self.weight_work: WeightWork = []
@@ -66,7 +86,8 @@ class Stage(PipelineStage):
         """Note which microbatch it is; an error of the model leaves as it is, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
         try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            with self._timed("forward", fwd_chunk_id):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             if isinstance(error.__cause__, Exception):
                 raise error.__cause__ from None
@@ -84,16 +105,24 @@ class Stage(PipelineStage):
         if full_backward:
             if self.backwards_left == 1:
                 self.before_last()
-            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, **kwargs)
+            with self._timed("backward", bwd_chunk_id):
+                super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, **kwargs)
             self._weights_done()
         else:
-            with deferred_weight_gradients() as self.weight_work:
+            with self._timed("input gradient", bwd_chunk_id), deferred_weight_gradients() as self.weight_work:
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a backward left for later."""
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        with self._timed("weight gradient", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
+
+    @contextmanager
+    def _timed(self, work: str, microbatch: int) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.events.append(StageEvent(work, self.stage_index, microbatch, start_s, time.perf_counter()))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Without messages to this rank itself, which torch 2.11 posts where a V turns around and gloo refuses."""

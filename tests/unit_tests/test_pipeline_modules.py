@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -343,3 +344,19 @@ def test_the_ends_of_a_v_on_one_rank_share_the_tied_weight(rank: int, world: int
         runner._backwards_done(1)
         assert sorted(completed) == [0, 1]
     assert dist.get_world_size(parallel_state.get_process_groups().pp) == 2
+
+
+@ranks(2)
+def test_a_step_leaves_a_record_of_what_each_stage_did(rank: int, world: int) -> None:
+    runner = start_pipeline(plan_pipeline(4, 2, schedule="ZBVZeroBubble"), "ZBVZeroBubble")
+    for _ in range(2):
+        for chunk in runner.chunks:
+            chunk.zero_grad_buffer()
+        runner.step([microbatch(0, n) for n in range(5)])
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(runner.events))
+    for stage in runner.stage_numbers:
+        done = [event for event in runner.events if event.stage == stage]
+        for number in range(5):
+            works = [event.work for event in done if event.microbatch == number]
+            assert works in (["forward", "backward"], ["forward", "input gradient", "weight gradient"])
+    assert any(event.work == "weight gradient" for event in runner.events)
