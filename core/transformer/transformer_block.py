@@ -36,6 +36,7 @@ class TransformerBlock(nn.Module):
                 pg_collection=pg_collection,
                 name=None if name is None else f"{name}.layers.{number}",
                 recompute_attention=config.recompute_granularity == "selective" and position < recomputed,
+                number=number,
             )
             for position, number in enumerate(numbers)
         )

@@ -1,11 +1,11 @@
-"""TransformerConfig: the shape of a transformer, on top of what every model tells the gradient path."""
+"""TransformerConfig: the shape of a transformer, on top of its experts and what every model tells the gradient path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from core.context_parallel import COMM_TYPES, check_heads
-from core.model_parallel_config import ModelParallelConfig
+from core.transformer.expert_config import ExpertConfig
 
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -17,7 +17,7 @@ CHOICES = {
 
 
 @dataclass
-class TransformerConfig(ModelParallelConfig):
+class TransformerConfig(ExpertConfig):
     """Shape, variants and initialisation. Raises ValueError, with the arithmetic, on sizes that do not fit together.
 
     num_query_groups: heads of keys and values; None for one each query head.  kv_channels: size of a head; None for
@@ -73,6 +73,11 @@ class TransformerConfig(ModelParallelConfig):
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
+    def expert_ffn_size(self) -> int:
+        """Hidden channels of one expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
     def output_init_method_std(self) -> float:
         """Standard deviation of weights that write to the residual stream (GPT-2, section 2.3)."""
         return self.init_method_std / (2.0 * self.num_layers) ** 0.5
@@ -110,6 +115,7 @@ class TransformerConfig(ModelParallelConfig):
             check_heads(self.num_attention_heads // tp, self.query_groups // tp, cp)
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs of channels; a head has {self.head_size}, use an even size")
+        self.check_experts(self.num_layers, self.expert_ffn_size)
 
     @staticmethod
     def _divides(what: str, numerator: int, by: str, denominator: int) -> None:

@@ -14,7 +14,10 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism.
+
+    number: the layer's, counted from 0 over the whole model; it says whether experts stand in the MLP's place.
+    """
 
     def __init__(
         self,
@@ -23,6 +26,7 @@ class TransformerLayer(nn.Module):
         pg_collection: ProcessGroups | None = None,
         name: str | None = None,
         recompute_attention: bool = False,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -34,7 +38,7 @@ class TransformerLayer(nn.Module):
             recompute_core=recompute_attention,
         )
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = MLP(config, pg_collection=pg_collection, name=None if name is None else f"{name}.mlp")
+        self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number)
         self.sequence_split_over = self.self_attention.tp_size if config.sequence_parallel else 1
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
@@ -46,3 +50,13 @@ class TransformerLayer(nn.Module):
         return hidden_dropout(
             hidden, self.config.hidden_dropout, training=self.training, sequence_split_over=self.sequence_split_over
         )
+
+
+def _build_mlp(
+    config: TransformerConfig, pg_collection: ProcessGroups | None, name: str | None, number: int
+) -> nn.Module:
+    if not config.is_moe_layer(number):
+        return MLP(config, pg_collection=pg_collection, name=name)
+    from core.moe.moe_layer import MoELayer  # it is built from parts of this package, so it loads after them
+
+    return MoELayer(config, pg_collection=pg_collection, name=name)
