@@ -83,6 +83,7 @@ def test_chunks_can_be_finished_one_by_one(rank: int, world: int, order: tuple[i
         for chunk in chunks:
             chunk.zero_grad_buffer()
         loss(Both(*chunks), rank, step).backward()
+        chunks[order[0]].start_grad_sync()
         for number in order:
             chunks[number].finish_grad_sync()
         finalize_model_grads(chunks)
