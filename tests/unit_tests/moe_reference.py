@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -151,7 +150,9 @@ def assert_close(name: str, got: Tensor, expected: Tensor, *, moved: bool = True
     assert not moved or scale > 1e-5, f"{name}: the reference itself is zero"
 
 
-def assert_grads(ddp: DistributedDataParallel, grads: dict[str, Tensor], reference: nn.Module, still: Any = ()) -> None:
+def assert_grads(
+    ddp: DistributedDataParallel, grads: dict[str, Tensor], reference: nn.Module, still: tuple[str, ...] = ()
+) -> None:
     """This rank's slices of the reference's gradients, by name; `still`: names that may have none."""
     groups = ddp.groups
     expected = dict(reference.named_parameters())
@@ -162,11 +163,6 @@ def assert_grads(ddp: DistributedDataParallel, grads: dict[str, Tensor], referen
         moved = whole.abs().max().item() > 1e-5
         assert moved or any(part in name for part in still), f"{name}: the reference itself is zero"
         assert_close(name, grads[name], my_slice(whole, param, groups), moved=False)
-
-
-def data_ranks(groups: ProcessGroups) -> Sequence[int]:
-    """The places in the data group; one reference run each."""
-    return range(groups.size("dp"))
 
 
 def sum_over(tensor: Tensor, group: Any) -> Tensor:
