@@ -11,14 +11,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from core.context_parallel.blocks import (
-    Accumulator,
-    Block,
-    accumulate_dtype,
-    block_backward,
-    block_forward,
-    visible_pairs,
-)
+from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
 from core.context_parallel.sequence_split import join_sequence, split_sequence
 from core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -63,14 +56,7 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         total = Accumulator(query)
         for block in blocks:
-            output, lse = block_forward(
-                query[:, :, block.queries],
-                key[:, :, block.keys],
-                value[:, :, block.keys],
-                causal=block.causal,
-                visible=visible_pairs(block, query_documents, key_documents),
-            )
-            total.add(block.queries, output, lse)
+            total.attend(block, query, key, value, query_documents, key_documents)
         result = total.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, total.lse, query_documents, key_documents)
         ctx.blocks = blocks
@@ -81,18 +67,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, lse, query_documents, key_documents = ctx.saved_tensors
         dtype = accumulate_dtype(query.dtype)
-        totals = [torch.zeros(part.shape, dtype=dtype, device=part.device) for part in (query, key, value)]
+        grads = tuple(torch.zeros(part.shape, dtype=dtype, device=part.device) for part in (query, key, value))
         for block in ctx.blocks:
-            grads = block_backward(
-                grad[:, :, block.queries],
-                query[:, :, block.queries],
-                key[:, :, block.keys],
-                value[:, :, block.keys],
-                result[:, :, block.queries],
-                lse[:, :, block.queries],
-                causal=block.causal,
-                visible=visible_pairs(block, query_documents, key_documents),
-            )
-            for total, part, where in zip(totals, grads, (block.queries, block.keys, block.keys), strict=True):
-                total[:, :, where] += part
-        return *(total.to(query.dtype) for total in totals), None, None, None
+            add_gradients(grads, block, grad, query, key, value, result, lse, query_documents, key_documents)
+        return *(part.to(query.dtype) for part in grads), None, None, None

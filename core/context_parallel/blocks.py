@@ -6,15 +6,20 @@ goes the other way: with the final output and `lse`, a block's gradients are tho
 (FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889).
 
 Shapes: queries [b, heads, s, d], keys and values [b, groups, t, d] with groups that divide heads, lse [b, heads, s].
+Documents: [b, s] of the queries and [b, t] of the keys, or None; a query sees the keys of its own document only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+# Where scores are written out, those of so many queries at a time: [b, heads, 512, t] instead of [b, heads, s, t].
+TILE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,17 @@ class Block:
     keys: slice
     causal: bool = False
 
-
-def visible_pairs(block: Block, query_documents: Tensor | None, key_documents: Tensor | None) -> Tensor | None:
-    """Pairs of query and key [b, 1, s, t] in the same document; None without documents.
-
-    query_documents, key_documents: [b, s] and [b, t] of the slices' whole tensors. Leaves causality to the block.
-    """
-    if query_documents is None or key_documents is None:
-        return None
-    same = query_documents[:, block.queries, None] == key_documents[:, None, block.keys]
-    return same.unsqueeze(1)
+    def tiles(self, rows: int) -> Iterator[Block]:
+        """The same pairs as blocks of at most `rows` queries; of each query's blocks the causal one comes first."""
+        keys_ahead = self.keys.start - self.queries.start
+        for first in range(self.queries.start, self.queries.stop, rows):
+            queries = slice(first, min(first + rows, self.queries.stop))
+            if not self.causal:
+                yield Block(queries, self.keys)
+                continue
+            yield Block(queries, slice(queries.start + keys_ahead, queries.stop + keys_ahead), causal=True)
+            if first > self.queries.start:
+                yield Block(queries, slice(self.keys.start, first + keys_ahead))
 
 
 class Accumulator:
@@ -51,13 +57,76 @@ class Accumulator:
         self.output = torch.zeros(query.shape, dtype=dtype, device=query.device)
         self.lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
 
-    def add(self, queries: slice, output: Tensor, lse: Tensor) -> None:
-        """Add one block's result for a slice of the queries."""
+    def attend(
+        self,
+        block: Block,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_documents: Tensor | None,
+        key_documents: Tensor | None,
+    ) -> None:
+        """Add what a block's queries see of its keys; all arguments are those that the block's slices cut."""
+        for tile in _tiles(block, query, query_documents):
+            output, lse = block_forward(
+                query[:, :, tile.queries],
+                key[:, :, tile.keys],
+                value[:, :, tile.keys],
+                causal=tile.causal,
+                visible=_visible(tile, query_documents, key_documents),
+            )
+            self._add(tile.queries, output, lse)
+
+    def _add(self, queries: slice, output: Tensor, lse: Tensor) -> None:
         total, seen = self.output[:, :, queries], self.lse[:, :, queries]
         together = torch.logaddexp(seen, lse)
         total.mul_((seen - together).exp().unsqueeze(-1))
         total.add_(output * (lse - together).exp().unsqueeze(-1))
         seen.copy_(together)
+
+
+def add_gradients(
+    totals: tuple[Tensor, Tensor, Tensor],
+    block: Block,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+) -> None:
+    """Add a block's gradients of queries, keys and values to `totals`; grad, output, lse: of the whole attention."""
+    for tile in _tiles(block, query, query_documents):
+        parts = block_backward(
+            grad[:, :, tile.queries],
+            query[:, :, tile.queries],
+            key[:, :, tile.keys],
+            value[:, :, tile.keys],
+            output[:, :, tile.queries],
+            lse[:, :, tile.queries],
+            causal=tile.causal,
+            visible=_visible(tile, query_documents, key_documents),
+        )
+        for total, part, where in zip(totals, parts, (tile.queries, tile.keys, tile.keys), strict=True):
+            total[:, :, where] += part
+
+
+def _tiles(block: Block, query: Tensor, documents: Tensor | None) -> Iterator[Block]:
+    return iter([block]) if _is_fused(query, documents) else block.tiles(TILE_ROWS)
+
+
+def _is_fused(query: Tensor, mask: Tensor | None) -> bool:
+    """Torch's CPU kernel takes every dtype and returns lse; not so for queries that a mask lets see nothing."""
+    return mask is None and query.device.type == "cpu"
+
+
+def _visible(block: Block, query_documents: Tensor | None, key_documents: Tensor | None) -> Tensor | None:
+    """Pairs of query and key [b, 1, s, t] in the same document, earlier or later; None without documents."""
+    if query_documents is None or key_documents is None:
+        return None
+    return (query_documents[:, block.queries, None] == key_documents[:, None, block.keys]).unsqueeze(1)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +138,7 @@ def block_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of one block. A query that sees no key has output 0 and lse -inf."""
-    if visible is None and query.device.type == "cpu":
+    if _is_fused(query, visible):
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return output, lse.to(accumulate_dtype(query.dtype))
     scores = _scores(query, key, causal, visible)
@@ -88,7 +157,7 @@ def block_backward(
 
     grad, output, lse: of the whole attention, for this block's queries.
     """
-    if visible is None and query.device.type == "cpu":
+    if _is_fused(query, visible):
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, 0.0, causal
         )

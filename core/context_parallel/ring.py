@@ -17,14 +17,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from core.context_parallel.blocks import (
-    Accumulator,
-    Block,
-    accumulate_dtype,
-    block_backward,
-    block_forward,
-    visible_pairs,
-)
+from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
 from core.context_parallel.sequence_split import split_sequence
 
 
@@ -61,14 +54,7 @@ class _RingAttention(torch.autograd.Function):
             incoming = _pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size  # its own block first: there every query sees a key, itself
             block = ring_block(query.shape[2], rank, source)
-            output, lse = block_forward(
-                query[:, :, block.queries],
-                passing[0][:, :, block.keys],
-                passing[1][:, :, block.keys],
-                causal=block.causal,
-                visible=_visible(block, documents, size, rank, source),
-            )
-            total.add(block.queries, output, lse)
+            total.attend(block, query, *passing.unbind(0), *_documents(documents, size, rank, source))
             if incoming is not None:
                 passing = incoming.wait()
         result = total.output.to(query.dtype)
@@ -84,40 +70,32 @@ class _RingAttention(torch.autograd.Function):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         grad_query = torch.zeros(query.shape, dtype=dtype, device=query.device)
         passing = torch.stack([key, value])
-        grads = torch.zeros(passing.shape, dtype=dtype, device=query.device)  # of what is passing
-        incoming_grads: _Passing | None = None
+        returning: _Passing | None = None  # the gradients of what is passing
         for step in range(size):
             incoming = _pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size
             block = ring_block(query.shape[2], rank, source)
-            part_query, part_key, part_value = block_backward(
-                grad[:, :, block.queries],
-                query[:, :, block.queries],
-                passing[0][:, :, block.keys],
-                passing[1][:, :, block.keys],
-                result[:, :, block.queries],
-                lse[:, :, block.queries],
-                causal=block.causal,
-                visible=_visible(block, documents, size, rank, source),
-            )
-            grad_query[:, :, block.queries] += part_query
-            if incoming_grads is not None:
-                grads = incoming_grads.wait()
-            grads[0][:, :, block.keys] += part_key
-            grads[1][:, :, block.keys] += part_value
-            incoming_grads = _pass_on(grads, group)
+            grads = torch.zeros(passing.shape, dtype=dtype, device=query.device)
+            totals = grad_query, grads[0], grads[1]
+            places = _documents(documents, size, rank, source)
+            add_gradients(totals, block, grad, query, passing[0], passing[1], result, lse, *places)
+            if returning is not None:
+                grads += returning.wait()
+            returning = _pass_on(grads, group)
             if incoming is not None:
                 passing = incoming.wait()
-        grads = incoming_grads.wait() if incoming_grads is not None else grads
-        grad_key, grad_value = grads.to(query.dtype).unbind(0)
+        assert returning is not None, "a ring has at least one rank"
+        grad_key, grad_value = returning.wait().to(query.dtype).unbind(0)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None
 
 
-def _visible(block: Block, documents: Tensor | None, size: int, rank: int, source: int) -> Tensor | None:
+def _documents(
+    documents: Tensor | None, size: int, rank: int, source: int
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The documents of this rank's queries and of the source's keys."""
     if documents is None:
-        return None
-    mine, theirs = (split_sequence(documents, 1, size, member) for member in (rank, source))
-    return visible_pairs(block, mine, theirs)
+        return None, None
+    return split_sequence(documents, 1, size, rank), split_sequence(documents, 1, size, source)
 
 
 @dataclass(frozen=True, slots=True)
