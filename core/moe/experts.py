@@ -122,9 +122,12 @@ class Experts(nn.Module):
         return torch.tensor(tokens_per_expert, device=tokens.device)
 
     def _can_group(self, tokens: Tensor) -> bool:
-        """Is there a kernel? bf16 on an NVIDIA GPU since Ampere, rows of whole 16 bytes, and a token at all."""
-        if not (self.config.moe_grouped_gemm and hasattr(F, "grouped_mm") and tokens.is_cuda and tokens.shape[0]):
+        """Has torch a kernel? For rows of whole 16 bytes, on a GPU in bf16 since Ampere; and for one token or more."""
+        dtype = tokens.dtype
+        if not (self.config.moe_grouped_gemm and hasattr(F, "grouped_mm") and tokens.shape[0]):
             return False
-        whole_rows = all(size % 8 == 0 for size in (*self.weight1.shape[1:], *self.weight2.shape[1:]))
-        is_bf16 = tokens.dtype == self.weight1.dtype == torch.bfloat16
-        return is_bf16 and whole_rows and torch.cuda.get_device_capability(tokens.device) >= (8, 0)
+        if dtype != self.weight1.dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return False
+        if tokens.is_cuda and (dtype != torch.bfloat16 or torch.cuda.get_device_capability(tokens.device) < (8, 0)):
+            return False
+        return all(size * dtype.itemsize % 16 == 0 for size in (*self.weight1.shape[1:], *self.weight2.shape[1:]))

@@ -25,7 +25,8 @@ def make_config(**changes: Any) -> TransformerConfig:
     settings: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=HIDDEN,
-        num_attention_heads=2,
+        num_attention_heads=4,
+        kv_channels=2,
         ffn_hidden_size=FFN,
         vocab_size=13,
         max_sequence_length=16,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from core.moe import MoELayer
 from core.process_groups import ProcessGroups
@@ -64,6 +65,36 @@ def test_experts_may_be_gated_and_without_bias() -> None:
     assert_same_as_loop(make_layer(activation="swiglu"))
 
 
+def check_grouped(layer: MoELayer, device: str, dtype: torch.dtype, rtol: float) -> None:
+    """The one kernel's results are the loop's; it must have run."""
+    layer = layer.to(device)
+    hidden = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(1)).to(device, dtype).requires_grad_()
+    params = [hidden, *layer.parameters()]
+    results = []
+    for grouped in (False, True):
+        layer.config.moe_grouped_gemm = grouped
+        assert layer.experts._can_group(hidden.flatten(0, 1)) == grouped
+        output = layer(hidden)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), params)])
+    for number, (want, have) in enumerate(zip(*results, strict=True)):
+        error, scale = (have - want).abs().max().item(), want.abs().max().item()
+        assert error <= rtol * scale and scale > 1e-5, f"{number}: off by {error}, largest value {scale}"
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_one_grouped_product_is_the_loop_over_experts(activation: str) -> None:
+    shape: dict[str, Any] = {"hidden_size": 8, "kv_channels": 2, "params_dtype": torch.float32}
+    check_grouped(make_layer(activation=activation, **shape), "cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_one_grouped_product_is_the_loop_over_experts_on_a_gpu() -> None:
+    shape: dict[str, Any] = {"hidden_size": 8, "kv_channels": 2, "params_dtype": torch.bfloat16}
+    check_grouped(make_layer(**shape), "cuda", torch.bfloat16, 3e-2)
+
+
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_an_expert_takes_no_more_than_its_capacity(factor: float, policy: str) -> None:
@@ -102,3 +133,29 @@ def test_an_even_load_has_a_balancing_loss_of_one() -> None:
     layer.router.weight.data.zero_()
     layer(tokens_of(0))
     assert layer.router.losses["aux_loss"].item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    whole, layer = (MoELayer(make_config(params_dtype=d), name="mlp") for d in (torch.float32, dtype))
+    for (name, param), expected in zip(layer.named_parameters(), whole.parameters(), strict=True):
+        assert param.dtype == dtype and torch.equal(param, expected.to(dtype)), name
+
+
+def test_the_bias_stays_in_fp32_when_the_model_does_not() -> None:
+    layer = make_layer(**ROUTERS["sigmoid with bias"])
+    before = layer.router.expert_bias.clone()
+    layer.bfloat16()
+    assert layer.router.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.router.expert_bias, before) and before.dtype == torch.float32
+    assert layer(tokens_of(0).bfloat16()).dtype == torch.bfloat16
+    assert "router.expert_bias" in layer.state_dict() and "router.local_tokens_per_expert" not in layer.state_dict()
+
+
+def test_an_evaluation_counts_no_tokens_and_has_no_losses() -> None:
+    layer = make_layer(moe_aux_loss_coeff=1.0, **ROUTERS["sigmoid with bias"])
+    with torch.no_grad():
+        layer(tokens_of(0))
+    layer.eval()
+    layer(tokens_of(0))
+    assert layer.router.local_tokens_per_expert.sum() == 0 and not layer.router.losses
