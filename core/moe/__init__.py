@@ -1,8 +1,9 @@
 """Mixture of experts: the router, the experts of a rank, and the tokens' way to them and back."""
 
+from core.moe.auxiliary_loss import MoEAuxLossAutoScaler, auxiliary_loss_scale
 from core.moe.experts import Experts
 from core.moe.moe_layer import MoELayer
-from core.moe.router import MoEAuxLossAutoScaler, TopKRouter
+from core.moe.router import TopKRouter
 from core.moe.shared_experts import SharedExpert
 from core.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher
 
@@ -14,4 +15,5 @@ __all__ = [
     "MoELayer",
     "SharedExpert",
     "TopKRouter",
+    "auxiliary_loss_scale",
 ]

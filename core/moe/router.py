@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.distributed.gradient_contract import declare_gradient
+from core.moe.auxiliary_loss import MoEAuxLossAutoScaler
 from core.moe.routing import balance_scores, choose, drop_overflow, expert_capacity, load_balancing_loss, z_loss
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master
@@ -20,32 +21,6 @@ from core.tensor_parallel.mappings import resolve_groups
 from core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Passes an activation on, and in backward starts a gradient in a loss that is in nobody's sum.
-
-    The loss gets the gradient that the caller's own loss is given: with n microbatches, each divided by n, call
-    `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, its scale too. Read in backward; 1 at the start.
-    """
-
-    main_loss_backward_scale: float | Tensor = 1.0
-
-    @staticmethod
-    def forward(ctx: Any, activation: Tensor, aux_loss: Tensor) -> Tensor:
-        """The activation, unchanged."""
-        ctx.like = aux_loss
-        return activation.view_as(activation)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The activation's gradient, and the scale as the loss's."""
-        return grad, torch.ones_like(ctx.like) * MoEAuxLossAutoScaler.main_loss_backward_scale
-
-    @staticmethod
-    def set_loss_scale(scale: float | Tensor) -> None:
-        """The gradient of auxiliary losses from the next backward on: that of the caller's loss."""
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 class TopKRouter(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.moe import MoEAuxLossAutoScaler, MoELayer
+from core.moe import MoELayer, auxiliary_loss_scale
 from core.process_groups import ProcessGroups
 from tests.unit_tests.moe_reference import (
     EXPERTS,
@@ -198,11 +198,10 @@ def test_auxiliary_losses_are_those_of_the_tokens_that_share_them(
     total.backward()
 
     # Per token the losses are sums, which finalize divides by the tokens; a loss scaler is in the scale either way.
-    MoEAuxLossAutoScaler.set_loss_scale(scaler if per_token else torch.tensor(scaler / microbatches))
-    for microbatch in range(microbatches):
-        (ddp(tokens_of(rank, microbatch)) * 0.0).sum().backward()
+    with auxiliary_loss_scale(scaler if per_token else torch.tensor(scaler / microbatches)):
+        for microbatch in range(microbatches):
+            (ddp(tokens_of(rank, microbatch)) * 0.0).sum().backward()
     tokens_of_data_rank = microbatches * tp * tokens_of(0).numel() // HIDDEN
     finalize_model_grads([ddp], torch.tensor(tokens_of_data_rank) if per_token else None)
-    MoEAuxLossAutoScaler.set_loss_scale(1.0)
 
     assert_close("router", whole_grads(ddp)["router.weight"] / scaler, reference.router.weight.grad)

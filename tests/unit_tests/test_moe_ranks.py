@@ -10,7 +10,7 @@ import torch
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.models import GPTModel
-from core.moe import MoEAuxLossAutoScaler
+from core.moe import auxiliary_loss_scale
 from core.process_groups import ProcessGroups
 from tests.unit_tests.moe_reference import add_noise, assert_close, assert_grads, make_config
 from tests.unit_tests.ranks import ranks
@@ -57,8 +57,8 @@ def run(model: torch.nn.Module, data_rank: int, scale: float, microbatches: int 
     for microbatch in range(microbatches):
         tokens, labels, weights = batch_of(data_rank, microbatch)
         loss = (model(tokens, labels=labels) * weights).sum() * scale
-        MoEAuxLossAutoScaler.set_loss_scale(scale)
-        loss.backward()
+        with auxiliary_loss_scale(scale):
+            loss.backward()
         total += loss.detach()
     return total
 
