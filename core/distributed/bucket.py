@@ -45,7 +45,10 @@ class BucketGroups:
 
 @dataclass(slots=True)
 class BucketEvent:
-    """When one bucket did what in a step, in perf_counter seconds; None for what did not happen."""
+    """When one bucket did what in a step, in perf_counter seconds; None for what did not happen.
+
+    done_s is when the collective was first seen done: looked at by the hooks of later gradients, and before the wait.
+    """
 
     bucket: int
     name: str
@@ -164,8 +167,12 @@ class Bucket:
         self.state = BucketState.IN_FLIGHT
         self.event.launched_s = time.perf_counter()
         self.handle = self.reduce(self.grad, collectives)
-        if self.grad.device.type == "cpu":
-            self.handle.watch()
+
+    def note_done(self) -> bool:
+        """Look whether the collective is done, and note when that was first seen."""
+        if self.event.done_s is None and self.handle.is_done():
+            self.event.done_s = time.perf_counter()
+        return self.event.done_s is not None
 
     def reduce(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
         """Reduce a tensor laid out like this bucket, in place, over the data group or to this rank's shard."""
@@ -176,11 +183,12 @@ class Bucket:
     def complete(self, collectives: Collectives) -> None:
         """Wait for the reduction; with several optimizer instances add the shards of the other instances."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
+        self.note_done()
         self.event.wait_start_s = time.perf_counter()
         self.handle.wait()
         self.add_instances(self.grad, collectives)
         self.event.wait_end_s = time.perf_counter()
-        self.event.done_s = self.handle.done_s or self.event.wait_end_s
+        self.event.done_s = self.event.done_s or self.event.wait_end_s
         self.handle = Handle()
         self.state = BucketState.REDUCED
 

@@ -7,8 +7,6 @@ launch.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,23 +41,20 @@ class Traffic:
 
 @dataclass(slots=True)
 class Handle:
-    """A collective in flight. `done_s` is the perf_counter reading at which the backend finished its part."""
+    """A collective in flight."""
 
     works: Sequence[dist.Work] = ()
     finish: Callable[[], None] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
-    done_s: float | None = None
     _waited: bool = field(default=False, repr=False)
 
-    def watch(self) -> Handle:
-        """Record when the backend is done, where it can tell without being asked."""
-        if self.works:
-            with contextlib.suppress(RuntimeError):  # not every work has one; then the end of the wait is noted
-                self.works[-1].get_future().add_done_callback(self._note)
-        return self
+    def is_done(self) -> bool:
+        """Has the backend finished its part? Waits for nothing.
 
-    def _note(self, _future: Any) -> None:
-        self.done_s = time.perf_counter()
+        Asked, and not told by a callback: that would run Python in a thread of the backend, which at the end of a
+        program may find the interpreter gone.
+        """
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         """Complete the collective; a second wait does nothing."""

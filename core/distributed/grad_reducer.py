@@ -72,6 +72,7 @@ class GradReducer:
         self.overlap = overlap
         self.watch = watch
         self.next = 0  # index into `order` of the bucket to launch next
+        self.noted = 0  # index of the first launched bucket that was not seen done
         self.no_sync_depth = 0
         self.force_all_reduce = False
         self.open = True  # may gradients of this step still come?
@@ -99,6 +100,8 @@ class GradReducer:
             bucket.has_late = True
         if self.overlap and self.no_sync_depth == 0:
             self.synced_backward = True
+            if self.noted < self.next and self.order[self.noted].note_done():
+                self.noted += 1
             if bucket.arrive(index) or self.next_is_ready:
                 self.advance()
 
@@ -159,7 +162,7 @@ class GradReducer:
             self.watch.reset()
         self.report = self.step_report()
         self.collectives.traffic.reset()
-        self.next = 0
+        self.next = self.noted = 0
         self.force_all_reduce = False
         self.dirty = self.synced_backward = self.forward_seen = False
         self.open = True
