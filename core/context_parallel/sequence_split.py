@@ -81,7 +81,8 @@ def get_batch_on_this_cp_rank(
     that the label of a chunk's last token is the token after it. cp_group: by default parallel_state's. tp and
     sequence_parallel: how the model splits a rank's part once more, so that a length is refused here already.
 
-    Raises ValueError for a length that does not divide, and for an 'attention_mask' [b, 1, s, s]: give document_ids.
+    Raises ValueError for a length that does not divide, for tensors of different lengths, and for an 'attention_mask'
+    [b, 1, s, s]: give document_ids.
     """
     if batch.get("attention_mask") is not None:
         raise ValueError(
@@ -92,9 +93,9 @@ def get_batch_on_this_cp_rank(
         cp_group = parallel_state.get_process_groups().cp
     size = 1 if cp_group is None else dist.get_world_size(cp_group)
     rank = 0 if cp_group is None else dist.get_rank(cp_group)
-    part: dict[str, Tensor | None] = {}
-    for name, whole in batch.items():
-        if whole is not None:
-            check_sequence_length(whole.shape[1], size, tp, sequence_parallel)
-        part[name] = None if whole is None else split_sequence(whole, 1, size, rank)
-    return part
+    shapes = {name: list(whole.shape) for name, whole in batch.items() if whole is not None}
+    if any(len(shape) < 2 for shape in shapes.values()) or len({tuple(shape[:2]) for shape in shapes.values()}) > 1:
+        raise ValueError(f"every tensor of a batch must be [b, s] or [b, s, ...] with the same b and s; got {shapes}")
+    if shapes:
+        check_sequence_length(next(iter(shapes.values()))[1], size, tp, sequence_parallel)
+    return {name: None if whole is None else split_sequence(whole, 1, size, rank) for name, whole in batch.items()}

@@ -20,7 +20,7 @@ from tests.unit_tests.test_gpt import make_config
 @pytest.mark.parametrize(
     ("length", "sizes", "words"),
     [
-        (10, (2, 1, False), r"10 is not divisible by 2 \* context_parallel_size \(2 \* 2 = 4\): 10 / 4 = 2.5; use 8 or"),
+        (10, (2, 1, False), r"10 is not divisible by 2 \* context_parallel_size \(2 \* 2 = 4\): 10 / 4 = 2.5; use 8"),
         (20, (2, 4, True), r"_size \* tensor_model_parallel_size \(2 \* 4 = 8\).*20 / 8 = 2.5; use 16 or 24"),
         (9, (3, 3, True), r"\(2 \* 3 = 6\) and .*\(3 \* 3 = 9\) under sequence_parallel: 9 / 18 = 0.5; use 18$"),
         (5, (1, 2, True), r"5 is not divisible by .*\(1 \* 2 = 2\) under sequence_parallel: 5 / 2 = 2.5; use 4 or 6"),
@@ -66,6 +66,10 @@ def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="attention_dropout is 0.1 with context_parallel_size 2"):
         make_config(context_parallel_size=2, attention_dropout=0.1)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"same b and s; got \{'tokens': \[1, 8\], 'labels': \[1, 7\]\}"):
+        get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 7)})
+    with pytest.raises(ValueError, match=r"got \{'lengths': \[8\]\}"):
+        get_batch_on_this_cp_rank({"lengths": torch.zeros(8)})
     with pytest.raises(ValueError, match="the batch has an 'attention_mask'"):
         get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 8), "attention_mask": mask})
 
