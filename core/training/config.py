@@ -57,6 +57,9 @@ class ParallelOptions:
     tp: int = 2
     sequence_parallel: bool | None = None  # None means wherever tp is larger than 1
     pp: int = 1
+    vpp: int = 1  # stages of a pipeline that one rank holds
+    schedule: str = "1F1B"  # of a pipeline; core.pipeline_parallel.SCHEDULES
+    layers_per_stage: tuple[int, ...] = ()  # empty for as many on every stage
     cp: int = 1
     ep: int = 1
     expt_tp: int | None = None  # tensor parallel size of experts; None for tp

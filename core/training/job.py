@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.distributed import DistributedDataParallel
-from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, to_json
@@ -76,7 +75,7 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
 
     prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
     """
-    start_groups(config)
+    start_groups(config, plan)
     tokens = open_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
     if dist.get_rank() != 0:
@@ -84,19 +83,22 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
     directory = config.run.directory / config.run.name
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(to_json(config) + "\n")
-    (directory / "gradients.txt").write_text(trainer.model.describe() + "\n")
-    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    (directory / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+    numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
     print(plan.describe(config))
     print(tokens.header.describe())
     print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {directory}/", flush=True)
     return run_steps(trainer, Reporter(config, plan, directory))
 
 
-def start_groups(config: JobConfig) -> None:
+def start_groups(config: JobConfig, plan: JobPlan) -> None:
     """The process groups of the configured sizes, in parallel_state. Collective."""
+    layout = plan.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        get_embedding_ranks=layout.embedding_ranks,
         context_parallel_size=config.parallel.cp,
         expert_model_parallel_size=config.parallel.ep,
         expert_tensor_parallel_size=config.parallel.expt_tp,
@@ -173,10 +175,17 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
     model_config = transformer_config(config, tokens.header.vocab_size)
-    model = GPTModel(model_config, pg_collection=groups).to(device)
-    wrapped = DistributedDataParallel(model_config, config.ddp, model, pg_collection=groups)
-    optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped], pg_collection=groups)
-    return Trainer(config, plan, wrapped, optimizer, tokens, groups, device)
+    if plan.layout.chunks > 1:
+        model_config = replace(model_config, virtual_pipeline_model_parallel_size=plan.layout.chunks)
+    stages = [stage.to(device) for stage in build_gpt_stages(model_config, plan.layout, groups)]
+    chunks = wrap_stages(model_config, config.ddp, stages, groups)
+    optimizer = get_megatron_optimizer(optimizer_config(config), chunks, pg_collection=groups)
+    runner = None
+    if plan.layout.pp > 1:
+        shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
+        schedule = config.parallel.schedule
+        runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
+    return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner)
 
 
 def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.schedules import plan_pipeline
 from core.rank_grid import RankGrid
 from core.training.config import JobConfig, ModelOptions
 from core.training.config_file import ConfigError
@@ -21,14 +23,16 @@ class JobPlan:
     micro_batch_size: int  # windows in one forward of one rank
     num_microbatches: int  # forwards of one rank in one step
     tokens_per_step: int  # of all ranks together
+    layout: PipelineLayout  # where the layers lie
 
     def describe(self, config: JobConfig) -> str:
         """One line for the log."""
         parallel = config.parallel
         sequence = " with sequence parallelism" if parallel.uses_sequence_parallel else ""
+        pipeline = f" x pp {parallel.pp} ({parallel.schedule})" if parallel.pp > 1 else ""
         sharding = "sharded optimizer" if config.ddp.sharded else "replicated optimizer"
         return (
-            f"{self.world_size} ranks = tp {parallel.tp}{sequence} x dp {self.dp} ({sharding}); global batch "
+            f"{self.world_size} ranks = tp {parallel.tp}{sequence} x dp {self.dp}{pipeline} ({sharding}); global batch "
             f"{config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} microbatches "
             f"x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
         )
@@ -37,11 +41,11 @@ class JobPlan:
 def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     """Check every size against every other; ConfigError with the arithmetic on the first that does not fit."""
     parallel, run, model = config.parallel, config.run, config.model
-    for axis in ("pp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         if getattr(parallel, axis) != 1:
             raise ConfigError(
-                f"--parallel.{axis} is {getattr(parallel, axis)}, and the GPT of this job is split over tp and dp "
-                f"only; use --parallel.{axis} 1"
+                f"--parallel.{axis} is {getattr(parallel, axis)}, and the GPT of this job is split over tp, pp and "
+                f"dp only; use --parallel.{axis} 1"
             )
     try:
         grid = RankGrid(
@@ -65,16 +69,39 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     if run.global_batch_size % grid.dp:
         raise ConfigError(
             f"--run.global-batch-size {run.global_batch_size} is not divisible by dp = {grid.dp} "
-            f"(world {world_size} / tp {parallel.tp})"
+            f"(world {world_size} / tp {parallel.tp}{f' / pp {parallel.pp}' if parallel.pp > 1 else ''})"
         )
     share = run.global_batch_size // grid.dp
-    micro = share if run.micro_batch_size is None else run.micro_batch_size
+    # A pipeline needs several microbatches to be busy; without one the rank takes its whole share at once.
+    default = share if parallel.pp == 1 else 1
+    micro = default if run.micro_batch_size is None else run.micro_batch_size
     if share % micro:
         raise ConfigError(
             f"--run.micro-batch-size {micro} does not divide a rank's share of the global batch: "
             f"{run.global_batch_size} / dp {grid.dp} = {share}"
         )
-    return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length)
+    layout = _plan_layers(config, share // micro)
+    return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length, layout)
+
+
+def _plan_layers(config: JobConfig, num_microbatches: int) -> PipelineLayout:
+    parallel = config.parallel
+    try:
+        layout = plan_pipeline(
+            config.model.num_layers,
+            parallel.pp,
+            schedule=parallel.schedule,
+            chunks=None if parallel.layers_per_stage or parallel.vpp == 1 else parallel.vpp,
+            layers_per_stage=parallel.layers_per_stage or None,
+            microbatches=num_microbatches,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the pipeline (--parallel.pp, vpp, schedule, layers-per-stage): {error}") from error
+    if parallel.pp == 1 and layout.chunks > 1:
+        raise ConfigError(
+            f"--parallel.pp is 1 and a rank would hold {layout.chunks} stages; a whole model is one stage"
+        )
+    return layout
 
 
 def _check_model(model: ModelOptions, tp: int, sequence_parallel: bool) -> None:

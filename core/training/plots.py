@@ -14,6 +14,8 @@ SPAN_COLORS = {
     "data": "#bbbbbb",
     "forward": "#7fb3d5",
     "backward": "#5499c7",
+    "input gradient": "#5499c7",
+    "weight gradient": "#2e6da4",
     "finalize": "#f0b27a",
     "optimizer": "#82c99d",
     "loss": "#cccccc",
@@ -75,6 +77,38 @@ def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms since the step began")
     axes.set_title(f"rank {trace.rank}, step {trace.step}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
+    """One step of all ranks: what the main thread of each did, and below it its reductions in flight; gaps are bubbles.
+
+    Ranks of one machine share a clock; those of several machines are drawn as if they did.
+    """
+    last = max(trace.step for trace in traces)
+    step = sorted((trace for trace in traces if trace.step == last), key=lambda trace: trace.rank)
+    origin = min(trace.start_s for trace in step)
+    picture = figure(12, 1.5 + 0.5 * len(step))
+    axes = picture.subplots()
+    labelled: set[str] = set()
+
+    def bar(row: float, height: float, start_s: float, end_s: float, name: str, color: str) -> None:
+        label = None if name in labelled else name
+        labelled.add(name)
+        place = {"left": 1e3 * (start_s - origin), "height": height}
+        axes.barh(row, 1e3 * (end_s - start_s), **place, color=color, edgecolor="white", linewidth=0.3, label=label)
+
+    for row, trace in enumerate(step):
+        for span in trace.spans:
+            bar(row - 0.12, 0.55, span.start_s, span.end_s, span.name, SPAN_COLORS.get(span.name, "#999999"))
+        for event in trace.buckets:
+            if event.launched_s is not None and event.done_s is not None:
+                bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", "#bb8fce")
+    axes.set_yticks(range(len(step)), [f"rank {trace.rank}" for trace in step])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(f"step {last}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     _save(picture, path)
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from core.training.config import JobConfig
 from core.training.perfetto import write_trace
 from core.training.plan import JobPlan
-from core.training.plots import draw_bucket_timeline, draw_loss_curve
+from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
 from core.training.progress import make_progress
 from core.training.step_log import StepLog, StepRecord
 from core.training.step_trace import StepTrace
@@ -37,7 +37,7 @@ class Reporter:
         ended_s = time.perf_counter()
         step_s = ended_s - self.step_started_s
         self.step_started_s = ended_s
-        report = trainer.model.step_report()
+        report = trainer.chunks[0].step_report()
         record = StepRecord(
             step=trainer.step,
             loss=result.loss,
@@ -62,6 +62,8 @@ class Reporter:
         self.validation_loss = validation_loss
         if traces:
             write_trace(self.directory / "trace.json", traces)
+            if self.config.logging.plots:
+                draw_schedule(self.directory / "schedule.png", traces)
         records = self.log.records
         summary = {
             "steps": len(records),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ import torch.distributed as dist
 
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.optimizer import MegatronOptimizer
+from core.pipeline_parallel import PipelineRunner, gpt_activations
 from core.process_groups import ProcessGroups
 from core.training.config import JobConfig
 from core.training.plan import JobPlan
 from core.training.sampler import GlobalBatchSampler, microbatches
 from core.training.schedule import learning_rate
-from core.training.step_trace import StepTrace
+from core.training.step_trace import Span, StepTrace
 from core.training.token_file import TokenFile, num_windows, window
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and labels [windows, tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,17 @@ class Trainer:
         self,
         config: JobConfig,
         plan: JobPlan,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         tokens: TokenFile,
         groups: ProcessGroups,
         device: torch.device,
+        runner: PipelineRunner | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
-        self.model = model
+        self.chunks = list(chunks)  # of this rank: the model, or its stages of a pipeline
+        self.runner = runner  # of the pipeline, where there is one
         self.optimizer = optimizer
         self.tokens = tokens
         self.groups = groups
@@ -64,20 +70,12 @@ class Trainer:
             indices = self.sampler.next_global_batch()
             parts = microbatches(indices, self.groups.rank("dp"), self.plan.dp, self.plan.micro_batch_size)
             batches = [self.batch(self.tokens.train, part) for part in parts]
-        self.model.zero_grad_buffer()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)  # of this rank's token losses
-        for number, (inputs, labels) in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            with nullcontext() if is_last else self.model.no_sync():
-                with trace.span("forward"):
-                    losses = self.model(inputs, labels=labels)  # [windows, tokens]
-                    total += losses.detach().double().sum()
-                with trace.span("backward"):
-                    # the wrapper takes the mean over data ranks, so this is the mean over the global batch
-                    (losses.mean() / len(batches)).backward()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        total = self._run_whole(batches, trace) if self.runner is None else self._run_pipeline(batches, trace)
         with trace.span("finalize"):
-            finalize_model_grads([self.model])
-        trace.buckets = list(self.model.step_report().events)
+            finalize_model_grads(self.chunks)
+        trace.buckets = [event for chunk in self.chunks for event in chunk.step_report().events]
         lr = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
         with trace.span("optimizer"):
             for group in self.optimizer.param_groups:
@@ -88,6 +86,28 @@ class Trainer:
             loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)
         self.step += 1
         return StepResult(loss, grad_norm, lr, updated, stop, trace)
+
+    def _run_whole(self, batches: Sequence[Batch], trace: StepTrace) -> torch.Tensor:
+        """Forward and backward of a model that is whole on this rank; the sum of its tokens' losses."""
+        (model,) = self.chunks
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, (inputs, labels) in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else model.no_sync():
+                with trace.span("forward"):
+                    losses = model(inputs, labels=labels)  # [windows, tokens]
+                    total += losses.detach().double().sum()
+                with trace.span("backward"):
+                    # the wrapper takes the mean over data ranks, so this is the mean over the global batch
+                    (losses.mean() / len(batches)).backward()
+        return total
+
+    def _run_pipeline(self, batches: Sequence[Batch], trace: StepTrace) -> torch.Tensor:
+        """The same through the stages of a pipeline; all of them learn the sum."""
+        assert self.runner is not None, "only called with a runner"
+        outcome = self.runner.step([_named(batch) for batch in batches], finalize=False)
+        trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
+        return outcome.loss * sum(labels.numel() for _, labels in batches)
 
     @torch.no_grad()
     def validation_loss(self) -> float | None:
@@ -100,14 +120,24 @@ class Trainer:
         mine = indices[self.groups.rank("dp") :: self.plan.dp]  # data ranks may have different numbers of them
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rank_tokens = 0
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         for start in range(0, len(mine), self.plan.micro_batch_size):
             inputs, labels = self.batch(self.tokens.validation, mine[start : start + self.plan.micro_batch_size])
-            total += self.model(inputs, labels=labels).double().sum()
+            total += self._token_losses(inputs, labels)
             rank_tokens += labels.numel()
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
         loss, _ = self._mean_over_ranks(total, rank_tokens, False)
         return loss
+
+    def _token_losses(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The sum of the tokens' losses, without gradients."""
+        if self.runner is None:
+            losses: torch.Tensor = self.chunks[0](inputs, labels=labels)
+            return losses.double().sum()
+        shape = gpt_activations(self.chunks[0].config, *inputs.shape)
+        return self.runner.evaluate([_named((inputs, labels))], activations=shape).loss * labels.numel()
 
     def batch(self, tokens: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels [windows, sequence_length] of int64."""
@@ -125,3 +155,7 @@ class Trainer:
         dist.all_reduce(sums)
         token_loss = float(sums[0] / sums[1])
         return token_loss / self.tokens.header.bytes_per_token, bool(sums[2] > 0)
+
+
+def _named(batch: Batch) -> dict[str, torch.Tensor]:
+    return {"tokens": batch[0], "labels": batch[1]}

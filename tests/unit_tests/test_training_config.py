@@ -81,7 +81,18 @@ def changed(**sections: dict[str, object]) -> JobConfig:
     ("config", "world_size", "message"),
     [
         (changed(parallel={"tp": 3}), 4, r"4.*3"),
-        (changed(parallel={"pp": 2}), 4, r"--parallel\.pp is 2"),
+        (changed(parallel={"cp": 2}), 4, r"--parallel\.cp is 2"),
+        (
+            changed(parallel={"pp": 2}, model={"num_layers": 3}),
+            4,
+            r"3 layers do not divide over 2 stages .*3 / 2 = 1.5",
+        ),
+        (changed(parallel={"pp": 2, "vpp": 2}), 4, "schedule 1F1B runs one stage a rank"),
+        (
+            changed(parallel={"pp": 2}, run={"global_batch_size": 3, "micro_batch_size": 3}),
+            4,
+            r"1 microbatches do not fit schedule 1F1B .* Nearest: 2$",
+        ),
         (changed(run={"global_batch_size": 33}), 4, r"33 is not divisible by dp = 2 \(world 4 / tp 2\)"),
         (changed(run={"micro_batch_size": 5}), 4, r"5 does not divide a rank's share.*16 / dp 2 = 8"),
         (changed(run={"micro_batch_size": 0}), 4, r"micro-batch-size is 0; it must be at least 1"),

@@ -94,8 +94,31 @@ def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
         (4, ["--parallel.sequence-parallel", "False", "--run.micro-batch-size", "1", "--ddp.no-overlap-grad-reduce"]),
         (2, ["--parallel.tp", "1", "--run.micro-batch-size", "2"]),
         (1, ["--parallel.tp", "1", "--run.micro-batch-size", "4"]),
+        (4, ["--parallel.tp", "1", "--parallel.pp", "2"]),
+        (
+            4,
+            [
+                "--parallel.pp",
+                "2",
+                "--parallel.schedule",
+                "ZBVZeroBubble",
+                "--parallel.layers-per-stage",
+                "0",
+                "1",
+                "1",
+                "0",
+            ],
+        ),
     ],
-    ids=["tp2-sp-dp2-optim", "dp4-no_shard", "tp2-dp2-4micro", "dp2-optim-2micro", "1rank-2micro"],
+    ids=[
+        "tp2-sp-dp2-optim",
+        "dp4-no_shard",
+        "tp2-dp2-4micro",
+        "dp2-optim-2micro",
+        "1rank-2micro",
+        "pp2-dp2",
+        "tp2-sp-pp2-zbv",
+    ],
 )
 def test_every_layout_has_the_losses_of_a_plain_loop(
     tmp_path: Path, text_flags: list[str], world: int, flags: list[str]
@@ -140,7 +163,7 @@ def test_a_run_leaves_its_files(tmp_path: Path, text_flags: list[str]) -> None:
     assert json.loads((directory / "config.json").read_text())["run"]["name"] == "tiny"
     assert "embedding.word_embeddings.weight" in (directory / "gradients.txt").read_text()
     assert list((directory / "tensorboard").glob("events.out.*"))
-    for name in ("loss.png", "buckets.png"):
+    for name in ("loss.png", "buckets.png", "schedule.png"):
         assert_picture_shows_something(directory / name)
     assert_trace_is_complete(json.loads((directory / "trace.json").read_text())["traceEvents"])
 
@@ -172,14 +195,14 @@ def test_non_finite_gradients_end_the_run_on_every_rank_and_the_plots_are_drawn(
 ) -> None:
     config = load_config([*TINY, *text_flags, "--parallel.tp", "1"])
     plan = plan_job(config, world)
-    start_groups(config)
+    start_groups(config, plan)
     trainer = build_trainer(config, plan, open_tokens(config, True), CPU)
     train_step = trainer.train_step
 
     def spoil_step_3(*, stop_requested: bool) -> StepResult:
         if trainer.step == 2 and rank == 1:
-            trainer.model.finish_param_sync()
-            next(trainer.model.module.parameters()).data.fill_(float("nan"))
+            trainer.chunks[0].finish_param_sync()
+            next(trainer.chunks[0].module.parameters()).data.fill_(float("nan"))
         return train_step(stop_requested=stop_requested)
 
     trainer.train_step = spoil_step_3  # type: ignore[method-assign]
