@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
@@ -139,7 +140,8 @@ class PipelineRunner:
             for param_sync in self.param_syncs[:2]:
                 param_sync()
             # The target only numbers the microbatches: the last stage's output is its loss already.
-            schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
+            with auxiliary_loss_scale(self._weight_of_a_loss()):
+                schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
         finally:
             for sync in self.syncs:
                 sync.leave()
@@ -204,6 +206,13 @@ class PipelineRunner:
             value = value / len(self.microbatches)
         grad_scale = getattr(self.config, "grad_scale_func", None)
         return value if grad_scale is None or not torch.is_grad_enabled() else grad_scale(value)
+
+    def _weight_of_a_loss(self) -> Tensor:
+        """What `_record` multiplies a microbatch's loss by, for the auxiliary losses that earlier stages hold."""
+        share = 1.0 if self.per_token else 1.0 / len(self.microbatches)
+        weight = torch.full((), share, dtype=LOSS_DTYPE, device=self.device)
+        grad_scale = getattr(self.config, "grad_scale_func", None)
+        return weight if grad_scale is None else grad_scale(weight)
 
     def _outcome(self) -> StepOutcome:
         """The last stage's loss and tokens, told to all stages."""
