@@ -6,6 +6,7 @@ of its experts' outputs, weighted by the router's probabilities. Ranks may have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,8 @@ class Dispatched:
     num_tokens: int  # that the weighted rows are added up to
     rows_of_ranks: list[int]  # what each rank of the gathering group gave
     order: Tensor | None = None  # row received -> row sorted by expert
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
 
 
 class AllToAllTokenDispatcher:
@@ -44,22 +45,22 @@ class AllToAllTokenDispatcher:
         """[tokens, hidden] and what the router says to rows at their experts. Collective over 'ep' and 'expt_tp'."""
         local = self.num_experts // self.ep_size
         expert_of_row, token_of_row = choices.t().nonzero(as_tuple=True)  # sorted by expert, so by rank too
-        counts = choices.sum(dim=0).view(1, self.ep_size, local)
-        # [rank of 'ep', my expert]: how many rows come from where; then the same for each rank of 'expt_tp'.
-        arriving = counts[:, 0] if self.ep is None else gather_first(counts, self.ep)[:, self.ep_rank]
-        arriving = arriving.unsqueeze(0)
-        sent = tuple(counts.sum(dim=2).flatten().tolist())
-        received = tuple(arriving.sum(dim=2).flatten().tolist())
+        # How many rows: to each expert; from each rank of 'ep' to each of mine; the same on each rank of 'expt_tp'.
+        leaving = choices.sum(dim=0).view(1, self.ep_size, local)
+        arriving = leaving if self.ep is None else gather_first(leaving, self.ep)[:, self.ep_rank].unsqueeze(0)
+        shared = arriving if self.expt_tp is None else gather_first(arriving, self.expt_tp)
+        counts = torch.cat([leaving, arriving, shared]).cpu()  # the one wait for the device; sizes are the host's
+        sent, received = counts[0].sum(dim=1).tolist(), counts[1].sum(dim=1).tolist()
+        rows_of_ranks = counts[2:].sum(dim=(1, 2)).tolist()
+
         rows = all_to_all_rows(hidden.index_select(0, token_of_row), sent, received, self.ep)
-        if self.expt_tp is not None:
-            arriving = gather_first(arriving, self.expt_tp)
-        rows_of_ranks = arriving.sum(dim=(1, 2)).tolist()
         rows = gather_rows(rows, rows_of_ranks, self.expt_tp)
-        expert_of_arrival = torch.arange(local, device=hidden.device).repeat(arriving.numel() // local)
-        order = expert_of_arrival.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        expert = torch.arange(local, device=hidden.device).repeat(shared.numel() // local)
+        expert_of_arrival = expert.repeat_interleave(shared.flatten(), output_size=rows.shape[0])
+        order = expert_of_arrival.argsort(stable=True)
         return Dispatched(
             tokens=rows.index_select(0, order),
-            tokens_per_expert=arriving.sum(dim=(0, 1)).tolist(),
+            tokens_per_expert=counts[2:].sum(dim=(0, 1)).tolist(),
             weights=probs[token_of_row, expert_of_row],
             token_of_row=token_of_row,
             num_tokens=hidden.shape[0],
