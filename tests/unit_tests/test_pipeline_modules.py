@@ -19,6 +19,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig, LayoutMismatch, finalize_model_grads
 from core.model_parallel_config import ModelParallelConfig
 from core.models import GPTModel
+from core.moe import MoEAuxLossAutoScaler
 from core.pipeline_parallel import (
     PipelineLayout,
     PipelineRunner,
@@ -170,6 +171,50 @@ def test_a_parameter_that_every_stage_has_a_copy_of(rank: int, world: int, sched
         runner.step([rows(groups.rank("dp"), n) for n in range(4)])
         for chunk in chunks:
             assert_same({"condition": whole_grads(chunk)["condition"]}, {"condition": expected})
+
+
+class Decayed(nn.Module):
+    """Cells that add a loss of their own on the way, as a router does."""
+
+    def __init__(self, cells: nn.Module) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            x = MoEAuxLossAutoScaler.apply(cell(x), self.loss_of(cell))
+        return x
+
+    @staticmethod
+    def loss_of(cell: nn.Module) -> Tensor:
+        return cell.scale.pow(2).sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_losses_that_layers_add_on_the_way_weigh_as_much_as_the_loss(rank: int, world: int, schedule: str) -> None:
+    layout = plan_pipeline(4, 2, schedule=schedule)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    cells = make_cells(4)
+    numbers = layout.stages_of(rank)
+    stages = [Decayed(nn.ModuleList(copy.deepcopy(cells[n]) for n in layout.stage(s).layer_numbers)) for s in numbers]
+    for stage, number in zip(stages, numbers, strict=True):
+        stage.is_last = number == layout.num_stages - 1
+    config = ModelParallelConfig(grad_scale_func=lambda loss: loss * 4.0)
+    chunks = wrap_stages(config, DistributedDataParallelConfig(), stages)
+    shape = [torch.empty(3, WIDTH, dtype=torch.float64, device="meta")]
+    PipelineRunner(chunks, layout, cell_step, shape, schedule=schedule).step([rows(0, n) for n in range(4)])
+
+    for number in range(4):
+        x, y = rows(0, number)
+        added = sum(Decayed.loss_of(cell) for cell in cells)
+        (4.0 * ((cells(x) - y).pow(2).mean() + added) / 4).backward()
+    expected = {name: param.grad for name, param in cells.named_parameters()}
+    for chunk, number in zip(chunks, numbers, strict=True):
+        first = layout.stage(number).layer_numbers.start
+        for name, grad in whole_grads(chunk).items():
+            _, cell, rest = name.split(".", 2)
+            assert_same({name: grad}, {name: expected[f"{int(cell) + first}.{rest}"]})
 
 
 def freeze_rank(which: int, *parts: str) -> Any:
