@@ -79,7 +79,9 @@ def check_pipeline(
 
 
 @ranks(4)
-@pytest.mark.parametrize(("schedule", "virtual"), [("1F1B", None), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1F1B", None), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)]
+)
 def test_experts_in_stages_are_those_of_one_process(rank: int, world: int, schedule: str, virtual: int | None) -> None:
     check_pipeline(schedule, virtual, 4, {"expert_model_parallel_size": 2})
 

@@ -63,10 +63,13 @@ def run(model: torch.nn.Module, data_rank: int, scale: float, microbatches: int 
     return total
 
 
-def check_gpt(layout: tuple[int, int, int, bool], strategy: str, **changes: Any) -> None:
+def check_gpt(layout: tuple[int, int, int, bool], strategy: str, instances: int = 1, **changes: Any) -> None:
     tp, ep, etp, sequence_parallel = layout
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=instances,
     )
     groups = parallel_state.get_process_groups()
     reference = gpt(ProcessGroups(), **changes)
@@ -88,6 +91,7 @@ def check_gpt(layout: tuple[int, int, int, bool], strategy: str, **changes: Any)
         ),
         data_parallel_sharding_strategy=strategy,
         overlap_grad_reduce=strategy == "optim",
+        num_distributed_optimizer_instances=instances,
         bucket_size=200,
     )
     dp = groups.size("dp")
@@ -127,3 +131,11 @@ def test_eight_ranks_have_the_gradients_of_one_process(
     rank: int, world: int, variant: str, strategy: str, layout: tuple[int, int, int, bool]
 ) -> None:
     check_gpt(layout, strategy, **VARIANTS[variant])
+
+
+@pytest.mark.nightly
+@ranks(8)
+def test_two_optimizer_instances_have_the_gradients_of_one_process(rank: int, world: int) -> None:
+    check_gpt((1, 2, 1, False), "optim", instances=2, **VARIANTS["full recompute"])
+    parallel_state.destroy_model_parallel()
+    check_gpt((2, 2, 1, True), "optim", instances=2, gradient_accumulation_fusion=True)
