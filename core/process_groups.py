@@ -25,6 +25,15 @@ GLOO_TWINS = {
 }
 
 
+# Kinds whose collectives backward launches whenever gradients happen to be complete: Note [Lanes].
+GRADIENT_KINDS = frozenset(
+    (
+        *("dp", "dp_cp", "intra_dp_cp", "inter_dp_cp"),
+        *("expt_dp", "intra_expt_dp", "inter_expt_dp", "intra_dist_opt", "inter_dist_opt"),
+    )
+)
+
+
 class ProcessGroups:
     """The process groups of one rank; Megatron's users know it as a process group collection.
 
@@ -64,26 +73,19 @@ class ProcessGroups:
     intra_expt_dp_gloo: ProcessGroup | None = None
 
     _created: tuple[ProcessGroup, ...] = ()
-    _shared: dict[str, Any]
 
     def __init__(self, **groups: ProcessGroup | None) -> None:
-        self._shared = {}
         for name, group in groups.items():
             setattr(self, name, group)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELDS and name not in ("_created", "_shared"):
+        if name not in FIELDS and name != "_created":
             raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         held = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
         return f"ProcessGroups({', '.join(held)})"
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What users of these communicators must share to keep out of each other's way, by name."""
-        return self._shared
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:
@@ -153,8 +155,8 @@ class ProcessGroups:
         Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`; creating
         a group waits for the members of that group only. All ranks go through the kinds in the same order, so a wait
         ends as soon as the members have finished the kinds before: no cycle is possible. Kinds with equal ranks and
-        options share one group; all ranks of the world as 'intra_dist_opt' are the default group unless another kind
-        already spans them.
+        options share one group (one for gradients and one for the rest, see Note [Lanes]); all ranks of the world as
+        'intra_dist_opt' are the default group unless another kind already spans them.
 
         timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields; on gloo itself
         they are the same groups. options: stream priority and communicator settings of a kind, NCCL only.
@@ -169,7 +171,9 @@ class ProcessGroups:
                 for name, twin_of, ranks in _kinds(members, gloo_twins):
                     as_gloo = backends == {"gloo"} or twin_of is not None
                     asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
-                    key = (tuple(ranks), as_gloo, asked)
+                    # See Note [Lanes]; a group of one rank sends nothing.
+                    lane = len(ranks) > 1 and (name in GRADIENT_KINDS or twin_of is not None)
+                    key = (tuple(ranks), as_gloo, asked, lane)
                     if key in shared:
                         group = shared[key]
                     elif name == "intra_dist_opt" and len(ranks) == dist.get_world_size() and asked == NO_OPTIONS:
@@ -223,6 +227,13 @@ def _next_build() -> int:
         return next(_build_count)
     store = distributed_c10d._get_default_store()
     return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
+
+
+# Note [Lanes]
+# A communicator pairs the n-th collective of one rank with the n-th of another. When a bucket of gradients leaves
+# during backward depends on a rank's own arrivals, so on a communicator that backward also uses for activations
+# (all-to-all of experts, ring of a split sequence) ranks could pair a bucket with an exchange. Groups that carry
+# gradients therefore share with one another, and not with groups of equal ranks that carry activations.
 
 
 # Note [Names of groups]

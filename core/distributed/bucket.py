@@ -92,7 +92,6 @@ class Bucket:
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
-        self.has_late = False
         self.handle = Handle()
         self.event = BucketEvent(layout.index, layout.describe(), grad.numel() * grad.element_size())
 
@@ -129,7 +128,6 @@ class Bucket:
         self.full = not self.sharded
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
-        self.has_late = False
         self.handle = Handle()
         self.event = BucketEvent(self.layout.index, self.event.name, self.event.nbytes)
 
@@ -147,6 +145,7 @@ class Bucket:
                 return True
         return False
 
+    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
     def collect(self) -> None:
         """Bring every gradient into the buffer, wherever the user or autograd left it, and detach `.grad`."""
         for param, view in zip(self.params, self.views, strict=True):
@@ -157,6 +156,7 @@ class Bucket:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
             param.grad = None
 
+    @torch.no_grad()
     def launch(self, collectives: Collectives, *, force_all_reduce: bool = False) -> None:
         """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
         self._expect(BucketState.ACCUMULATING, "launched")
@@ -180,23 +180,35 @@ class Bucket:
             return collectives.all_reduce(grad, self.groups.data, self.op)
         return collectives.reduce_scatter(grad, self.groups.shard, self.op)
 
-    def complete(self, collectives: Collectives) -> None:
-        """Wait for the reduction; with several optimizer instances add the shards of the other instances."""
-        self._expect(BucketState.IN_FLIGHT, "waited for")
+    def join_instances(self, collectives: Collectives) -> None:
+        """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
+        self._expect(BucketState.IN_FLIGHT, "joined")
         self.note_done()
         self.event.wait_start_s = time.perf_counter()
+        if not self.full and self.groups.replica is not None:
+            self.handle.wait()
+            self.handle = self.add_instances(self.grad, collectives)
+
+    def complete(self) -> None:
+        """Wait for the reduction."""
+        self._expect(BucketState.IN_FLIGHT, "waited for")
         self.handle.wait()
-        self.add_instances(self.grad, collectives)
         self.event.wait_end_s = time.perf_counter()
         self.event.done_s = self.event.done_s or self.event.wait_end_s
         self.handle = Handle()
         self.state = BucketState.REDUCED
 
-    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> None:
+    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
         """Second half of a sharded reduction over several optimizer instances: the same shard, across instances."""
-        if not self.full and self.groups.replica is not None:
-            low, high = self.shard_range
-            collectives.all_reduce(grad[low:high], self.groups.replica, self.op).wait()
+        if self.full or self.groups.replica is None:
+            return Handle()
+        low, high = self.shard_range
+        return collectives.all_reduce(grad[low:high], self.groups.replica, self.op)
+
+    @property
+    def has_late(self) -> bool:
+        """While in flight `.grad` was None: did a hook, or the user, put something there since the launch?"""
+        return any(param.grad is not None for param in self.params)
 
     def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """(index, gradient) of what arrived while the bucket was in flight; detaches it."""
@@ -207,6 +219,7 @@ class Bucket:
                 param.grad = None
         return late
 
+    @torch.no_grad()
     def add_late(self, late: list[tuple[int, torch.Tensor]], collectives: Collectives) -> None:
         """Reduce gradients that came after the launch, and add them. Collective: all ranks of the data group."""
         extra = torch.zeros_like(self.grad)
@@ -217,7 +230,7 @@ class Bucket:
         if self.scale != 1.0:
             extra.mul_(self.scale)
         self.reduce(extra, collectives).wait()
-        self.add_instances(extra, collectives)
+        self.add_instances(extra, collectives).wait()
         low, high = self.valid_range
         self.grad[low:high].add_(extra[low:high])
 
@@ -227,6 +240,22 @@ class Bucket:
         A wrong expectation costs overlap or a second reduction, never correctness.
         """
         self.expected = list(self.arrivals)
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
+        if self.state is BucketState.IN_FLIGHT:
+            raise SyncError(
+                f"{self.event.name} is in flight and cannot be scaled; scale before the last backward, or after "
+                "finish_grad_sync or finalize_model_grads"
+            )
+        if self.state is not BucketState.ACCUMULATING:
+            low, high = self.valid_range
+            self.grad[low:high].mul_(factor)
+            return
+        self.grad.mul_(factor)
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is not None and param.grad is not view:
+                param.grad.mul_(factor)
 
     def close(self) -> None:
         """The sync rules are done: hand the gradients to the optimizer."""

@@ -29,6 +29,7 @@ from core.distributed.shared_wire import SharedWire
 from core.distributed.step_guard import StepGuard
 from core.process_groups import ProcessGroups
 
+ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
 CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
 
 
@@ -73,8 +74,9 @@ class DistributedDataParallel(nn.Module):
         self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
         self.groups.require("dp_cp")
         one_bucket = disable_bucketing or self.groups.rank("pp") > 0
-        wire = SharedWire.of(self.groups)
-        wire.quiesce()
+        for name in CONTROL_TWIN:
+            if self.groups.size(name) > 1:
+                SharedWire.of(self.groups.require(name)).quiesce()
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
         self.collectives = Collectives(
@@ -93,8 +95,7 @@ class DistributedDataParallel(nn.Module):
             self.collectives,
             self._control_groups(order),
             ModelWatch(module, self.plan, order).problems,
-            wire,
-            overlap=ddp_config.overlap_grad_reduce,
+            overlap=ddp_config.overlap_grad_reduce and not self._wire_carries_activations(all_buffers),
             watch=self.nan_watch,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
@@ -195,6 +196,15 @@ class DistributedDataParallel(nn.Module):
                 control.append(ControlGroup(name, group, buckets))
         return control
 
+    def _wire_carries_activations(self, buffers: list[GradBuffer]) -> bool:
+        """Would backward mix buckets with exchanges of activations? See Note [Lanes] in core/process_groups.py.
+
+        The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
+        """
+        activations = [getattr(self.groups, name) for name in ACTIVATION_KINDS if self.groups.size(name) > 1]
+        used = [g for b in buffers for g in (b.groups.data, b.groups.shard, b.groups.replica) if g is not None]
+        return any(group is other for group in used for other in activations)
+
     def _hook_module(self) -> None:
         """On the wrapped module, so that calling it without the wrapper is the same. Weak, as in `_make_hook`."""
         reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
@@ -214,6 +224,7 @@ class DistributedDataParallel(nn.Module):
         self.module.register_forward_pre_hook(before, prepend=True)
         self.module.register_forward_hook(after, always_call=True)
         self.module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
+        self.module.register_load_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
 
     def _hook_params(self, order: list[Bucket]) -> None:
         for bucket in order:
@@ -222,7 +233,7 @@ class DistributedDataParallel(nn.Module):
                 param.grad_reducer = weakref.ref(self.reducer)
 
     def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        # Weak, so that deleting the wrapper frees its buffers and leaves a plain module, which can be wrapped again.
+        # Weak, so that deleting the wrapper leaves a plain module, which can be wrapped again.
         reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
         bucket_of = weakref.ref(bucket)
 
@@ -326,5 +337,4 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
-        self.param_sync.finish()
         return self.module.load_state_dict(state_dict, strict=strict)

@@ -25,7 +25,8 @@ class DistributedDataParallelConfig:
     bucket_size: elements a bucket holds; None for max(40 000 000, 1 000 000 x data ranks). Only used under overlap.
     num_buckets: the number of buckets instead of their size.
     pad_buckets_for_high_nccl_busbw: pad bucket ends to multiples of 2**16 elements.
-    reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32.
+    reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32. While buckets are in flight it
+        keeps a second copy of them, as deterministic_reduction does.
     average_in_collective: let the collective divide.
     data_parallel_sharding_strategy: 'no_shard' or 'optim'.
 

@@ -28,7 +28,7 @@ def finalize_model_grads(
     """Make the gradients of all model chunks whole. Call it on every rank, after backward and before the step.
 
     model: this rank's chunks (DistributedDataParallel, or modules around one). num_tokens: with
-    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a 0-dim or [1] integer tensor,
+    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a 0-dim or [1] tensor,
     valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: must hold the groups
     that the model was wrapped with. force_all_reduce: leave whole gradients on every rank even where they are sharded.
 
@@ -185,16 +185,17 @@ def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups
 
 
 def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
-    """The number of tokens of the whole batch, 0-dim fp64, at least 1.
+    """The number of tokens of the whole batch, 0-dim fp64; 1 where there is none.
 
     The last stage knows this data rank's part, the data group adds the parts. Stays on the device: nobody waits for it.
     """
     groups = chunk.groups
-    total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.int64)
+    dtype = torch.float64 if num_tokens.is_floating_point() else torch.int64  # weights of a loss mask need not be whole
+    total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=dtype)
     if groups.size("pp") > 1:
         chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
     chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
-    return total.clamp(min=1).to(torch.float64)
+    return torch.where(total > 0, total, 1).to(torch.float64)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:

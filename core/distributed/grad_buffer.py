@@ -64,8 +64,8 @@ class GradBuffer:
             )
             self.buckets.append(bucket)
             for slot, param, view in zip(plan.slots, members, bucket.views, strict=True):
-                if param.dtype != grad_dtype:
-                    param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
+                param.grad = None
+                param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
                 if param_data is not None:
                     home = param_data[slot.start - plan.start : slot.end - plan.start].view(slot.shape)
                     home.copy_(param.data)
@@ -90,7 +90,6 @@ class GradBuffer:
             bucket.attach()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient that is valid on this rank."""
+        """Multiply every gradient. Raises SyncError while a bucket is in flight."""
         for bucket in self.buckets:
-            low, high = bucket.valid_range
-            bucket.grad[low:high].mul_(factor)
+            bucket.scale_gradients(factor)

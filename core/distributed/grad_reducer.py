@@ -24,7 +24,10 @@ from core.distributed.shared_wire import SharedWire
 
 @dataclass(slots=True)
 class StepReport:
-    """What the gradients of one step cost: times in milliseconds, bytes this rank sent, collectives it took part in."""
+    """What the gradients of one step cost: times in milliseconds, bytes this rank sent, collectives it took part in.
+
+    Times are the host's: on CUDA, where a wait only queues, they say when work was queued and not what it cost.
+    """
 
     exposed_ms: float = 0.0
     hidden_share: float = 0.0  # of the time collectives were in flight, the part that nobody waited for
@@ -38,7 +41,8 @@ class StepReport:
 class ControlGroup:
     """The buckets of one data group, and a group of the same ranks for their agreement once a step.
 
-    On CUDA `group` is the gloo twin, so that reading the answer does not stop the stream.
+    On CUDA `group` is the gloo twin where there is one, so that reading the answer does not stop the stream; without
+    (create_gloo_process_groups=False) every step waits for the device once.
     """
 
     name: str
@@ -58,7 +62,6 @@ class GradReducer:
         collectives: Collectives,
         control: Sequence[ControlGroup],
         problems: Callable[[], list[str]],
-        wire: SharedWire,
         *,
         overlap: bool,
         watch: NonFiniteWatch | None = None,
@@ -67,8 +70,10 @@ class GradReducer:
         self.collectives = collectives
         self.control = list(control)
         self.problems = problems
-        self.wire = wire
-        wire.join(self)
+        groups = [g for b in self.order for g in (b.groups.data, b.groups.shard, b.groups.replica) if g is not None]
+        self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+        for wire in self.wires:
+            wire.join(self)
         self.overlap = overlap
         self.watch = watch
         self.next = 0  # index into `order` of the bucket to launch next
@@ -96,8 +101,6 @@ class GradReducer:
         self.dirty = True
         if self.watch is not None:
             self.watch.look(bucket, index)
-        if bucket.state is BucketState.IN_FLIGHT:
-            bucket.has_late = True
         if self.overlap and self.no_sync_depth == 0:
             self.synced_backward = True
             if self.noted < self.next and self.order[self.noted].note_done():
@@ -110,7 +113,8 @@ class GradReducer:
         """Can the bucket whose turn it is be launched?"""
         if self.next == len(self.order) or self.order[self.next].pending > 0:
             return False
-        return self.wire.is_own(self.unit()) and all(other.all_launched for other in self._before())
+        unit = self.unit()
+        return all(wire.is_own(unit) for wire in self.wires) and all(other.all_launched for other in self._before())
 
     @property
     def all_launched(self) -> bool:
@@ -212,7 +216,9 @@ class GradReducer:
             self.drain()
             raise
         for bucket in self.order:
-            bucket.complete(self.collectives)
+            bucket.join_instances(self.collectives)
+        for bucket in self.order:
+            bucket.complete()
             if id(bucket) in late:
                 bucket.add_late(bucket.late_gradients(), self.collectives)
             if then is not None:
@@ -263,7 +269,8 @@ class GradReducer:
             return False
         whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
         if whole:
-            return all(param.grad is None for param in whole)
+            emptied = [param.grad is None for param in whole]
+            return all(emptied) or (self.forward_seen and any(emptied))
         return self.forward_seen and all(bucket.state is BucketState.FINAL for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
@@ -306,23 +313,22 @@ class _Agreement:
     def __init__(self, control: Sequence[ControlGroup], problems: list[str], launches: int) -> None:
         self.control = control
         self.problems = problems
-        self.frozen: list[list[str]] = []
         self.flags: list[torch.Tensor] = []
         self.works: list[dist.Work | None] = []
         for entry in control:
-            frozen = [
-                contract.name
-                for bucket in entry.buckets
-                for param, contract in zip(bucket.params, bucket.contracts, strict=True)
-                if not param.requires_grad
-            ]
-            digest = zlib.crc32("\n".join(frozen).encode())
+            digest = zlib.crc32(bytes(param.requires_grad for bucket in entry.buckets for param in bucket.params))
             flags = torch.tensor(
-                [*(int(b.has_late) for b in entry.buckets), int(bool(problems)), digest, -digest, launches, -launches],
+                [
+                    *(int(bucket.has_late) for bucket in entry.buckets),
+                    int(bool(problems)),
+                    digest,
+                    -digest,
+                    launches,
+                    -launches,
+                ],
                 dtype=torch.int64,
                 device=control_device(entry.group),
             )
-            self.frozen.append(frozen)
             self.flags.append(flags)
             self.works.append(agree_max(flags, entry.group) if dist.get_world_size(entry.group) > 1 else None)
 
@@ -336,34 +342,43 @@ class _Agreement:
             if work is not None:
                 work.wait()
         late: set[int] = set()
-        for entry, flags, frozen in zip(self.control, self.flags, self.frozen, strict=True):
+        failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
+        for entry, flags in zip(self.control, self.flags, strict=True):
             *is_late, problem, digest, minus_digest, launches, minus_launches = flags.tolist()
             if launches != -minus_launches:
-                raise SyncError(
+                failure = failure or SyncError(
                     f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "
                     "they disagree on which step this is, and gradients of two steps may have been mixed. Did one "
                     "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
                 )
             if problem:
-                self._refuse(entry)
+                failure = self._reported(entry)
             if digest != -minus_digest:
-                _refuse_unequal_freeze(entry, frozen)
+                failure = _unequal_freeze(entry)
             late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
+        if failure is not None:
+            raise failure
         return late
 
-    def _refuse(self, entry: ControlGroup) -> None:
+    def _reported(self, entry: ControlGroup) -> SyncError:
         ranks = dist.get_process_group_ranks(entry.group)
         everyone = gather_objects(self.problems, entry.group)
         rank, problems = next((rank, found) for rank, found in zip(ranks, everyone, strict=True) if found)
-        raise SyncError(f"rank {rank}: {problems[0]}")
+        return SyncError(f"rank {rank}: {problems[0]}")
 
 
-def _refuse_unequal_freeze(entry: ControlGroup, frozen: list[str]) -> None:
+def _unequal_freeze(entry: ControlGroup) -> SyncError:
+    frozen = [
+        contract.name
+        for bucket in entry.buckets
+        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+        if not param.requires_grad
+    ]
     ranks = dist.get_process_group_ranks(entry.group)
     sets = [set(names) for names in gather_objects(frozen, entry.group)]
     name = min(set.union(*sets) - set.intersection(*sets))
     here = [rank for rank, names in zip(ranks, sets, strict=True) if name in names]
-    raise SyncError(
+    return SyncError(
         f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of data group {entry.name!r} "
         f"{ranks}; its copies would drift apart. Set requires_grad alike on all of them"
     )

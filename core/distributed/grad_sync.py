@@ -86,10 +86,11 @@ class GradSync:
         for rule, served in zip(self.rules, self.served, strict=True):
             if rule.group in STAGE_CROSSING:
                 continue
-            for bucket in order:
-                indices = [i for owner, i in served if owner is bucket]
-                if indices:
-                    self.within.setdefault(id(bucket), []).append((rule, indices))
+            by_bucket: dict[int, list[int]] = {}
+            for bucket, i in served:
+                by_bucket.setdefault(id(bucket), []).append(i)
+            for bucket_id, indices in by_bucket.items():
+                self.within.setdefault(bucket_id, []).append((rule, indices))
 
     def launch(self, bucket: Bucket) -> None:
         """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""

@@ -143,6 +143,7 @@ def read_contract(
     averaged = bool(getattr(param, "average_gradients_across_tp_domain", False))
     declaration = getattr(param, DECLARATION, None)
     sequence_tag = getattr(param, "sequence_parallel", None)
+    path = set(name.split("."))
     sequence_parallel = getattr(config, "sequence_parallel", None)  # None: no config, the tags alone decide
 
     if sharded and averaged:
@@ -166,7 +167,8 @@ def read_contract(
         partial.append("tp")
     if averaged:
         averages.append("tp")
-    if tp > 1 and getattr(config, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name):
+    undecided = declaration is None and sequence_tag is None
+    if tp > 1 and undecided and getattr(config, "qk_layernorm", False) and {"q_layernorm", "k_layernorm"} & path:
         partial.append("tp")
     if getattr(param, "pipeline_parallel", False):
         partial.append("pp")

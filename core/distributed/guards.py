@@ -36,14 +36,16 @@ class NonFiniteWatch:
         self.names = [bucket.contracts[i].name for bucket, i in _all_params(order)]
         device = self.order[0].grad.device if self.order else torch.device("cpu")
         self.first_bad = torch.full((len(self.names),), UNSEEN, dtype=torch.int64, device=device)
-        self.microbatch = [0] * len(self.names)
+        self.arrivals = [0] * len(self.names)
+        self.backwards = 0
 
     def look(self, bucket: Bucket, index: int) -> None:
         """Check the accumulated gradient of `bucket.params[index]`."""
         n = self.index[id(bucket), index]
         grad = bucket.params[index].grad
-        microbatch = self.microbatch[n]
-        self.microbatch[n] += 1
+        self.arrivals[n] += 1
+        self.backwards = max(self.backwards, self.arrivals[n])  # a parameter may have been left out of earlier ones
+        microbatch = self.backwards - 1
         if grad is None or grad.numel() == 0:
             return
         values = grad.coalesce().values() if grad.is_sparse else grad
@@ -54,7 +56,8 @@ class NonFiniteWatch:
     def reset(self) -> None:
         """Begin a new step."""
         self.first_bad.fill_(UNSEEN)
-        self.microbatch = [0] * len(self.names)
+        self.arrivals = [0] * len(self.names)
+        self.backwards = 0
 
     def first(self) -> tuple[str, int] | None:
         """(parameter, microbatch) of this rank's earliest non-finite gradient; None when all were finite."""
@@ -95,6 +98,9 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> tuple[int, int, str] | None:
         bad = watch.first()
         if bad is not None:
             return 0, rank, f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
+    buckets = [bucket for watch in watches for bucket in watch.order]
+    if not buckets or bool(torch.isfinite(torch.stack([_largest(bucket) for bucket in buckets])).all()):
+        return None
     for watch in watches:
         for bucket, i in _all_params(watch.order):
             part = bucket.valid_part(i)
@@ -110,6 +116,14 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> tuple[int, int, str] | None:
     return None
 
 
+def _largest(bucket: Bucket) -> torch.Tensor:
+    """Largest magnitude among the valid gradients of a bucket, 0-dim fp32: not finite if one of them is not."""
+    low, high = bucket.valid_range
+    if low == high:
+        return torch.zeros((), device=bucket.grad.device)
+    return torch.linalg.vector_norm(bucket.grad[low:high], ord=float("inf")).to(torch.float32)
+
+
 class LargeGradientWatch:
     """Warns when a bucket's reduced gradient is LARGE_FACTOR times larger than in any step before."""
 
@@ -121,7 +135,8 @@ class LargeGradientWatch:
         """Compare this step's norms with the largest ones so far. Reads one number a bucket from the device."""
         for n, bucket in enumerate(self.order):
             low, high = bucket.valid_range
-            norm = float(torch.linalg.vector_norm(bucket.grad[low:high].float()))
+            precise = torch.promote_types(bucket.grad.dtype, torch.float32)
+            norm = float(torch.linalg.vector_norm(bucket.grad[low:high], dtype=precise))
             if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
                 warnings.warn(
                     f"rank {dist.get_rank()}: the gradient norm of {bucket.event.name} is {norm:.3g}, "

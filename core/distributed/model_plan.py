@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.distributed.collectives import control_device
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.gradient_contract import (
     DEFAULT_RULES,
@@ -108,7 +109,7 @@ def plan_model(
                 f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
                 "second time. Delete that wrapper first, or wrap the model once"
             )
-    device = _one_device(named)
+    device = _one_device(named) if named else control_device(groups.require("dp_cp"))
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), module, groups, config, rules)
     _check_rules(rules, contracts, groups)
@@ -146,6 +147,11 @@ def plan_model(
 def _one_device(named: dict[str, nn.Parameter]) -> torch.device:
     device, first = torch.device("cpu"), ""
     for name, param in named.items():
+        if param.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is {param.dtype}; gradient buffers hold real numbers. Keep its real and imaginary "
+                "parts as two parameters (torch.view_as_complex in the forward)"
+            )
         if param.device.type == "meta":
             raise ValueError(
                 f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping"

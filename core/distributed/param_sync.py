@@ -3,8 +3,9 @@
 A module waits for its own parameters before its forward. A parameter that is read without its module's forward, or
 before it (weights passed to a functional, `MultiheadAttention.out_proj`), is found in the first forward, in which
 everything is waited for; from then on it is waited for at the start. A model that begins later to read a weight too
-early is refused in backward: by the hook of the parameter's gradient if the gather is still in flight then, else by
-autograd, because a gather counts as an in-place change of what the forward has saved.
+early is refused in backward where that can be seen: by the hook of the parameter's gradient if the gather is still in
+flight then, or by autograd, because a gather counts as an in-place change of what the forward has saved. What autograd
+does not save (a bias) is not seen: a model whose reads change from step to step should not overlap its gathers.
 """
 
 from __future__ import annotations

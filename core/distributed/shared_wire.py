@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from core.distributed.grad_reducer import GradReducer
-    from core.process_groups import ProcessGroups
 
 
 class SharedWire:
-    """The reducers that use the communicators of one ProcessGroups."""
+    """The reducers that use one communicator."""
+
+    # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
+    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, SharedWire]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._reducers: list[weakref.ref[GradReducer]] = []
 
     @classmethod
-    def of(cls, groups: ProcessGroups) -> SharedWire:
-        """The one object that all models wrapped with `groups` share."""
-        wire = groups.shared.setdefault("wire", cls())
-        if not isinstance(wire, cls):
-            raise TypeError(f"groups.shared['wire'] is {wire!r} and not a SharedWire")
-        return wire
+    def of(cls, group: dist.ProcessGroup) -> SharedWire:
+        """The one object that all models wrapped with `group` share."""
+        return cls._of_group.setdefault(group, cls())
 
     def reducers(self) -> list[GradReducer]:
         """Those whose wrapper is alive."""

@@ -202,3 +202,11 @@ def test_an_experts_sequence_parallel_tag_means_its_own_tensor_parallel_group():
 def test_qk_layernorm_asks_for_no_tensor_parallel_group_where_there_is_none():
     contract = read_contract("k_layernorm.weight", tagged(), Sizes({"dp_cp": (2, 0)}), Config(qk_layernorm=True), ())
     assert contract.partial_over == ()
+
+
+def test_a_norm_whose_name_only_contains_the_words_is_left_alone():
+    for name in ("block_layernorm.weight", "seq_layernorm.weight"):
+        assert read_contract(name, tagged(), Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES).partial_over == ()
+    declared = declare_gradient(tagged())
+    contract = read_contract("q_layernorm.weight", declared, Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES)
+    assert contract.partial_over == ()

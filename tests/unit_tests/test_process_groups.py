@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
-from core.process_groups import FIELDS, GLOO_TWINS, ProcessGroupCollection, ProcessGroups
+from core.process_groups import FIELDS, GLOO_TWINS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
 from core.rank_grid import RankGrid, group_ranks
 from tests.unit_tests.ranks import ranks
 
@@ -73,19 +73,38 @@ def test_groups_that_a_user_passed_are_not_destroyed_with_the_object(rank: int) 
 @ranks(4)
 def test_kinds_with_equal_ranks_share_one_group(rank: int) -> None:
     groups = build(RankGrid(4, tp=2))
-    by_ranks: dict[tuple[int, ...], set[int]] = {}
+    by_ranks: dict[tuple[tuple[int, ...], bool], set[int]] = {}
     for name in FIELDS:
         if getattr(groups, name) is not None:
-            by_ranks.setdefault(tuple(groups.ranks(name)), set()).add(id(getattr(groups, name)))
+            members = tuple(groups.ranks(name))
+            carries_gradients = len(members) > 1 and (name in GRADIENT_KINDS or name in GLOO_TWINS)
+            by_ranks.setdefault((members, carries_gradients), set()).add(id(getattr(groups, name)))
     assert all(len(objects) == 1 for objects in by_ranks.values())
-    assert {len(members) for members in by_ranks} == {1, 2, 4}
-    assert len(groups.created) == len(by_ranks) == 4  # itself, tp, dp, all four as tp_dp
+    assert len({group for objects in by_ranks.values() for group in objects}) == len(by_ranks)
+    assert {len(members) for members, _ in by_ranks} == {1, 2, 4}
+    # itself, tp, dp; all four for activations (tp_dp) and as optimizer instance, which is the default group
+    assert len(groups.created) == len(by_ranks) - 1 == 4
+
+
+@ranks(4)
+def test_gradients_never_share_a_group_with_activations(rank: int) -> None:
+    for grid in (
+        RankGrid(4, ep=4),
+        RankGrid(4, cp=4),
+        RankGrid(4, tp=2, ep=2),
+        RankGrid(4, tp=2, cp=2, expt_tp=1, ep=2),
+    ):
+        groups = build(grid)
+        carriers = {id(getattr(groups, name)) for name in GRADIENT_KINDS if groups.size(name) > 1}
+        others = set(FIELDS) - GRADIENT_KINDS - set(GLOO_TWINS)
+        assert carriers and not carriers & {id(getattr(groups, name)) for name in others}
+        groups.destroy()
 
 
 @ranks(2)
 def test_the_whole_world_is_the_default_group_only_as_optimizer_instance(rank: int) -> None:
     groups = build(RankGrid(2, pp=2), gloo_twins=False)
-    assert groups.intra_dist_opt is groups.mp
+    assert groups.intra_dist_opt is dist.group.WORLD
     assert groups.mp is not dist.group.WORLD
     groups.destroy()
     groups = ProcessGroups.build({"tp": [rank], "intra_dist_opt": [0, 1]})
@@ -173,7 +192,7 @@ def test_a_torch_that_does_not_take_our_names_is_an_error(rank: int) -> None:
         return new_group(ranks, **rest)
 
     before = known_groups()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="named the group .dp. \"torch.s"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match='named the group .dp. "torch.s'):
         patch.setattr(dist, "new_group", rename)
         build(RankGrid(1))
     assert known_groups() == before
