@@ -87,6 +87,9 @@ class Bucket:
         self.op: Op = "mean" if average else "sum"
         offset = layout.start
         self.views = [grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in layout.slots]
+        self._shard_range = 0, layout.numel
+        if sharded:
+            self._shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
         self.state = BucketState.ACCUMULATING
         self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
         self.arrivals = [0] * len(params)
@@ -100,9 +103,7 @@ class Bucket:
     @property
     def shard_range(self) -> tuple[int, int]:
         """[start, end) within the bucket that this rank owns; everything where gradients are not sharded."""
-        if not self.sharded:
-            return 0, self.layout.numel
-        return self.layout.shard(dist.get_rank(self.groups.shard), dist.get_world_size(self.groups.shard))
+        return self._shard_range
 
     @property
     def valid_range(self) -> tuple[int, int]:
@@ -150,8 +151,13 @@ class Bucket:
         """Bring every gradient into the buffer, wherever the user or autograd left it, and detach `.grad`."""
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            if grad is None or not param.requires_grad:
+            written = getattr(param, "grad_added_to_main_grad", False)  # by a fused kernel, ours or another's
+            if written:
+                param.grad_added_to_main_grad = False
+            if not param.requires_grad or (grad is None and not written):
                 view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
+            elif grad is None:
+                continue
             elif grad is not view:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
             param.grad = None

@@ -277,7 +277,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step.
 
-        Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun.
+        Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun: a
+        step may be dropped after a backward on every rank, or on none.
         """
         self.reducer.discard()
         for buffer in (*self.buffers, *self.expert_parallel_buffers):

@@ -17,7 +17,7 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: accumulate and reduce in fp32 whatever the parameter's dtype.
     overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.
     overlap_param_gather: gather parameters while the next forward runs (needs a sharded strategy).
-    align_param_gather: leave the start of the gathers to `config.param_sync_func`.
+    align_param_gather: not built yet, and refused: gathers start together, after the step.
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
     num_distributed_optimizer_instances: shard inside data / instances ranks, replicate across.
     check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
@@ -33,7 +33,8 @@ class DistributedDataParallelConfig:
     initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
-    sync_rules: further reductions of yours, run after the built-in ones.
+    sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
+        built-in ones of their kind.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -74,6 +75,16 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "overlap_param_gather gathers sharded parameters, and nothing is sharded; "
                 "set use_distributed_optimizer=True as well"
+            )
+        if self.align_param_gather:
+            raise ValueError(
+                "align_param_gather is not built: gathers start right after the optimizer's step. Leave it False, and "
+                "use overlap_param_gather=True to run them under the next forward"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
+            raise ValueError(
+                "reduce_scatter_with_fp32_accumulation keeps 16-bit gradients on the wire, and grad_reduce_in_fp32 "
+                "puts fp32 ones there; choose one"
             )
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")

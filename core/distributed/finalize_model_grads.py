@@ -190,12 +190,12 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
     The last stage knows this data rank's part, the data group adds the parts. Stays on the device: nobody waits for it.
     """
     groups = chunk.groups
-    dtype = torch.float64 if num_tokens.is_floating_point() else torch.int64  # weights of a loss mask need not be whole
-    total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=dtype)
+    # One dtype on all ranks; exact up to 2**53 tokens, and the weights of a loss mask need not be whole.
+    total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.float64)
     if groups.size("pp") > 1:
         chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
     chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
-    return torch.where(total > 0, total, 1).to(torch.float64)
+    return torch.where(total > 0, total, 1.0)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:

@@ -87,6 +87,7 @@ class GradReducer:
         self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
+        self.begun_unasked = False  # was this step begun because of that forward alone, with gradients sharded?
         self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
         self.report = StepReport()
 
@@ -150,13 +151,19 @@ class GradReducer:
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
                 "zero_grad_buffer() before the next backward; or finish after the last backward"
             )
-        if self.needs_zero and bucket.params[index].grad is bucket.views[index]:
+        if self.needs_zero and self._any_attached():
             raise SyncError(
-                f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} was added to gradients that "
-                "are already reduced. Call zero_grad_buffer() (or optimizer.zero_grad(set_to_none=True)) between "
-                "finalize_model_grads and the next backward; to accumulate microbatches finalize after the last one"
+                f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came while gradients of the "
+                "last step, already reduced, are still there. Call zero_grad_buffer() (or "
+                "optimizer.zero_grad(set_to_none=True)) between finalize_model_grads and the next backward; to "
+                "accumulate microbatches finalize after the last one"
             )
         self.begin()
+
+    def _any_attached(self) -> bool:
+        return any(
+            param.grad is view for bucket in self.order for param, view in zip(bucket.params, bucket.views, strict=True)
+        )
 
     def begin(self) -> None:
         """A new step: every bucket accumulates again. The memory is left as it is."""
@@ -168,7 +175,7 @@ class GradReducer:
         self.collectives.traffic.reset()
         self.next = self.noted = 0
         self.force_all_reduce = False
-        self.dirty = self.synced_backward = self.forward_seen = False
+        self.dirty = self.synced_backward = self.forward_seen = self.begun_unasked = False
         self.open = True
         self.attached = False
 
@@ -184,7 +191,9 @@ class GradReducer:
         if not self.open:
             if not self._emptied():
                 return
+            unasked = not any(bucket.full for bucket in self.order)
             self.begin()
+            self.begun_unasked = unasked
         if force_all_reduce and self.next > 0 and not self.force_all_reduce:
             launched = next((b for b in self.order[: self.next] if b.sharded), None)
             if launched is not None:
@@ -209,7 +218,7 @@ class GradReducer:
             return
         begun = time.perf_counter()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = _Agreement(self.control, self.problems(), self.launches)
+        agreement = _Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
         try:
             late = agreement.late_anywhere()
         except SyncError:
@@ -270,7 +279,7 @@ class GradReducer:
         whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
         if whole:
             emptied = [param.grad is None for param in whole]
-            return all(emptied) or (self.forward_seen and any(emptied))
+            return all(emptied) or (self.forward_seen and any(emptied) and not self.needs_zero)
         return self.forward_seen and all(bucket.state is BucketState.FINAL for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
@@ -310,7 +319,9 @@ class _Agreement:
     differ? Is everybody at the same step?
     """
 
-    def __init__(self, control: Sequence[ControlGroup], problems: list[str], launches: int) -> None:
+    def __init__(
+        self, control: Sequence[ControlGroup], problems: list[str], launches: int, dirty: bool, unasked: bool
+    ) -> None:
         self.control = control
         self.problems = problems
         self.flags: list[torch.Tensor] = []
@@ -325,6 +336,8 @@ class _Agreement:
                     -digest,
                     launches,
                     -launches,
+                    int(dirty),
+                    int(unasked),
                 ],
                 dtype=torch.int64,
                 device=control_device(entry.group),
@@ -344,7 +357,12 @@ class _Agreement:
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
-            *is_late, problem, digest, minus_digest, launches, minus_launches = flags.tolist()
+            *is_late, problem, digest, minus_digest, launches, minus_launches, dirty, unasked = flags.tolist()
+            if unasked and not dirty:
+                failure = SyncError(
+                    f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
+                    "forward; its gradients are lost. Call it once a step, and run evaluations under torch.no_grad()"
+                )
             if launches != -minus_launches:
                 failure = failure or SyncError(
                     f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "

@@ -236,7 +236,8 @@ def read_contract(
         counts_in_norm=counts,
         crosses_stages=crosses,
     )
-    serving = tuple(rule for rule in rules if rule.serves(draft) and groups.size(rule.group) > 1)
+    serving = [rule for rule in rules if rule.serves(draft) and groups.size(rule.group) > 1]
+    serving.sort(key=lambda rule: rule.group in STAGE_CROSSING)  # as they run
     for axis in (*partial_over, *averaged_over):
         if not any(rule.group == axis for rule in serving):
             raise ContractError(

@@ -37,8 +37,16 @@ class StepGuard:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
+        if not self._holds_ours(optimizer):
+            return
+        if any(not bucket.full for bucket in self.reducer.order) and not self.reducer.open:
+            raise SyncError(
+                f"{type(optimizer).__name__} holds parameters whose gradients are sharded: their `.grad` is None, and "
+                "it would train nothing. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "
+                "force_all_reduce=True)"
+            )
         reason = self.not_ready()
-        if reason is not None and self._holds_ours(optimizer):
+        if reason is not None:
             raise SyncError(
                 f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
                 "finalize_model_grads([model]) after the last backward and before the step"

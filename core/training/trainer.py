@@ -79,7 +79,7 @@ class Trainer:
         lr = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
         with trace.span("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_mult", 1.0)
             updated, grad_norm, _ = self.optimizer.step()
         with trace.span("loss"):
             rank_tokens = sum(labels.numel() for _, labels in batches)

@@ -153,3 +153,65 @@ def test_complex_parameters_are_refused_by_name(rank: int, world: int) -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ValueError, match="'weight' is torch.complex64"):
         wrap(model)
+
+
+@ranks(2)
+def test_gradients_that_were_kept_are_not_reduced_twice(rank: int, world: int) -> None:
+    """With an expert in the model a second reduction divides again; one of two optimizers dropped its gradients."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight.allreduce = False
+    ddp = wrap(nn.Sequential(model["a"], model["b"]), initial_weights="ignore")
+    ddp(torch.ones(1, 4)).sum().backward()
+    finalize_model_grads([ddp])
+    model["a"].zero_grad(set_to_none=True)
+    with pytest.raises(SyncError, match="gradients of the last step, already reduced, are still there"):
+        model["a"](torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2)
+def test_a_second_finalize_after_a_forward_alone_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), use_distributed_optimizer=True)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    loss_of(ddp, rank, 1)  # an evaluation without no_grad
+    with pytest.raises(SyncError, match="no rank of data group 'dp_cp' had a gradient"):
+        finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_a_plain_optimizer_over_sharded_gradients_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), use_distributed_optimizer=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp], force_all_reduce=True)
+    optimizer.step()
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    with pytest.raises(SyncError, match="holds parameters whose gradients are sharded"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_kernel_that_writes_main_grad_is_believed_when_it_says_so(rank: int, world: int) -> None:
+    """Transformer Engine's and apex's way: `.grad` stays None, and a flag on the parameter tells."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    expected = mean_over_ranks(model, world)
+    expected["second.weight"] = torch.full_like(expected["second.weight"], 1.5)
+    ddp = wrap(model)
+    for written in (True, False):
+        ddp.zero_grad_buffer()
+        loss_of(ddp, rank, 0).backward()
+        weight = model.second.weight
+        weight.grad = None
+        if written:
+            weight.main_grad.fill_(rank + 1.0)
+            weight.grad_added_to_main_grad = True
+        else:
+            expected["second.weight"] = torch.zeros_like(expected["second.weight"])
+        finalize_model_grads([ddp])
+        assert_same(whole_grads(ddp), expected)

@@ -147,10 +147,10 @@ def test_one_stage_ties_nothing():
     assert read(tagged(shared_embedding=True), {"dp_cp": (2, 0), "pp": (1, 0)}).rules == ()
 
 
-def test_a_pipeline_replicated_parameter_is_added_over_pp_before_tp():
+def test_rules_are_listed_as_they_run_within_a_stage_and_then_across():
     param = declare_gradient(tagged(pipeline_parallel=True), partial_over=("tp",))
     contract = read(param, {**PP, "tp": (2, 0)})
-    assert [rule.split(" (")[0] for rule in contract.rules] == ["sum over pp", "sum over tp"]
+    assert [rule.split(" (")[0] for rule in contract.rules] == ["sum over tp", "sum over pp"]
 
 
 def test_a_declared_axis_that_no_rule_reduces_is_refused():
