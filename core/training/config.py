@@ -77,9 +77,9 @@ class OptimizerOptions:
     """The update and its learning rate: linear warmup to lr, then a cosine down to min_lr at the last step."""
 
     name: Literal["adam", "sgd"] = "adam"
-    lr: float = 3e-3
-    min_lr: float = 3e-4
-    warmup_steps: int = 15
+    lr: float = 2e-3
+    min_lr: float = 2e-4
+    warmup_steps: int = 20
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -106,7 +106,8 @@ class RunOptions:
 
     name: str = "default"
     directory: Path = Path("runs")
-    steps: int = 150
+    steps: int = 150  # of the whole schedule
+    stop_after: int | None = None  # end after this many steps of it
     global_batch_size: int = 16  # windows in one optimizer step, whatever the layout
     micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
     validation_windows: int = 128  # windows the validation loss at the end is taken over
@@ -115,6 +116,11 @@ class RunOptions:
     threads_per_rank: int | None = None  # None for OMP_NUM_THREADS where the user set it, else cores / local ranks
     # 'auto' is CUDA where every local rank has a device of its own, else CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def last_step(self) -> int:
+        """The number of steps this run takes."""
+        return self.steps if self.stop_after is None else min(self.steps, self.stop_after)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:
     stopped = False
     started_s = time.perf_counter()
     with StopRequest() as request, reporter if reporter is not None else nullcontext():
-        while trainer.step < config.run.steps and not stopped:
+        while trainer.step < config.run.last_step and not stopped:
             result = trainer.train_step(stop_requested=request.requested)
             stopped = result.stop
             losses.append(result.loss)

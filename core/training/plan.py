@@ -133,6 +133,7 @@ def _check_positive(config: JobConfig) -> None:
     run = config.run
     counts = {
         "--run.steps": run.steps,
+        "--run.stop-after": run.last_step,
         "--run.global-batch-size": run.global_batch_size,
         "--run.micro-batch-size": 1 if run.micro_batch_size is None else run.micro_batch_size,
         "--run.validation-windows": run.validation_windows,

@@ -26,7 +26,7 @@ class Reporter:
         self.plan = plan
         self.directory = directory
         self.log = StepLog(directory, tensorboard=config.logging.tensorboard)
-        self.progress = make_progress(config.run.steps, config.logging.print_every)
+        self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
         self.last_trace: StepTrace | None = None
         self.started_s = time.perf_counter()
@@ -101,6 +101,6 @@ class Reporter:
             words += f", validation loss {self.validation_loss:.4f}"
         if ended_by is not None:
             words += f"; ended by {ended_by.__name__}"
-        elif last.step < self.config.run.steps:
-            words += f"; stopped before step {last.step + 1} of {self.config.run.steps}"
+        elif last.step < self.config.run.last_step:
+            words += f"; stopped before step {last.step + 1} of {self.config.run.last_step}"
         return words

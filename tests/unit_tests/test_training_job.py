@@ -137,7 +137,7 @@ def test_the_first_50_losses_of_the_default_job_are_the_same_in_three_layouts(tm
         "dp4-no_shard": (4, ["--parallel.tp", "1", *REPLICATED]),
         "1rank": (1, ["--parallel.tp", "1"]),
     }
-    common = ["--run.steps", "50", "--run.validation-windows", "8", "--data.cache", str(tmp_path / "tokens")]
+    common = ["--run.stop-after", "50", "--run.validation-windows", "8", "--data.cache", str(tmp_path / "tokens")]
     losses = {
         name: losses_on_ranks(world, [*common, *flags], tmp_path / name, timeout_s=400)
         for name, (world, flags) in layouts.items()
