@@ -112,7 +112,8 @@ def mutate_reductions(group_name: str, mutation: str) -> Iterator[list[str]]:
     all_reduce, reduce_scatter = Collectives.all_reduce, Collectives.reduce_scatter
 
     def spoilt(launch: Any, self: Collectives, tensor: torch.Tensor, over: dist.ProcessGroup, op: Op) -> Handle:
-        if over is not group or not tensor.dtype.is_floating_point or inside:
+        is_count = tensor.dim() == 0 or not tensor.dtype.is_floating_point  # of tokens: no gradient
+        if over is not group or is_count or inside:
             return launch(self, tensor, over, op)
         hits.append(mutation)
         if mutation == "drop":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.bucket import Bucket
+from core.distributed.collectives import Handle
 from core.model_parallel_config import ModelParallelConfig
 from core.verify import GradientReport, Layout, WrongGradientError, check_gradients
 from core.verify.gpt import check_gpt
@@ -178,8 +179,8 @@ def test_oracle_names_gradients_that_were_not_divided_by_the_tokens(rank: int, w
 def test_oracle_names_the_rank_that_was_not_synced(rank: int, world: int, culprit: int) -> None:
     complete = Bucket.complete
 
-    def keeps_its_own(self: Bucket, collectives: Any) -> None:
-        complete(self, collectives)
+    def keeps_its_own(self: Bucket) -> None:
+        complete(self)
         if dist.get_rank() == culprit:
             self.grad.copy_(self.own)  # type: ignore[attr-defined]
 
@@ -223,7 +224,7 @@ def test_oracle_names_a_rank_whose_part_is_missing(rank: int, world: int) -> Non
 
 @ranks(4)
 def test_oracle_names_optimizer_instances_that_were_not_added(rank: int, world: int) -> None:
-    with mock.patch.object(Bucket, "add_instances", lambda *_: None):
+    with mock.patch.object(Bucket, "add_instances", lambda *_: Handle()):
         red(check_gpt(INSTANCES), "not reduced over optimizer instances")
 
 
