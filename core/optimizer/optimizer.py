@@ -20,6 +20,7 @@ from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient, scale_gradients
+from core.optimizer.inner_optimizer import inner_optimizer
 from core.optimizer.master_weights import BucketMasters, Run, masters_of
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
@@ -247,22 +248,6 @@ def _stretch_lengths(flags: Sequence[bool]) -> list[int]:
         else:
             lengths.append(1)
     return lengths
-
-
-def inner_optimizer(config: OptimizerConfig, torch_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer that does the arithmetic: fused where torch has a fused kernel for the device."""
-    make: Any
-    if config.optimizer == "sgd":
-        options: dict[str, Any] = {"momentum": config.sgd_momentum}
-        make = torch.optim.SGD
-    else:
-        options = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-        make = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    lr = config.lr if config.lr is not None else 0.0
-    try:
-        return make(torch_groups, lr=lr, fused=True, **options)
-    except RuntimeError:
-        return make(torch_groups, lr=lr, foreach=True, **options)
 
 
 class ReplicatedOptimizer(MegatronOptimizer):
