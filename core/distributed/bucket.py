@@ -74,6 +74,7 @@ class Bucket:
         sharded: bool,
         scale: float,
         average: bool,
+        scale_later: bool = False,
         param_data: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
@@ -83,7 +84,11 @@ class Bucket:
         self.contracts = contracts
         self.groups = groups
         self.sharded = sharded
-        self.scale = scale
+        self.scale = 1.0 if scale_later else scale  # multiplied in before the reduction
+        self.scale_later = scale_later
+        self._due_scale = scale if scale_later else 1.0
+        # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
+        self.pending_scale: float | torch.Tensor = 1.0
         self.op: Op = "mean" if average else "sum"
         offset = layout.start
         self.views = [grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in layout.slots]
@@ -104,6 +109,12 @@ class Bucket:
     def shard_range(self) -> tuple[int, int]:
         """[start, end) within the bucket that this rank owns; everything where gradients are not sharded."""
         return self._shard_range
+
+    @property
+    def owned_grad(self) -> torch.Tensor:
+        """[n], the part of the bucket that this rank's optimizer updates: the same memory in every step."""
+        low, high = self.shard_range
+        return self.grad[low:high]
 
     @property
     def valid_range(self) -> tuple[int, int]:
@@ -127,6 +138,7 @@ class Bucket:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it."""
         self.state = BucketState.ACCUMULATING
         self.full = not self.sharded
+        self.pending_scale = 1.0
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
         self.handle = Handle()
@@ -202,6 +214,7 @@ class Bucket:
         self.event.wait_end_s = time.perf_counter()
         self.event.done_s = self.event.done_s or self.event.wait_end_s
         self.handle = Handle()
+        self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
 
     def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
@@ -262,6 +275,23 @@ class Bucket:
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is not None and param.grad is not view:
                 param.grad.mul_(factor)
+
+    def leave_scale(self, factor: float | torch.Tensor) -> None:
+        """Have the optimizer multiply by a further factor, or multiply now where scales are not left to it."""
+        if self.scale_later:
+            self.pending_scale = self.pending_scale * factor
+        else:
+            self.scale_gradients(factor)
+
+    @property
+    def scale_is_due(self) -> bool:
+        """Is a factor left that nobody has taken?"""
+        return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
+
+    def take_scale(self) -> float | torch.Tensor:
+        """The factor that is still due. Whoever takes it applies it: the gradients count as scaled from now on."""
+        factor, self.pending_scale = self.pending_scale, 1.0
+        return factor
 
     def close(self) -> None:
         """The sync rules are done: hand the gradients to the optimizer."""

@@ -179,6 +179,7 @@ class DistributedDataParallel(nn.Module):
             sharded=self.ddp_config.sharded,
             scale=self._scale_before(data_group),
             average=self.ddp_config.average_in_collective,
+            scale_later=self.ddp_config.scale_in_optimizer,
             device=self.plan.device,
         )
 

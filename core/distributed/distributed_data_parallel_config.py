@@ -33,6 +33,9 @@ class DistributedDataParallelConfig:
     initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
+    scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
+        it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
+        times its bucket's `pending_scale`. Other optimizers are refused.
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """
@@ -55,6 +58,7 @@ class DistributedDataParallelConfig:
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
     check_replicas: bool = False
     deterministic_reduction: bool = False
+    scale_in_optimizer: bool = False
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,6 +92,11 @@ class DistributedDataParallelConfig:
             )
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
+        if self.scale_in_optimizer and self.average_in_collective:
+            raise ValueError(
+                "scale_in_optimizer leaves the division by the data ranks to the optimizer, and "
+                "average_in_collective to the collective; choose one"
+            )
         if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
             raise ValueError("reduce_scatter_with_fp32_accumulation adds; average_in_collective must be False with it")
 

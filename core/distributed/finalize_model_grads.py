@@ -65,7 +65,8 @@ def finalize_model_grads(
     if num_tokens is not None:
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:
-            chunk.scale_gradients(total.reciprocal())
+            for bucket in chunk.reducer.order:
+                bucket.leave_scale(total.reciprocal())
     _guard(chunks, groups)
     for chunk in chunks:
         chunk.reducer.close()

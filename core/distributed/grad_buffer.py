@@ -35,6 +35,7 @@ class GradBuffer:
         sharded: bool,
         scale: float,
         average: bool,
+        scale_later: bool,
         device: torch.device,
     ) -> None:
         self.layout = layout
@@ -60,6 +61,7 @@ class GradBuffer:
                 sharded=sharded,
                 scale=scale,
                 average=average,
+                scale_later=scale_later,
                 param_data=param_data,
             )
             self.buckets.append(bucket)

@@ -309,7 +309,8 @@ def _needs_zero(bucket: Bucket) -> bool:
     size = dist.get_world_size(bucket.groups.data)
     factor = bucket.scale if bucket.op == "mean" else bucket.scale * size
     exact_mean = abs(factor - 1.0) < 1e-9
-    return bucket.sharded or not exact_mean or any(contract.rules for contract in bucket.contracts)
+    has_rules = any(contract.rules for contract in bucket.contracts)
+    return bucket.sharded or bucket.scale_later or not exact_mean or has_rules
 
 
 class _Agreement:

@@ -136,7 +136,7 @@ class LargeGradientWatch:
         for n, bucket in enumerate(self.order):
             low, high = bucket.valid_range
             precise = torch.promote_types(bucket.grad.dtype, torch.float32)
-            norm = float(torch.linalg.vector_norm(bucket.grad[low:high], dtype=precise))
+            norm = float(torch.linalg.vector_norm(bucket.grad[low:high], dtype=precise)) * float(bucket.pending_scale)
             if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
                 warnings.warn(
                     f"rank {dist.get_rank()}: the gradient norm of {bucket.event.name} is {norm:.3g}, "

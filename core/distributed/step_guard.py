@@ -51,6 +51,11 @@ class StepGuard:
                 f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
                 "finalize_model_grads([model]) after the last backward and before the step"
             )
+        if not self.reducer.open and any(bucket.scale_is_due for bucket in self.reducer.order):
+            raise SyncError(
+                f"{type(optimizer).__name__} would step on gradients that are not divided yet: scale_in_optimizer=True "
+                "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
+            )
 
     def not_ready(self) -> str | None:
         """Why an optimizer may not step now; None when it may."""
