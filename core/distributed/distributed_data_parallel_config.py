@@ -36,6 +36,8 @@ class DistributedDataParallelConfig:
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.
+    whole_param_shards: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
+        whole (Muon). Costs padding where a bucket holds few matrices for its ranks.
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """
@@ -59,6 +61,7 @@ class DistributedDataParallelConfig:
     check_replicas: bool = False
     deterministic_reduction: bool = False
     scale_in_optimizer: bool = False
+    whole_param_shards: bool = False
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:

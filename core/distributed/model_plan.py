@@ -65,6 +65,11 @@ class ModelPlan:
         return lines
 
 
+def needs_whole(param: nn.Parameter) -> bool:
+    """Is this a matrix, or a stack of them, that an optimizer of matrices updates? Embedding and output are not."""
+    return param.dim() >= 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -117,7 +122,9 @@ def plan_model(
     for name, param in params.items():
         grad_dtype = torch.promote_types(param.dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else param.dtype
         key = BufferKey(dtype_name(param.dtype), dtype_name(grad_dtype), contracts[name].data_group)
-        specs.append(ParamSpec(name, tuple(param.shape), key, contracts[name].crosses_stages))
+        crosses = contracts[name].crosses_stages
+        whole = ddp_config.whole_param_shards and needs_whole(param) and not crosses
+        specs.append(ParamSpec(name, tuple(param.shape), key, own_bucket=crosses, whole=whole))
     buffers = []
     for key, members in group_by_key(specs).items():
         groups.require(key.data_group)

@@ -5,16 +5,21 @@ The rules are those a user of Megatron Core knows. Parameters are laid out in re
 roughly the order in which backward produces their gradients, so that bucket 0 can leave first. Where gradients are
 sharded, each parameter starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(shards, 128), so
 that every rank's shard of a bucket has the same size; where they are not, nothing is padded.
+
+A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
+of their own, in which they are spread over the shards by size.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
+MOST_PADDING = 1.25  # a bucket of whole parameters waits for more of them while its shards would be more uneven
 HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth only on such multiples
 
 
@@ -40,6 +45,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     key: BufferKey
     own_bucket: bool = False  # its copies on other pipeline stages must be cut into the same shards
+    whole: bool = False  # where gradients are sharded, it lies in one shard
 
     @property
     def numel(self) -> int:
@@ -141,32 +147,68 @@ def plan_buffer(
     """Lay out one buffer. `specs` are in registration order and share one key; `shards` is the size of the shard
     group.
     """
-    buckets: list[BucketLayout] = []
-    slots: list[Slot] = []
-    bucket_start = cursor = 0
+    limit = math.inf if bucket_size is None else bucket_size
     end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
+    start_alignment = PARAM_START_ALIGNMENT if sharded else 1
+    buckets: list[BucketLayout] = []
+    row: list[tuple[ParamSpec, int]] = []  # (parameter, offset) of the open bucket
+    whole: list[ParamSpec] = []  # of the open bucket of whole parameters
+    total = largest = 0  # their elements
 
-    def close_bucket() -> None:
-        nonlocal slots, bucket_start, cursor
-        if not slots:
+    def close_bucket(placed: list[tuple[ParamSpec, int]], numel: int | None = None) -> None:
+        if not placed:
             return
-        numel_unpadded = cursor - bucket_start
-        end = bucket_start + pad_to_multiple(numel_unpadded, end_alignment)
-        buckets.append(BucketLayout(len(buckets), bucket_start, end, numel_unpadded, tuple(slots)))
-        slots, bucket_start, cursor = [], end, end
+        start = buckets[-1].end if buckets else 0
+        index = len(buckets)
+        slots = tuple(
+            Slot(spec.name, spec.shape, start + offset, start + offset + spec.numel, index) for spec, offset in placed
+        )
+        used = max(slot.end for slot in slots) - start
+        end = start + (pad_to_multiple(used, end_alignment) if numel is None else numel)
+        buckets.append(BucketLayout(index, start, end, used, slots))
+        placed.clear()
+
+    def close_whole() -> None:
+        close_bucket(*spread_over_shards(whole, shards, end_alignment))
+        whole.clear()
 
     for spec in reversed(specs):
+        if sharded and spec.whole:
+            whole.append(spec)
+            total, largest = total + spec.numel, max(largest, spec.numel)
+            if total >= limit and shards * largest <= MOST_PADDING * total:
+                close_whole()
+                total = largest = 0
+            continue
         alone = spec.own_bucket and sharded
         if alone:
-            close_bucket()
-        if sharded:
-            cursor = pad_to_multiple(cursor, PARAM_START_ALIGNMENT)
-        slots.append(Slot(spec.name, spec.shape, cursor, cursor + spec.numel, len(buckets)))
-        cursor += spec.numel
-        if alone or (bucket_size is not None and cursor - bucket_start >= bucket_size):
-            close_bucket()
-    close_bucket()
+            close_bucket(row)
+        offset = pad_to_multiple(row[-1][1] + row[-1][0].numel, start_alignment) if row else 0
+        row.append((spec, offset))
+        if alone or offset + spec.numel >= limit:
+            close_bucket(row)
+    close_whole()
+    close_bucket(row)
     return BufferLayout(specs[0].key, buckets[-1].end if buckets else 0, shards, tuple(buckets))
+
+
+def spread_over_shards(
+    specs: Sequence[ParamSpec], shards: int, end_alignment: int
+) -> tuple[list[tuple[ParamSpec, int]], int]:
+    """Place every parameter inside one of `shards` equal shards: the largest first, each into the emptiest shard.
+
+    Returns ((parameter, offset) in order of offset, elements of all shards together).
+    """
+    loads = [(0, shard) for shard in range(shards)]
+    chosen: list[tuple[int, int, ParamSpec]] = []  # (shard, offset in it, parameter)
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        load, shard = heapq.heappop(loads)
+        chosen.append((shard, load, spec))
+        heapq.heappush(loads, (pad_to_multiple(load + spec.numel, PARAM_START_ALIGNMENT), shard))
+    unit = math.lcm(BUCKET_END_ALIGNMENT * shards, end_alignment) // shards
+    size = pad_to_multiple(max(load for load, _ in loads), unit)
+    placed = [(spec, shard * size + offset) for shard, offset, spec in chosen]
+    return sorted(placed, key=lambda item: (item[1], item[0].numel)), size * shards
 
 
 def group_by_key(specs: Sequence[ParamSpec]) -> dict[BufferKey, list[ParamSpec]]:

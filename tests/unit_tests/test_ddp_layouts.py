@@ -241,3 +241,31 @@ def test_scale_gradients_scales_what_is_valid_and_zero_grad_buffer_zeroes_all(ra
         ddp.zero_grad_buffer()
         assert all(buffer.grad_data.count_nonzero() == 0 for buffer in ddp.buffers)
         assert all(param.grad is param.main_grad for param in ddp.parameters())
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, overlap: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    expected = mean_over_ranks(make_net(width=40), world)
+    ddp = wrap(
+        make_net(width=40),
+        use_distributed_optimizer=True,
+        whole_param_shards=True,
+        overlap_grad_reduce=overlap,
+        bucket_size=50,
+    )
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        loss_of(ddp, rank, 0).backward()
+        finalize_model_grads([ddp])
+        assert_same(whole_grads(ddp), expected)
+    for bucket in ddp.buffers[0].buckets:
+        low, high = bucket.shard_range
+        for slot in bucket.layout.slots:
+            if len(slot.shape) == 2:
+                inside = [
+                    low + bucket.layout.start <= place < high + bucket.layout.start
+                    for place in (slot.start, slot.end - 1)
+                ]
+                assert inside[0] == inside[1], slot.name

@@ -148,3 +148,53 @@ def test_launch_order_visits_every_bucket_once_and_buffers_in_index_order():
     for number, buffer in enumerate(buffers):
         assert [bucket for b, bucket in order if b == number] == list(range(len(buffer.buckets)))
     assert len(order) == sum(len(buffer.buckets) for buffer in buffers)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whole_parameters_lie_in_one_shard_each(seed: int):
+    rng = random.Random(seed)
+    shards = rng.choice([1, 2, 3, 5, 8])
+    specs = [
+        ParamSpec(f"p{i}", (rng.choice([0, 3, 64, 200, 1000]),), DENSE, whole=rng.random() < 0.6)
+        for i in range(rng.randint(1, 40))
+    ]
+    layout = plan_buffer(
+        specs, bucket_size=rng.choice([None, 100, 700]), shards=shards, sharded=True, high_busbw=rng.random() < 0.2
+    )
+    assert sorted(slot.name for slot in layout.slots) == sorted(spec.name for spec in specs)
+    whole = {spec.name for spec in specs if spec.whole}
+    position = 0
+    for bucket in layout.buckets:
+        assert bucket.start == position and bucket.numel % math.lcm(shards, 128) == 0
+        position = end = bucket.start
+        for slot in bucket.slots:
+            assert slot.start >= end and slot.start % 64 == 0 and slot.end <= bucket.end
+            end = slot.end
+            if slot.name in whole:
+                bounds = [bucket.shard(rank, shards) for rank in range(shards)]
+                first, last = slot.start - bucket.start, slot.end - bucket.start
+                assert any(low <= first and last <= high for low, high in bounds), slot
+        assert len({slot.name in whole for slot in bucket.slots}) == 1
+        position = bucket.end
+    assert position == layout.numel
+
+
+def test_whole_parameters_are_spread_by_size():
+    specs = [ParamSpec(f"p{i}", (size,), DENSE, whole=True) for i, size in enumerate((256, 640, 384, 128, 128))]
+    (bucket,) = plan_buffer(specs, bucket_size=None, shards=2, sharded=True).buckets
+    # Largest first into the emptiest shard: 640 | 384 + 256, then 128 to each.
+    assert [(slot.name, slot.start) for slot in bucket.slots] == [
+        ("p1", 0),
+        ("p4", 640),
+        ("p2", 768),
+        ("p0", 1152),
+        ("p3", 1408),
+    ]
+    assert bucket.numel == 1536
+
+
+def test_a_bucket_of_whole_parameters_waits_until_its_shards_are_even():
+    specs = [ParamSpec(f"p{i}", (128,), DENSE, whole=True) for i in range(8)]
+    layout = plan_buffer(specs, bucket_size=128, shards=4, sharded=True)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [4, 4]
+    assert layout.numel == 8 * 128

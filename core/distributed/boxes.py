@@ -1,0 +1,160 @@
+"""Boxes: which part of a whole tensor a local one holds. Pure arithmetic: no torch, no processes.
+
+A box is a rectangle with a place in the whole tensor and a place in the local one. A tensor that is split along
+dimensions is a few boxes; so is a range of its flattened elements, which is what a data-parallel shard owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements local_offset .. local_offset + size here are global_offset .. global_offset + size of the whole."""
+
+    global_offset: Index
+    local_offset: Index
+    size: Index
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a 0-dim tensor."""
+        return math.prod(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One dimension in equal parts over ranks, of which this rank holds one.
+
+    stride: the whole dimension is this many sections, each split for itself (2 for SwiGLU's gate and value), and a rank
+    holds its part of each. length: of the whole dimension without padding at the end of its sections; None where
+    nothing is padded.
+    """
+
+    dim: int
+    ranks: int
+    rank: int
+    stride: int = 1
+    length: int | None = None
+
+
+def whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
+    """The shape of the tensor that all ranks hold together, without padding. ValueError where that cannot be."""
+    shape = list(local_shape)
+    seen: set[int] = set()
+    for split in splits:
+        if not 0 <= split.dim < len(shape):
+            raise ValueError(f"split along dimension {split.dim} of a tensor of shape {list(local_shape)}")
+        if split.dim in seen:
+            raise ValueError(f"dimension {split.dim} of a tensor of shape {list(local_shape)} is split twice")
+        seen.add(split.dim)
+        held = local_shape[split.dim] * split.ranks
+        length = held if split.length is None else split.length
+        if split.stride < 1 or local_shape[split.dim] % split.stride or length % split.stride:
+            raise ValueError(
+                f"dimension {split.dim}, {local_shape[split.dim]} here and {length} in all, does not divide into "
+                f"{split.stride} sections (partition_stride)"
+            )
+        if length > held:
+            raise ValueError(
+                f"dimension {split.dim} has length {length} in all and {split.ranks} ranks hold "
+                f"{local_shape[split.dim]} each, {held} together"
+            )
+        shape[split.dim] = length
+    return tuple(shape)
+
+
+def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
+    """What a rank's tensor holds of the whole one, in local order. Padding and empty boxes are left out."""
+    shape = whole_shape(local_shape, splits)
+    by_dim = {split.dim: split for split in splits}
+    intervals = [
+        _intervals(local, whole, by_dim.get(dim, Split(dim, 1, 0)))
+        for dim, (local, whole) in enumerate(zip(local_shape, shape, strict=True))
+    ]
+    boxes = []
+    for parts in itertools.product(*intervals):
+        boxes.append(
+            Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts), tuple(part[2] for part in parts))
+        )
+    return tuple(boxes)
+
+
+def _intervals(local: int, whole: int, split: Split) -> list[tuple[int, int, int]]:
+    """(global offset, local offset, length) of what a rank holds of one dimension, section by section."""
+    mine, section = local // split.stride, whole // split.stride
+    start, stop = min(split.rank * mine, section), min((split.rank + 1) * mine, section)
+    return [(i * section + start, i * mine, stop - start) for i in range(split.stride) if stop > start]
+
+
+def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index, Index]]:
+    """(offset, size) of boxes that hold exactly elements [start, end) of a flattened tensor, in flat order.
+
+    At most 2 * dimensions - 1: a part of the first row, whole rows, a part of the last row, and so in each of those.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= end <= numel:
+        raise ValueError(f"elements [{start}, {end}) of a tensor of shape {list(shape)}, which has {numel}")
+    if start == end:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = tuple(shape[1:])
+    row = math.prod(inner)
+    low, high = -(-start // row), end // row  # whole rows
+    if low > high:  # within one row
+        return [((high, *offset), (1, *size)) for offset, size in range_boxes(inner, start - high * row, end - high * row)]
+    boxes = []
+    if start < low * row:
+        head = range_boxes(inner, start - (low - 1) * row, row)
+        boxes += [((low - 1, *offset), (1, *size)) for offset, size in head]
+    if low < high:
+        boxes.append(((low, *(0 for _ in inner)), (high - low, *inner)))
+    if high * row < end:
+        boxes += [((high, *offset), (1, *size)) for offset, size in range_boxes(inner, 0, end - high * row)]
+    return boxes
+
+
+def meet(box: Box, offset: Index, size: Index) -> Box | None:
+    """The part of a box that lies in a rectangle of the local tensor; None where there is none."""
+    start = tuple(max(mine, theirs) for mine, theirs in zip(box.local_offset, offset, strict=True))
+    stop = tuple(
+        min(mine + length, theirs + width)
+        for mine, length, theirs, width in zip(box.local_offset, box.size, offset, size, strict=True)
+    )
+    if any(high <= low for low, high in zip(start, stop, strict=True)):
+        return None
+    moved = tuple(
+        whole + low - local for whole, local, low in zip(box.global_offset, box.local_offset, start, strict=True)
+    )
+    return Box(moved, start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+
+
+def cut_to_range(boxes: Sequence[Box], local_shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Of what a local tensor holds, the part that lies in elements [start, end) of it flattened; padding left out."""
+    found = (
+        meet(box, offset, size) for offset, size in range_boxes(local_shape, start, end) for box in boxes
+    )
+    return [box for box in found if box is not None]
+
+
+def flat_index(shape: Sequence[int], offset: Sequence[int]) -> int:
+    """The place of an element in a flattened tensor."""
+    index = 0
+    for length, place in zip(shape, offset, strict=True):
+        index = index * length + place
+    return index
+
+
+def row_strides(shape: Sequence[int]) -> Index:
+    """The strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)

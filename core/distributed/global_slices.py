@@ -1,0 +1,182 @@
+"""Global slices: what this rank's parameters are in the whole model, whatever layout cuts it.
+
+A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes: layers and
+experts are counted over the whole model, and a vocabulary is not padded. Checkpoints and the oracle go by them.
+
+Three things that a tensor does not show are said by its layer:
+
+    param.partition_length      the split dimension's length in the whole model, where padding makes ranks hold more
+    param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' hold others
+    module.global_names         {"layers.0": "layers.12"}: what a child, or a parameter, is called in the whole model
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from core.distributed.boxes import Box, Index, Split, split_boxes, whole_shape
+from core.distributed.gradient_contract import data_group_of, shared_copies
+
+
+class Places(Protocol):
+    """Where this rank stands on each axis; ProcessGroups is one."""
+
+    def size(self, name: str) -> int:
+        """Ranks of an axis."""
+
+    def rank(self, name: str) -> int:
+        """This rank's place on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalSlice:
+    """What one local tensor is in the whole model.
+
+    shape: of the whole tensor, without padding. boxes: what the local tensor holds of it; none where it is all padding.
+    replica_axes: the groups over which ranks hold the same boxes; this rank is number `replica` of `replicas` of them.
+    is_copy: a tied weight that another pipeline stage holds too, and is the one to write.
+    """
+
+    local_name: str
+    name: str
+    shape: Index
+    local_shape: Index
+    boxes: tuple[Box, ...]
+    replica_axes: tuple[str, ...]
+    replicas: int
+    replica: int
+    is_copy: bool = False
+
+
+def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
+    """Of every parameter of a model chunk, frozen ones too, by its name in the chunk, in registration order. Local.
+
+    module: the chunk without its wrapper. places: the ProcessGroups it was built with.
+    Raises ValueError, naming the parameter, where its tags and its shape contradict each other.
+    """
+    word, position = shared_copies(module)
+    found = {}
+    for local_name, param in module.named_parameters():
+        crossing = []
+        if getattr(param, "pipeline_parallel", False):
+            crossing.append("pp")
+        if getattr(param, "shared_embedding", False) or id(param) in word:
+            crossing.append("embd")
+        if getattr(param, "shared_position_embedding", False) or id(param) in position:
+            crossing.append("pos_embd")
+        is_copy = bool(getattr(param, "shared", False)) or any(places.rank(axis) > 0 for axis in crossing)
+        name = global_name(module, local_name)
+        splits, replica_axes = _splits(local_name, name, param, places)
+        found[local_name] = _slice(local_name, name, tuple(param.shape), splits, replica_axes, places, is_copy)
+    return found
+
+
+def buffer_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
+    """The same of the buffers that a state_dict would hold, which all ranks of a stage hold alike."""
+    kept = set(module.state_dict(keep_vars=True))
+    return {
+        name: _slice(name, global_name(module, name), tuple(buffer.shape), [], ("tp", "dp_cp"), places)
+        for name, buffer in module.named_buffers()
+        if name in kept
+    }
+
+
+def global_name(module: nn.Module, local_name: str) -> str:
+    """A parameter's or buffer's name in the whole model, from the `global_names` of the modules on its path."""
+    rest = local_name.split(".")
+    path: list[str] = []
+    current: object = module
+    while rest:
+        names: Mapping[str, str] = getattr(current, "global_names", None) or {}
+        length = next((n for n in range(len(rest), 0, -1) if ".".join(rest[:n]) in names), 0)
+        taken = rest[: length or 1]
+        path.append(names[".".join(taken)] if length else taken[0])
+        rest = rest[len(taken) :]
+        for part in taken:
+            current = getattr(current, part, None)
+    return ".".join(path)
+
+
+def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
+    """Local names of what this rank writes so that every box is written once; the work is spread over replicas.
+
+    The ranks that hold the same boxes come to the same answer without asking: they hand the tensors out by falling
+    size, each to whom has the least so far.
+    """
+    mine: set[str] = set()
+    loads: dict[tuple[str, ...], list[int]] = {}
+    for piece in sorted(slices, key=lambda piece: (-math.prod(piece.local_shape), piece.name)):
+        if piece.is_copy:
+            continue
+        load = loads.setdefault(piece.replica_axes, [0] * piece.replicas)
+        writer = load.index(min(load))
+        load[writer] += math.prod(piece.local_shape)
+        if writer == piece.replica:
+            mine.add(piece.local_name)
+    return mine
+
+
+def _splits(
+    local_name: str, name: str, param: torch.Tensor, places: Places
+) -> tuple[list[Split], tuple[str, ...]]:
+    """How a parameter is cut, and the groups over which ranks hold the same of it."""
+    data_group = data_group_of(param)  # type: ignore[arg-type]
+    is_expert = data_group == "expt_dp"
+    tp_axis = "expt_tp" if is_expert else "tp"
+    splits = []
+    if is_expert and places.size("ep") > 1:
+        expert_dim = getattr(param, "expert_dim", None)
+        if expert_dim is not None:
+            splits.append(Split(expert_dim, places.size("ep"), places.rank("ep")))
+        elif name == local_name:
+            raise ValueError(
+                f"parameter {local_name!r} is an expert's (allreduce=False), the {places.size('ep')} ranks of 'ep' "
+                "hold different ones, and nothing says which. Set param.expert_dim to the dimension along which "
+                "experts are stacked, or name them on a module: global_names = {'experts.0': 'experts.4'}"
+            )
+    if getattr(param, "tensor_model_parallel", False):
+        dim = getattr(param, "partition_dim", None)
+        if not isinstance(dim, int) or not 0 <= dim < param.dim():
+            if places.size(tp_axis) > 1:
+                raise ValueError(
+                    f"parameter {local_name!r} is tensor_model_parallel and its partition_dim is {dim!r}; expected the "
+                    f"dimension along which its ranks hold slices, 0 to {param.dim() - 1}"
+                )
+        else:
+            splits.append(
+                Split(
+                    dim,
+                    places.size(tp_axis),
+                    places.rank(tp_axis),
+                    getattr(param, "partition_stride", 1),
+                    getattr(param, "partition_length", None),
+                )
+            )
+        return splits, (data_group,)
+    return splits, (tp_axis, data_group)
+
+
+def _slice(
+    local_name: str,
+    name: str,
+    local_shape: Index,
+    splits: list[Split],
+    replica_axes: tuple[str, ...],
+    places: Places,
+    is_copy: bool = False,
+) -> GlobalSlice:
+    try:
+        shape, boxes = whole_shape(local_shape, splits), split_boxes(local_shape, splits)
+    except ValueError as error:
+        raise ValueError(f"parameter {local_name!r}: {error}") from None
+    replica, replicas = 0, 1
+    for axis in replica_axes:
+        replica = replica * places.size(axis) + places.rank(axis)
+        replicas *= places.size(axis)
+    return GlobalSlice(local_name, name, shape, local_shape, boxes, replica_axes, replicas, replica, is_copy)
