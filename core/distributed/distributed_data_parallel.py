@@ -302,6 +302,14 @@ class DistributedDataParallel(nn.Module):
         if self.ddp_config.sharded:
             self.param_sync.start(force_sync=force_sync)
 
+    def start_bucket_param_sync(self, bucket: Bucket) -> None:
+        """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.
+
+        Called for every bucket, in one order on all ranks, instead of `start_param_sync`; then `finish_param_sync`,
+        unless gathers overlap the next forward. Collective over the bucket's shard group.
+        """
+        self.param_sync.start_bucket(bucket)
+
     def finish_param_sync(self) -> None:
         """Wait for parameter gathers in flight, before parameters are read other than by a forward."""
         self.param_sync.finish()

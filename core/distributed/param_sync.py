@@ -46,10 +46,15 @@ class ParamSync:
         """
         self.finish()
         for bucket in self.order:
-            if bucket.param_data is not None:
-                self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+            self.start_bucket(bucket)
         if force_sync or not self.overlap:
             self.finish()
+
+    def start_bucket(self, bucket: Bucket) -> None:
+        """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
+        self.wait_for([id(bucket)])
+        if bucket.param_data is not None:
+            self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
 
     def wait_for(self, bucket_ids: Iterable[int]) -> None:
         """Complete the gathers of the buckets with these ids."""

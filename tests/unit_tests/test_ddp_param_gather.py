@@ -350,3 +350,34 @@ def test_an_evaluation_that_reads_weights_in_its_own_way_waits_for_all(rank: int
             got, want = (functional_loss(m, rank, 99) for m in (ddp, plain))
         ddp.train()
         assert torch.allclose(got, want, rtol=1e-9), f"step {step}"
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: int, overlap: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    plain = make_net()
+    ddp = wrap(
+        make_net(),
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        bucket_size=40,
+        overlap_param_gather=overlap,
+    )
+    buckets = ddp.buffers[0].buckets
+    assert len(buckets) > 2
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        loss_of(ddp, rank, step).backward()
+        finalize_model_grads([ddp])
+        sent = ddp.param_sync.collectives.traffic.collectives
+        for bucket in buckets:
+            low, high = bucket.shard_range
+            bucket.param_data[low:high].add_(bucket.owned_grad, alpha=-LR)
+            ddp.start_bucket_param_sync(bucket)
+        if not overlap:
+            ddp.finish_param_sync()
+        assert ddp.param_sync.collectives.traffic.collectives - sent == (len(buckets) if world > 1 else 0)
+        one_process_step(plain, world, step, loss_of)
+    for name, value in ddp.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-10, atol=1e-12)
