@@ -109,7 +109,9 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index,
     row = math.prod(inner)
     low, high = -(-start // row), end // row  # whole rows
     if low > high:  # within one row
-        return [((high, *offset), (1, *size)) for offset, size in range_boxes(inner, start - high * row, end - high * row)]
+        return [
+            ((high, *offset), (1, *size)) for offset, size in range_boxes(inner, start - high * row, end - high * row)
+        ]
     boxes = []
     if start < low * row:
         head = range_boxes(inner, start - (low - 1) * row, row)
@@ -138,9 +140,7 @@ def meet(box: Box, offset: Index, size: Index) -> Box | None:
 
 def cut_to_range(boxes: Sequence[Box], local_shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Of what a local tensor holds, the part that lies in elements [start, end) of it flattened; padding left out."""
-    found = (
-        meet(box, offset, size) for offset, size in range_boxes(local_shape, start, end) for box in boxes
-    )
+    found = (meet(box, offset, size) for offset, size in range_boxes(local_shape, start, end) for box in boxes)
     return [box for box in found if box is not None]
 
 

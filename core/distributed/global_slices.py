@@ -122,9 +122,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
     return mine
 
 
-def _splits(
-    local_name: str, name: str, param: torch.Tensor, places: Places
-) -> tuple[list[Split], tuple[str, ...]]:
+def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> tuple[list[Split], tuple[str, ...]]:
     """How a parameter is cut, and the groups over which ranks hold the same of it."""
     data_group = data_group_of(param)  # type: ignore[arg-type]
     is_expert = data_group == "expt_dp"

@@ -83,6 +83,8 @@ class GPTModel(nn.Module):
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
+        if self.share_embeddings_and_output_weights:
+            self.global_names = {"output_layer.weight": "embedding.word_embeddings.weight"}
         has_copies = self.share_embeddings_and_output_weights and not self.borrowed_weights
         if has_copies and self.pre_process != self.post_process:
             weight = self.shared_embedding_or_output_weight()

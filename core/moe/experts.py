@@ -56,6 +56,7 @@ class Experts(nn.Module):
                 declare_gradient(self.bias2, partial_over=("expt_tp",))
         for param in self.parameters():
             param.allreduce = False
+            param.expert_dim = 0
 
     def _weights(
         self, shape: tuple[int, int], dim: int, stride: int, init_method: InitMethod, name: str | None

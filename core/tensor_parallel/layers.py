@@ -37,11 +37,18 @@ from core.tensor_parallel.mappings import (
 )
 
 
-def set_tensor_model_parallel_attributes(param: nn.Parameter, is_parallel: bool, dim: int, stride: int) -> None:
-    """Say how a parameter is split: along `dim`, in `stride` parts each split for itself; or that it is not."""
+def set_tensor_model_parallel_attributes(
+    param: nn.Parameter, is_parallel: bool, dim: int, stride: int, length: int | None = None
+) -> None:
+    """Say how a parameter is split: along `dim`, in `stride` parts each split for itself; or that it is not.
+
+    length: of `dim` in the whole model, where padding makes the ranks hold more together.
+    """
     param.tensor_model_parallel = is_parallel
     param.partition_dim = dim
     param.partition_stride = stride
+    if length is not None:
+        param.partition_length = length
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -68,7 +75,7 @@ class _ParallelLayer(nn.Module):
         shape = list(master_shape)
         shape[dim] = -(-shape[dim] // self.tp_size)
         weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
-        set_tensor_model_parallel_attributes(weight, True, dim, stride)
+        set_tensor_model_parallel_attributes(weight, True, dim, stride, master_shape[dim])
         if self.config.perform_initialization:
             full_name = None if name is None else f"{name}.weight"
             master = draw_master(master_shape, init_method, full_name, getattr(self.config, "init_seed", 0))
@@ -130,7 +137,7 @@ class ColumnParallelLinear(_ParallelLayer):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(self.output_size_per_partition, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride, output_size)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(output, bias if it was not added). weight: used instead of the layer's own (a tied embedding)."""

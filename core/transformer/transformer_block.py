@@ -40,6 +40,7 @@ class TransformerBlock(nn.Module):
             )
             for position, number in enumerate(numbers)
         )
+        self.global_names = {f"layers.{position}": f"layers.{number}" for position, number in enumerate(numbers)}
         self.final_layernorm = build_norm(config, config.hidden_size) if post_process else None
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
