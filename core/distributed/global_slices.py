@@ -124,7 +124,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
 
 def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> tuple[list[Split], tuple[str, ...]]:
     """How a parameter is cut, and the groups over which ranks hold the same of it."""
-    data_group = data_group_of(param)  # type: ignore[arg-type]
+    data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
     tp_axis = "expt_tp" if is_expert else "tp"
     splits = []
