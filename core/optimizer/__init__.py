@@ -10,7 +10,14 @@ from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.param_groups import Condition, ParamGroups
+from core.optimizer.param_groups import (
+    Condition,
+    Overrides,
+    ParamGroups,
+    get_standard_config_overrides,
+    overrides_of_conditions,
+)
+from core.optimizer.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
@@ -19,8 +26,13 @@ __all__ = [
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
+    "ParamGroupOverride",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
     "ReplicatedOptimizer",
     "get_megatron_optimizer",
+    "get_standard_config_overrides",
 ]
 
 
@@ -31,12 +43,15 @@ def get_megatron_optimizer(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
     *,
+    config_overrides: Overrides | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> MegatronOptimizer:
     """Make the optimizer of wrapped model chunks; sharded when they were wrapped so.
 
     no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
         By default biases and one-dimensional parameters do not decay.
+    config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
+        the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`.
     pg_collection: the groups of the job; default those that the model was wrapped with.
 
         model = DistributedDataParallel(config, ddp_config, model)
@@ -71,10 +86,18 @@ def get_megatron_optimizer(
             f"OptimizerConfig.bf16 is True and no parameter is in bf16 (the first, {name!r}, is {first.dtype}); "
             "convert the model with model.bfloat16() before wrapping it, or set bf16=False"
         )
-    groups = ParamGroups(
-        params, no_weight_decay_cond=no_weight_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
-    )
+    conditions = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    if config_overrides is not None:
+        if no_weight_decay_cond is not None or scale_lr_cond is not None:
+            raise ValueError(
+                "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; write the conditions as "
+                "ParamKey(with_name_predicate=...) of config_overrides"
+            )
+        conditions = dict(config_overrides)
+    frozen = [(n, p) for chunk in model_chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
+    groups = ParamGroups(config, params, conditions, frozen=frozen)
     if pg_collection is None:
         pg_collection = model_chunks[0].groups
+    groups.agree(everybody(pg_collection))
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
     return cls(config, model_chunks, groups, everybody(pg_collection))

@@ -14,6 +14,8 @@ def inner_optimizer(config: OptimizerConfig, torch_groups: list[dict[str, Any]])
 
     torch_groups: param groups with their master weights; every group's own lr and weight decay are in it.
     """
+    if config.optimizer not in ("adam", "sgd"):
+        raise ValueError(f"optimizer {config.optimizer!r} is not built yet; use 'adam' or 'sgd'")
     make: Any
     if config.optimizer == "sgd":
         options: dict[str, Any] = {"momentum": config.sgd_momentum}

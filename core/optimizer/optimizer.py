@@ -42,6 +42,7 @@ class ModelChunk(Protocol):
 
     ddp_config: DistributedDataParallelConfig
     groups: ProcessGroups
+    module: torch.nn.Module
     buffers: list[GradBuffer]
     expert_parallel_buffers: list[GradBuffer]
 

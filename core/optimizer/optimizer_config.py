@@ -3,33 +3,62 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-ALGORITHMS = ("adam", "sgd")
+from core.optimizer.algorithms import Algorithm, label
+
+BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single")
+MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "none")
+MUON_COEFFICIENTS = ("simple", "quintic", "polar_express")
+MUON_TP_MODES = ("duplicated", "blockwise")
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Names and defaults of Megatron Core.
 
-    optimizer: 'adam' or 'sgd'.
+    optimizer: 'adam', 'sgd', 'lion', 'muon' (with muon_scalar_optimizer for what is no matrix), or a torch.optim class
+        or the name of one, made with `optimizer_kwargs`. See optimizer_algorithms.md for the options of each.
+    optimizer_backend: whose kernels run Adam and SGD; 'auto' takes the fastest there is (core.optimizer.backends).
     lr, min_lr: the learning rate groups start with, and the one a scheduler ends at; lr must be set.
+    decoupled_lr, decoupled_min_lr: those of parameters that are tagged is_embedding_or_output_parameter.
+    apply_wd_to_qk_layernorm: let the norms of queries and keys decay, vectors though they are.
     weight_decay: of parameters that decay; biases and one-dimensional parameters do not, by default.
     decoupled_weight_decay: AdamW's decay of the weights themselves; False adds it to the gradient, as Adam did. SGD
         always adds it to the gradient.
     adam_beta1, adam_beta2, adam_eps, sgd_momentum: the algorithm's own numbers.
     fp16, bf16, params_dtype: what the model's parameters are. 16-bit parameters get fp32 master weights.
-    clip_grad: scale all gradients so that their global 2-norm is at most this; 0 turns clipping off.
+    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU; with
+        overlap_cpu_optimizer_d2h_h2d, copies to and from the device run beside the steps.
+    loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
+    initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of the dynamic scale, see DynamicLossScaler.
+    clip_grad: scale all gradients so that their global norm is at most this; 0 turns clipping off.
+    grad_norm_type: p of the norm that is reported, clipped and compared with the threshold; math.inf for the largest
+        magnitude.
     grad_norm_skip_threshold: skip a step whose global norm is above this.
     log_num_zeros_in_grad: count the zeros among all gradients.
     use_distributed_optimizer: None follows the wrapped model; a value must agree with it.
+
+    use_precision_aware_optimizer: keep masters and moments in the dtypes below; they are computed with in fp32.
+    main_grads_dtype: what the wrapped model's gradients are in; checked. Only used when precision-aware.
+    main_params_dtype: of the masters of 16-bit parameters. The parameters' own dtype means that there are none.
+    exp_avg_dtype: of first moments and momentum. exp_avg_sq_dtype: of second moments. fp16 is kept with a scale.
+    store_param_remainders: a bf16 parameter and 16 more bits make the fp32 master, in place of a whole copy.
     """
 
-    optimizer: str = "adam"
+    optimizer: Algorithm = "adam"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_backend: str = "auto"
     lr: float | None = None
     min_lr: float | None = None
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    apply_wd_to_qk_layernorm: bool = False
     weight_decay: float = 0.01
     decoupled_weight_decay: bool = True
 
@@ -37,32 +66,117 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
+
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = False
+    muon_split_qkv: bool = True
+    muon_scale_mode: str = "spectral"
+    muon_extra_scale_factor: float = 1.0
+    muon_coefficient_type: str = "quintic"
+    muon_num_ns_steps: int = 5
+    muon_fp32_matmul_prec: str = "medium"
+    muon_tp_mode: str = "duplicated"
+    muon_scalar_optimizer: str = "adam"
+
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 0.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
 
     fp16: bool = False
     bf16: bool = False
     params_dtype: torch.dtype = torch.float32
 
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+
     clip_grad: float = 1.0
+    grad_norm_type: float = 2.0
     grad_norm_skip_threshold: float = math.inf
     log_num_zeros_in_grad: bool = False
     use_distributed_optimizer: bool | None = None
 
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = True
+
     def __post_init__(self) -> None:
-        if self.optimizer not in ALGORITHMS:
-            raise ValueError(f"optimizer {self.optimizer!r} is not one of {', '.join(ALGORITHMS)}")
+        self._check_algorithm()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; parameters have one dtype, set one of the two")
-        if self.fp16:
-            raise ValueError("fp16=True needs loss scaling, which is not built yet; use bf16=True, which needs none")
         for name in ("weight_decay", "clip_grad", "sgd_momentum", "adam_eps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        for name in ("lr", "min_lr"):
+        for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must not be negative")
         if self.grad_norm_skip_threshold <= 0:
             raise ValueError(f"grad_norm_skip_threshold is {self.grad_norm_skip_threshold}; it must be above 0")
+        if self.grad_norm_type <= 0:
+            raise ValueError(f"grad_norm_type is {self.grad_norm_type}; a norm needs a p above 0, or math.inf")
+        self._check_loss_scale()
+        self._check_precision()
+
+    def _check_algorithm(self) -> None:
+        own = label(self.optimizer) in ("adam", "sgd", "lion", "muon")
+        if own and self.optimizer_kwargs:
+            raise ValueError(
+                f"optimizer_kwargs {dict(self.optimizer_kwargs)} are for torch.optim classes; {self.optimizer!r} has "
+                "fields of its own in OptimizerConfig"
+            )
+        choices = {
+            "optimizer_backend": BACKENDS,
+            "muon_scale_mode": MUON_SCALE_MODES,
+            "muon_coefficient_type": MUON_COEFFICIENTS,
+            "muon_tp_mode": MUON_TP_MODES,
+            "muon_scalar_optimizer": ("adam", "lion"),
+            "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.muon_num_ns_steps < 1:
+            raise ValueError(f"muon_num_ns_steps is {self.muon_num_ns_steps}; it must be at least 1")
+        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
+            raise ValueError(f"optimizer_offload_fraction is {self.optimizer_offload_fraction}; it must be in [0, 1]")
+        if self.optimizer_offload_fraction > 0 and not self.optimizer_cpu_offload:
+            raise ValueError(
+                f"optimizer_offload_fraction is {self.optimizer_offload_fraction} and optimizer_cpu_offload is False; "
+                "set it to True, or the fraction to 0"
+            )
+
+    def _check_loss_scale(self) -> None:
+        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
+            raise ValueError(f"loss_scale is {self.loss_scale}; it must be above 0 and finite, or None")
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale < math.inf:
+            raise ValueError(
+                f"initial_loss_scale is {self.initial_loss_scale} and min_loss_scale {self.min_loss_scale}; expected "
+                "0 < min_loss_scale <= initial_loss_scale"
+            )
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def _check_precision(self) -> None:
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in STATE_DTYPES:
+                raise ValueError(f"{name} is {dtype}; known are {', '.join(str(known) for known in STATE_DTYPES)}")
+            if dtype != torch.float32 and not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"{name} is {dtype} and use_precision_aware_optimizer is False, so it would not be used; set "
+                    "use_precision_aware_optimizer=True as well"
+                )

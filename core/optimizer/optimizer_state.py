@@ -17,7 +17,7 @@ import torch
 from core.optimizer.master_weights import BucketMasters, CopiedMasters, Run, Slice, is_per_element
 
 MASTER = "master"  # an entry's fp32 weights, where the parameters are in 16 bits
-GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel")
+GROUP_IDENTITY = ("name",)
 
 
 def entry_of(masters: BucketMasters, run: Run, piece: Slice, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,79 +1,249 @@
-"""Which hyperparameters each parameter gets. Pure: from names and parameters to a short list of groups."""
+"""Which hyperparameters each parameter gets: from names, parameters and overrides to one list of groups on all ranks.
+
+A group is what parameters have in common: their overrides, the algorithm, and whether they are experts. A pipeline
+stage sees its own parameters only, so the ranks put their lists together: everywhere the same groups in the same order,
+empty where a stage has none of a kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from core.distributed.collectives import gather_objects
+from core.optimizer.algorithms import Algorithm, label
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.param_key import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    decays_by_default,
+    is_embedding_or_output,
+)
 
 Condition = Callable[[str, nn.Parameter], bool]
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+
+LEARNING_RATES = ("max_lr", "min_lr")
+SCHEDULED = (*LEARNING_RATES, "lr_mult", "wd_mult", "start_wd", "end_wd")
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """What holds unless other overrides are given: no decay of biases and vectors; embedding and output layer learn
+    with `decoupled_lr` where it is set. Add your own to it: `{**get_standard_config_overrides(config), key: {...}}`.
+    """
+    overrides: dict[ParamKey, ParamGroupOverride] = {
+        ParamKey(with_name_predicate=_no_decay(config)): ParamGroupOverride(wd_mult=0.0)
+    }
+    overrides.update(_decoupled_overrides(config))
+    return overrides
+
+
+def _no_decay(config: OptimizerConfig) -> ParamWithNamePredicate:
+    if not config.apply_wd_to_qk_layernorm:
+        return ParamWithNamePredicate("bias or one-dimensional", lambda param, name: not decays_by_default(name, param))
+
+    def but_qk_norms(param: nn.Parameter, name: str) -> bool:
+        return not decays_by_default(name, param) and not {"q_layernorm", "k_layernorm"} & set(name.split("."))
+
+    return ParamWithNamePredicate("bias or one-dimensional, q and k norms excepted", but_qk_norms)
+
+
+def _decoupled_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    if config.decoupled_lr is None:
+        return {}
+    decoupled = ParamGroupOverride(max_lr=config.decoupled_lr)
+    if config.decoupled_min_lr is not None:
+        decoupled["min_lr"] = config.decoupled_min_lr
+    return {ParamKey(attr="is_embedding_or_output_parameter"): decoupled}
+
+
+def overrides_of_conditions(
+    config: OptimizerConfig,
+    no_weight_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> dict[ParamKey, ParamGroupOverride]:
+    """The standard overrides, with Megatron's older conditions over (name, parameter) in place of the decay rule."""
+    if no_weight_decay_cond is None:
+        overrides = get_standard_config_overrides(config)
+    else:
+        condition = no_weight_decay_cond
+        no_decay = ParamWithNamePredicate("no_weight_decay_cond", lambda param, name: condition(name, param))
+        overrides = {ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0}, **_decoupled_overrides(config)}
+    if scale_lr_cond is not None:
+        scaled = scale_lr_cond
+        predicate = ParamWithNamePredicate("scale_lr_cond", lambda param, name: scaled(name, param))
+        overrides[ParamKey(with_name_predicate=predicate)] = ParamGroupOverride(lr_mult=lr_mult)
+    return overrides
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Parameters with equal keys are updated with the same numbers."""
+    """Parameters with equal keys are updated with the same numbers. Sent between ranks."""
 
-    wd_mult: float
-    lr_mult: float
-    is_expert_parallel: bool
+    algorithm: str
+    overrides: tuple[tuple[str, Any], ...] = ()
+    is_decoupled_lr: bool = False
+    is_expert_parallel: bool = False
 
-
-def decays_by_default(name: str, param: nn.Parameter) -> bool:
-    """Weight decay is for matrices: not for biases, nor for norm weights and other one-dimensional parameters."""
-    return param.dim() > 1 and not name.endswith(".bias") and name != "bias"
+    @property
+    def name(self) -> str:
+        """The group in words, without numbers of learning rates, so that a run with others finds it again."""
+        parts = [self.algorithm, *(key if key in LEARNING_RATES else f"{key}={value}" for key, value in self.overrides)]
+        parts += ["decoupled"] * self.is_decoupled_lr + ["expert"] * self.is_expert_parallel
+        return " ".join(parts)
 
 
 class ParamGroups:
-    """The groups of a model, in order of first use, and the group of every parameter.
+    """The groups of a model, and the group of every parameter of this rank.
 
-    Built from all parameters of all chunks, not from this rank's shard, so that a data group's ranks list the same.
+    params: (name, parameter, is it an expert's), of all chunks, sharded or not.
+    overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; ValueError
+        where two of them contradict each other.
+    frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
     """
 
     def __init__(
         self,
+        config: OptimizerConfig,
         params: Iterable[tuple[str, nn.Parameter, bool]],
+        overrides: Overrides | None = None,
         *,
-        no_weight_decay_cond: Condition | None = None,
-        scale_lr_cond: Condition | None = None,
-        lr_mult: float = 1.0,
+        frozen: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
-        """params: (name, parameter, is it an expert's)."""
+        if overrides is None:
+            overrides = get_standard_config_overrides(config)
+        self.config = config
+        self.overrides = dict(overrides)
         self.keys: list[GroupKey] = []
-        self._index: dict[int, int] = {}
+        self.matched: set[int] = set()  # which of the overrides have been used
+        self._group_of: dict[int, GroupKey] = {}
         for name, param, is_expert in params:
-            if no_weight_decay_cond is None:
-                decays = decays_by_default(name, param)
-            else:
-                decays = not no_weight_decay_cond(name, param)
-            scaled = scale_lr_cond is not None and scale_lr_cond(name, param)
-            key = GroupKey(1.0 if decays else 0.0, lr_mult if scaled else 1.0, is_expert)
+            key = self._key_of(name, param, is_expert)
+            self._group_of[id(param)] = key
             if key not in self.keys:
                 self.keys.append(key)
-            self._index[id(param)] = self.keys.index(key)
+        for name, param in frozen:
+            self.matched.update(index for index, key in enumerate(self.overrides) if key.matches(param, name))
+
+    def _key_of(self, name: str, param: nn.Parameter, is_expert: bool) -> GroupKey:
+        combined: dict[str, Any] = {}
+        source: dict[str, ParamKey] = {}
+        for index, (key, override) in enumerate(self.overrides.items()):
+            if not key.matches(param, name):
+                continue
+            self.matched.add(index)
+            for field, value in override.items():
+                if field in combined and combined[field] != value:
+                    raise ValueError(
+                        f"parameter {name!r}: {source[field]} sets {field}={combined[field]} and {key} sets "
+                        f"{field}={value}; make one of the two keys narrower"
+                    )
+                combined[field] = value
+                source[field] = key
+        algorithm = label(combined.pop("optimizer", None) or algorithm_of(self.config, name, param))
+        tagged = bool(getattr(param, "is_embedding_or_output_parameter", False))
+        decoupled = tagged and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
+        return GroupKey(algorithm, tuple(sorted(combined.items())), decoupled, is_expert)
+
+    def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Put the lists of all ranks together. Collective over `groups`, one after the other.
+
+        Raises ValueError on every rank when an override of the user's matches no parameter of any rank.
+        """
+        mine = [(dist.get_rank() if dist.is_initialized() else 0, tuple(self.keys), tuple(sorted(self.matched)))]
+        for group in groups:
+            mine = [entry for entries in gather_objects(mine, group) for entry in entries]
+        by_rank = sorted({rank: (keys, matched) for rank, keys, matched in mine}.items())
+        self.keys = list(dict.fromkeys(key for _, (keys, _) in by_rank for key in keys))
+        self.matched = {index for _, (_, matched) in by_rank for index in matched}
+        unused = [
+            key
+            for index, key in enumerate(self.overrides)
+            if index not in self.matched and key not in _may_match_nothing(self.config)
+        ]
+        if unused:
+            raise ValueError(
+                f"{unused[0]} in config_overrides matches no parameter of the model on any rank; compare it with the "
+                "names in model.named_parameters(), or leave it out"
+            )
 
     def of(self, param: nn.Parameter) -> int:
         """The index of a parameter's group."""
-        return self._index[id(param)]
+        return self.keys.index(self._group_of[id(param)])
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """One empty torch param group a key, with its lr and weight decay; one where a stage has no parameters."""
+        """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""
         if config.lr is None:
             raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
-        lr, min_lr = config.lr, config.min_lr or 0.0
-        return [
-            {
-                "params": [],
-                "lr": lr * key.lr_mult,
-                "max_lr": lr * key.lr_mult,
-                "min_lr": min_lr * key.lr_mult,
-                "weight_decay": config.weight_decay * key.wd_mult,
-                "wd_mult": key.wd_mult,
-                "lr_mult": key.lr_mult,
-                "is_expert_parallel": key.is_expert_parallel,
-            }
-            for key in self.keys or [GroupKey(1.0, 1.0, False)]
-        ]
+        groups = [torch_group(config, key) for key in self.keys or [GroupKey(label(config.optimizer))]]
+        for index, group in enumerate(groups):  # keys that differ in a learning rate only have one name
+            alike = sum(other["name"] == group["name"] for other in groups[:index])
+            if alike:
+                group["name"] += f" #{alike + 1}"
+        return groups
+
+
+def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
+    """The torch param group of a key. `lr` is what the first step takes where no scheduler sets it.
+
+    max_lr and min_lr are the group's own or the configured ones, before `lr_mult`, as a scheduler reads them.
+    """
+    numbers = dict(key.overrides)
+    max_lr = numbers.get("max_lr", config.lr)
+    lr_mult, wd_mult = numbers.get("lr_mult", 1.0), numbers.get("wd_mult", 1.0)
+    group = {
+        "params": [],
+        "lr": max_lr * lr_mult,
+        "max_lr": max_lr,
+        "min_lr": numbers.get("min_lr", config.min_lr or 0.0),
+        "weight_decay": numbers.get("start_wd", config.weight_decay) * wd_mult,
+        "wd_mult": wd_mult,
+        "lr_mult": lr_mult,
+        "is_expert_parallel": key.is_expert_parallel,
+        "is_decoupled_lr": key.is_decoupled_lr,
+        "default_config": not any(field in numbers for field in (*LEARNING_RATES, "lr_mult")),
+        "optimizer": key.algorithm,
+        "name": key.name,
+    }
+    return group | {field: value for field, value in numbers.items() if field not in group}
+
+
+def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
+    """The algorithm of a parameter: under Muon matrices and the rest have different ones."""
+    if config.optimizer != "muon" or is_muon_matrix(name, param):
+        return config.optimizer
+    return config.muon_scalar_optimizer
+
+
+def is_muon_matrix(name: str, param: nn.Parameter) -> bool:
+    """Is it a hidden layer's matrix, or a stack of them (experts')? No bias, norm, embedding or output layer is."""
+    return decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
+
+
+def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:
+    """Keys that are made here, for any model."""
+    conditions = {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda param, name: False))
+        for name in ("no_weight_decay_cond", "scale_lr_cond")
+    }
+    return {*get_standard_config_overrides(config), *conditions}
+
+
+__all__ = [
+    "Condition",
+    "GroupKey",
+    "Overrides",
+    "ParamGroupOverride",
+    "ParamGroups",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "get_standard_config_overrides",
+]

@@ -284,7 +284,9 @@ def test_groups_keep_their_learning_rate_and_decay(rank: int, world: int) -> Non
     assert found.pop("norm.weight") == (pytest.approx(0.3), 0.5)
     for name, numbers in found.items():
         assert numbers == (0.1, 0.0 if name.startswith("third") else 0.5), name
-    assert sorted(group["min_lr"] for group in optimizer.param_groups) == [0.01, 0.01, pytest.approx(0.03)]
+    assert sorted(group["min_lr"] * group["lr_mult"] for group in optimizer.param_groups) == pytest.approx(
+        [0.01, 0.01, 0.03]
+    )
 
 
 def group_of_each_param(optimizer: Any) -> dict[str, dict[str, Any]]:
