@@ -1,0 +1,157 @@
+"""Loss scaling: what the loss is multiplied by, so that small gradients survive in fp16. Pure Python numbers.
+
+The rule of the dynamic scale, as Megatron Core's users know it; all ranks apply it to one common decision:
+
+    a step overflowed   good steps start at 0 again; one life of `hysteresis` is lost; with none left the scale is
+                        multiplied by `backoff_factor`, though not below `min_scale`
+    a step was good     after `growth_interval` good steps in a row the scale is multiplied by `growth_factor`, though
+                        not above `max_scale`, and all lives are back
+
+Lives come back with a growth only: overflows need not be consecutive to use them up, and once none is left every further
+overflow backs off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from core.optimizer.optimizer_config import OptimizerConfig
+
+FP32_MAX = float(torch.finfo(torch.float32).max)
+
+
+class LossScaler(Protocol):
+    """What the optimizer needs of a scaler."""
+
+    value: float
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor as a tensor [1]."""
+
+    def update(self, found_inf: bool) -> None:
+        """A step ended; did any gradient of any rank overflow?"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers to go on from."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from saved numbers."""
+
+
+class ConstantLossScaler:
+    """A factor that never changes. A step that overflows is skipped all the same."""
+
+    def __init__(self, scale: float) -> None:
+        _expect_scale("scale", scale)
+        self.value = float(scale)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor, [1] in fp32 on the CPU."""
+        return torch.tensor([self.value], dtype=torch.float32)
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, for the record."""
+        return {"scale": self.value}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing is taken over: a constant is configured."""
+
+
+class DynamicLossScaler:
+    """A factor that halves where gradients overflow and doubles while they do not; see the file's beginning."""
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float | None = None,
+    ) -> None:
+        for name, scale in (("initial_scale", initial_scale), ("min_scale", min_scale)):
+            _expect_scale(name, scale)
+        self.max_scale = FP32_MAX if max_scale is None else float(max_scale)
+        if not min_scale <= initial_scale <= self.max_scale:
+            raise ValueError(
+                f"initial_scale is {initial_scale}; expected it between min_scale {min_scale} and max_scale "
+                f"{self.max_scale:g}"
+            )
+        if growth_factor <= 1 or not 0 < backoff_factor < 1:
+            raise ValueError(
+                f"growth_factor is {growth_factor} and backoff_factor {backoff_factor}; the first must be above 1, the "
+                "second between 0 and 1"
+            )
+        if growth_interval < 1 or hysteresis < 1:
+            raise ValueError(
+                f"growth_interval is {growth_interval} and hysteresis {hysteresis}; both must be at least 1"
+            )
+        self.value = float(initial_scale)
+        self.min_scale = float(min_scale)
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.good_steps = 0
+        self.lives = hysteresis
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor, [1] in fp32 on the CPU."""
+        return torch.tensor([self.value], dtype=torch.float32)
+
+    def update(self, found_inf: bool) -> None:
+        """A step ended; did any gradient of any rank overflow?"""
+        if found_inf:
+            self.good_steps = 0
+            self.lives -= 1
+            if self.lives <= 0:
+                self.value = max(self.value * self.backoff_factor, self.min_scale)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps = 0
+            self.lives = self.hysteresis
+            self.value = min(self.value * self.growth_factor, self.max_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the two counters, under Megatron's names."""
+        return {"scale": self.value, "growth_tracker": self.good_steps, "hysteresis_tracker": self.lives}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from saved numbers; tensors of one element do as well. Saved limits are not: those are configured."""
+        scale = float(state_dict["scale"])
+        _expect_scale("the saved scale", scale)
+        self.value = min(max(scale, self.min_scale), self.max_scale)
+        self.good_steps = int(state_dict.get("growth_tracker", 0))
+        self.lives = int(state_dict.get("hysteresis_tracker", self.hysteresis))
+
+
+def loss_scaler_of(config: OptimizerConfig) -> ConstantLossScaler | DynamicLossScaler | None:
+    """The scaler that a config asks for: a constant where it is given, a dynamic one for fp16, else none."""
+    if config.loss_scale is not None:
+        return ConstantLossScaler(config.loss_scale)
+    if config.fp16:
+        return DynamicLossScaler(
+            initial_scale=config.initial_loss_scale,
+            min_scale=config.min_loss_scale,
+            growth_interval=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
+    return None
+
+
+def _expect_scale(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be above 0 and finite")
