@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.context_parallel import check_sequence_length
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.models.gpt import GPTModel
 from core.pipeline_parallel.layout import PipelineLayout
@@ -64,37 +65,38 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """What one stage sends the next: hidden states [s, b, hidden]; under sequence parallelism [s / tp, b, hidden].
+    """What one stage sends the next: hidden states [s / cp, b, hidden]; under sequence parallelism [s / (cp tp), b, h].
 
-    On the meta device. ValueError, with the nearest legal lengths, for a sequence that does not divide.
+    sequence_length: of the whole sequence, before context parallelism splits it. On the meta device. ValueError, with
+    the nearest legal lengths, for a sequence that does not divide.
     """
-    split = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    if sequence_length % split:
-        below = sequence_length // split * split
-        raise ValueError(
-            f"sequence length {sequence_length} does not divide over {split} ranks ({sequence_length} / {split} = "
-            f"{sequence_length / split:g}); use {f'{below} or ' if below else ''}{below + split}"
-        )
-    shape = (sequence_length // split, microbatch_size, config.hidden_size)
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    check_sequence_length(sequence_length, cp, tp, config.sequence_parallel)
+    positions = sequence_length // (cp * tp if config.sequence_parallel else cp)
+    shape = (positions, microbatch_size, config.hidden_size)
     return [torch.empty(shape, dtype=config.params_dtype, device="meta")]
 
 
-def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor] | None, hidden: Tensor | None) -> Any:
+def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] | None, hidden: Tensor | None) -> Any:
     """One microbatch through one stage of a GPT; on the last stage the sum of the tokens' losses, and their number.
 
-    microbatch: 'tokens' [b, s], 'labels' [b, s] and where some tokens do not count 'loss_mask' [b, s].
+    microbatch: 'tokens' [b, s], 'labels' [b, s] and, where some tokens do not count, 'loss_mask' [b, s]. Packed
+    documents bring 'document_ids' [b, s] and 'position_ids' [b, s]: every stage reads these two, so that with them a
+    placeholder will not do on the stages between. Under context parallelism s is this rank's part of the sequence, all
+    of it from get_batch_on_this_cp_rank.
     """
     stage = chunk
     while not isinstance(stage, GPTModel):
         stage = stage.module
+    given: Mapping[str, Tensor | None] = microbatch if isinstance(microbatch, Mapping) else {}
+    packed = {name: given[name] for name in ("position_ids", "document_ids") if given.get(name) is not None}
+    labels = given["labels"] if stage.post_process and given else None
     stage.set_input_tensor(hidden)
-    tokens = microbatch["tokens"] if stage.pre_process and microbatch is not None else None
-    labels = microbatch["labels"] if stage.post_process and microbatch is not None else None
-    output = chunk(tokens, labels=labels)
+    output = chunk(given["tokens"] if stage.pre_process and given else None, labels=labels, **packed)
     stage.set_input_tensor(None)
     if not stage.post_process:
         return output
-    mask = microbatch.get("loss_mask") if microbatch is not None else None
+    mask = given.get("loss_mask")
     if mask is None:
         return MicrobatchLoss(output.sum(), output.numel())
     return MicrobatchLoss((output * mask).sum(), mask.sum())

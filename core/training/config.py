@@ -34,6 +34,23 @@ class ModelOptions:
     gradient_accumulation_fusion: bool = False
     # of the parameters; the optimizer keeps fp32 copies of 16-bit ones
     dtype: Literal["float32", "bfloat16"] = "float32"
+    vocab_size: int | None = None  # rows of the embedding; None for the tokenizer's vocabulary
+
+    num_experts: int | None = None  # of a layer that has experts; None for a model without
+    moe_layer_freq: int = 2  # one layer in so many has experts, beginning with the first
+    moe_router_topk: int = 2  # experts a token goes to
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_enable_expert_bias: bool = False
+    # of each sequence, so that a step does not depend on how a batch is cut into microbatches and data ranks
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
+    moe_aux_loss_coeff: float = 1e-2
+    moe_z_loss_coeff: float | None = None
+    moe_expert_capacity_factor: float | None = None  # None drops no token
+    moe_ffn_hidden_size: int | None = None  # of one expert; None for that of a dense layer / moe_router_topk
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    moe_grouped_gemm: bool = False
 
     @property
     def ffn_width(self) -> int:
@@ -45,6 +62,13 @@ class ModelOptions:
         return 4 * self.hidden_size
 
     @property
+    def expert_width(self) -> int:
+        """moe_ffn_hidden_size, or its default: a token's experts together are as wide as a dense layer."""
+        if self.moe_ffn_hidden_size is not None:
+            return self.moe_ffn_hidden_size
+        return max(1, self.ffn_width // max(1, self.moe_router_topk))
+
+    @property
     def query_groups(self) -> int:
         """num_query_groups, or its default."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
@@ -54,15 +78,18 @@ class ModelOptions:
 class ParallelOptions:
     """How the ranks are divided; what is left over is data parallel."""
 
+    dp: int | None = None  # None for what the other axes leave; a number is compared with that
     tp: int = 2
     sequence_parallel: bool | None = None  # None means wherever tp is larger than 1
     pp: int = 1
     vpp: int = 1  # stages of a pipeline that one rank holds
-    schedule: str = "1F1B"  # of a pipeline; core.pipeline_parallel.SCHEDULES
+    # of a pipeline, from core.pipeline_parallel.SCHEDULES; None for 1F1B, or Interleaved1F1B over several stages a rank
+    schedule: str | None = None
     layers_per_stage: tuple[int, ...] = ()  # empty for as many on every stage
-    cp: int = 1
-    ep: int = 1
-    expt_tp: int | None = None  # tensor parallel size of experts; None for tp
+    cp: int = 1  # ranks that share each sequence
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"  # how they see each other's keys and values
+    ep: int = 1  # ranks that share the experts of a layer
+    etp: int | None = None  # tensor parallel size of experts; None for tp
     order: str = "tp-cp-ep-dp-pp"  # axes from the smallest stride to the largest
     timeout_minutes: int = 30
 
@@ -70,6 +97,14 @@ class ParallelOptions:
     def uses_sequence_parallel(self) -> bool:
         """sequence_parallel, or its default."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def schedule_name(self) -> str:
+        """schedule, or its default."""
+        if self.schedule is not None:
+            return self.schedule
+        several = self.vpp > 1 or len(self.layers_per_stage) > self.pp
+        return "Interleaved1F1B" if several else "1F1B"
 
 
 @dataclass(frozen=True)

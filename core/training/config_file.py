@@ -17,6 +17,9 @@ from core.training.extras import require
 
 Config = TypeVar("Config")
 
+# Flags that stand for another one, by the names every user of parallel training knows.
+SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "schedule")}
+
 
 class ConfigError(ValueError):
     """A job's configuration cannot be used as it stands."""
@@ -34,10 +37,11 @@ def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig
     tyro = require("tyro", "reading the command line")
     return tyro.cli(
         JobConfig,
-        args=flags,
+        args=spell_out(flags),
         default=config,
         prog=prog,
-        description="Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults below.",
+        description="Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults below. "
+        f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on.",
         config=(tyro.conf.AvoidSubcommands,),
     )
 
@@ -58,6 +62,15 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
         else:
             flags.append(argument)
     return files, flags
+
+
+def spell_out(flags: Sequence[str]) -> list[str]:
+    """Flags with the short ones replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`."""
+    spelled = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        spelled.append(SHORT_FLAGS.get(name, name) + equals + value)
+    return spelled
 
 
 def read_toml(path: Path) -> dict[str, Any]:

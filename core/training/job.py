@@ -14,21 +14,20 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, to_json
 from core.training.launch import Launch
+from core.training.model_config import optimizer_config, transformer_config
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
+from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.stop_request import StopRequest
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file
 from core.training.trainer import Trainer
-from core.transformer.transformer_config import TransformerConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
         get_embedding_ranks=layout.embedding_ranks,
         context_parallel_size=config.parallel.cp,
         expert_model_parallel_size=config.parallel.ep,
-        expert_tensor_parallel_size=config.parallel.expt_tp,
+        expert_tensor_parallel_size=config.parallel.etp,
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.parallel.timeout_minutes,
         order=config.parallel.order,
@@ -174,7 +173,8 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
-    model_config = transformer_config(config, tokens.header.vocab_size)
+    vocab_size = check_vocabulary(tokens.header.vocab_size, config.model, config.parallel.tp)
+    model_config = transformer_config(config, vocab_size)
     if plan.layout.chunks > 1:
         model_config = replace(model_config, virtual_pipeline_model_parallel_size=plan.layout.chunks)
     stages = [stage.to(device) for stage in build_gpt_stages(model_config, plan.layout, groups)]
@@ -183,58 +183,6 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
     runner = None
     if plan.layout.pp > 1:
         shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
-        schedule = config.parallel.schedule
+        schedule = config.parallel.schedule_name
         runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
     return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner)
-
-
-def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
-    """The model's own configuration."""
-    model, parallel = config.model, config.parallel
-    return TransformerConfig(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.expt_tp,
-        sequence_parallel=parallel.uses_sequence_parallel,
-        params_dtype=DTYPES[model.dtype],
-        bf16=model.dtype == "bfloat16",
-        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        ffn_hidden_size=model.ffn_width,
-        vocab_size=vocab_size,
-        max_sequence_length=model.sequence_length,
-        normalization=model.normalization,
-        activation=model.activation,
-        position_embedding_type=model.position_embedding_type,
-        qk_layernorm=model.qk_layernorm,
-        add_bias_linear=model.add_bias_linear,
-        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        recompute_granularity=model.recompute_granularity,
-        init_method_std=model.init_method_std,
-        init_seed=config.run.seed,
-    )
-
-
-def optimizer_config(config: JobConfig) -> OptimizerConfig:
-    """The optimizer's own configuration; the learning rate is set anew before every step."""
-    options = config.optimizer
-    return OptimizerConfig(
-        optimizer=options.name,
-        lr=options.lr,
-        min_lr=options.min_lr,
-        weight_decay=options.weight_decay,
-        adam_beta1=options.adam_beta1,
-        adam_beta2=options.adam_beta2,
-        adam_eps=options.adam_eps,
-        sgd_momentum=options.sgd_momentum,
-        clip_grad=options.clip_grad,
-        bf16=config.model.dtype == "bfloat16",
-        params_dtype=DTYPES[config.model.dtype],
-    )

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner, gpt_activations
 from core.process_groups import ProcessGroups
@@ -21,7 +23,7 @@ from core.training.schedule import learning_rate
 from core.training.step_trace import Span, StepTrace
 from core.training.token_file import TokenFile, num_windows, window
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and labels [windows, tokens]
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and labels [windows, tokens of this context rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,9 @@ class Trainer:
                 with trace.span("forward"):
                     losses = model(inputs, labels=labels)  # [windows, tokens]
                     total += losses.detach().double().sum()
-                with trace.span("backward"):
-                    # the wrapper takes the mean over data ranks, so this is the mean over the global batch
+                # The wrapper takes the mean over data and context ranks, which have equally many tokens, so this is
+                # the mean over the global batch.
+                with trace.span("backward"), auxiliary_loss_scale(1 / len(batches)):
                     (losses.mean() / len(batches)).backward()
         return total
 
@@ -118,14 +121,19 @@ class Trainer:
             return None
         indices = np.linspace(0, available - 1, count).astype(np.int64)
         mine = indices[self.groups.rank("dp") :: self.plan.dp]  # data ranks may have different numbers of them
+        size = self.plan.micro_batch_size
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rank_tokens = 0
         for chunk in self.chunks:
             chunk.eval()
-        for start in range(0, len(mine), self.plan.micro_batch_size):
-            inputs, labels = self.batch(self.tokens.validation, mine[start : start + self.plan.micro_batch_size])
-            total += self._token_losses(inputs, labels)
-            rank_tokens += labels.numel()
+        # Experts are shared by data ranks: all of them run as many forwards, the last of some with a window for show.
+        for start in range(0, -(-count // self.plan.dp), size):
+            part = mine[start : start + size]
+            inputs, labels = self.batch(self.tokens.validation, part if len(part) else indices[:1])
+            losses = self._token_losses(inputs, labels)
+            if len(part):
+                total += losses
+                rank_tokens += labels.numel()
         for chunk in self.chunks:
             chunk.train()
         loss, _ = self._mean_over_ranks(total, rank_tokens, False)
@@ -136,15 +144,19 @@ class Trainer:
         if self.runner is None:
             losses: torch.Tensor = self.chunks[0](inputs, labels=labels)
             return losses.double().sum()
-        shape = gpt_activations(self.chunks[0].config, *inputs.shape)
+        shape = gpt_activations(self.chunks[0].config, len(inputs), self.config.model.sequence_length)
         return self.runner.evaluate([_named((inputs, labels))], activations=shape).loss * labels.numel()
 
     def batch(self, tokens: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels [windows, sequence_length] of int64."""
+        """Inputs and labels [windows, sequence_length / cp] of int64: this context rank's positions."""
         length = self.config.model.sequence_length
         windows = torch.from_numpy(np.stack([window(tokens, int(index), length) for index in indices]))
         windows = windows.to(self.device)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        cp, cp_rank = self.groups.size("cp"), self.groups.rank("cp")
+        # Labels are shifted before the split, so that the last token of a chunk keeps its label.
+        parts = (split_sequence(whole, 1, cp, cp_rank) for whole in (windows[:, :-1], windows[:, 1:]))
+        inputs, labels = (part.contiguous() for part in parts)
+        return inputs, labels
 
     def _mean_over_ranks(self, total: torch.Tensor, rank_tokens: int, stop: bool) -> tuple[float, bool]:
         """(nats per byte over all ranks' tokens, whether any rank wants to stop), in one all-reduce of the world.

@@ -179,8 +179,9 @@ def test_without_per_token_loss_gradients_are_the_mean_over_ranks(rank: int, wor
 
 
 @ranks(4)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
-def test_pipeline_stages_split_the_sequence_too(rank: int, world: int, comm_type: str) -> None:
+def test_pipeline_stages_split_the_sequence_too(rank: int, world: int, comm_type: str, packed: bool) -> None:
     layout = plan_pipeline(num_layers=2, pp=2, schedule="1F1B", microbatches=2)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, context_parallel_size=2, get_embedding_ranks=layout.embedding_ranks
@@ -198,7 +199,7 @@ def test_pipeline_stages_split_the_sequence_too(rank: int, world: int, comm_type
             param.copy_(weights[own[name]])
     chunks = wrap_stages(config, DistributedDataParallelConfig(), stages)
     runner = PipelineRunner(chunks, layout, gpt_forward_step, gpt_activations(config, BATCH, 8), schedule="1F1B")
-    batches = [make_batch(8, 0, number, packed=False) for number in range(2)]
+    batches = [make_batch(8, 0, number, packed=packed) for number in range(2)]
     total = sum(batch["loss_mask"].sum() for batch in batches)
     for batch in batches:
         losses(reference, batch).sum().backward()

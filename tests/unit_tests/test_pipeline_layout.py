@@ -152,9 +152,13 @@ def test_our_rules_for_microbatches_are_those_of_torch(name: str, pp: int) -> No
 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
     config = make_config(tensor_model_parallel_size=2, sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"7 does not divide over 2 ranks \(7 / 2 = 3.5\); use 6 or 8"):
+    with pytest.raises(ValueError, match=r"7 is not divisible by .* 7 / 2 = 3.5; use 6 or 8"):
         gpt_activations(config, 1, 7)
     assert gpt_activations(config, 3, 8)[0].shape == (4, 3, 8)
+    split = make_config(context_parallel_size=2)
+    with pytest.raises(ValueError, match=r"6 is not divisible by 2 \* context_parallel_size .*6 / 4 = 1.5; use 4 or 8"):
+        gpt_activations(split, 1, 6)  # divides by cp, and not by its 2 * cp chunks
+    assert gpt_activations(split, 3, 8)[0].shape == (4, 3, 8)
 
 
 @ranks(2)

@@ -77,40 +77,6 @@ def changed(**sections: dict[str, object]) -> JobConfig:
     return merge(JobConfig(), sections, "test")
 
 
-@pytest.mark.parametrize(
-    ("config", "world_size", "message"),
-    [
-        (changed(parallel={"tp": 3}), 4, r"4.*3"),
-        (changed(parallel={"cp": 2}), 4, r"--parallel\.cp is 2"),
-        (
-            changed(parallel={"pp": 2}, model={"num_layers": 3}),
-            4,
-            r"3 layers do not divide over 2 stages .*3 / 2 = 1.5",
-        ),
-        (changed(parallel={"pp": 2, "vpp": 2}), 4, "schedule 1F1B runs one stage a rank"),
-        (
-            changed(parallel={"pp": 2}, run={"global_batch_size": 3, "micro_batch_size": 3}),
-            4,
-            r"1 microbatches do not fit schedule 1F1B .* Nearest: 2$",
-        ),
-        (changed(run={"global_batch_size": 33}), 4, r"33 is not divisible by dp = 2 \(world 4 / tp 2\)"),
-        (changed(run={"micro_batch_size": 5}), 4, r"5 does not divide a rank's share.*16 / dp 2 = 8"),
-        (changed(run={"micro_batch_size": 0}), 4, r"micro-batch-size is 0; it must be at least 1"),
-        (changed(model={"num_attention_heads": 3}), 4, r"--model\.hidden-size 128 .* --model\.num-attention-heads 3"),
-        (changed(model={"num_query_groups": 1}), 4, r"query groups 1 is not divisible by tp 2"),
-        (changed(model={"sequence_length": 33}), 4, r"33 is not divisible by tp \(sequence parallel\) 2"),
-        (changed(parallel={"tp": 1, "sequence_parallel": True}), 4, r"tp is 1"),
-        (changed(ddp={"num_distributed_optimizer_instances": 3}), 4, r"dp = 2 is not divisible .* 3"),
-        (changed(data={"validation_fraction": 1.5}), 4, r"1\.5; it must lie between 0 and 1"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(
-    config: JobConfig, world_size: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan_job(config, world_size)
-
-
 def test_the_plan_resolves_what_the_options_leave_open() -> None:
     plan = plan_job(changed(run={"global_batch_size": 24, "micro_batch_size": 3}), 8)
     assert (plan.dp, plan.micro_batch_size, plan.num_microbatches) == (4, 3, 2)

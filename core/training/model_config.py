@@ -1,0 +1,78 @@
+"""From a job's options to the configurations of the model and of the optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from core.optimizer import OptimizerConfig
+from core.training.config import JobConfig
+from core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
+    """The model's own configuration."""
+    model, parallel = config.model, config.parallel
+    return TransformerConfig(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        sequence_parallel=parallel.uses_sequence_parallel,
+        params_dtype=DTYPES[model.dtype],
+        bf16=model.dtype == "bfloat16",
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=model.ffn_width,
+        vocab_size=vocab_size,
+        max_sequence_length=model.sequence_length,
+        normalization=model.normalization,
+        activation=model.activation,
+        position_embedding_type=model.position_embedding_type,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=model.add_bias_linear,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        recompute_granularity=model.recompute_granularity,
+        cp_comm_type=parallel.cp_comm_type,
+        num_moe_experts=model.num_experts,
+        moe_layer_freq=model.moe_layer_freq,
+        moe_ffn_hidden_size=model.expert_width,
+        moe_router_topk=model.moe_router_topk,
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
+        moe_router_score_function=model.moe_router_score_function,
+        moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
+        moe_router_load_balancing_type=model.moe_router_load_balancing_type,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_z_loss_coeff=model.moe_z_loss_coeff,
+        moe_expert_capacity_factor=model.moe_expert_capacity_factor,
+        moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
+        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        moe_grouped_gemm=model.moe_grouped_gemm,
+        init_method_std=model.init_method_std,
+        init_seed=config.run.seed,
+    )
+
+
+def optimizer_config(config: JobConfig) -> OptimizerConfig:
+    """The optimizer's own configuration; the learning rate is set anew before every step."""
+    options = config.optimizer
+    return OptimizerConfig(
+        optimizer=options.name,
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        sgd_momentum=options.sgd_momentum,
+        clip_grad=options.clip_grad,
+        bf16=config.model.dtype == "bfloat16",
+        params_dtype=DTYPES[config.model.dtype],
+    )

@@ -1,0 +1,180 @@
+"""Which sizes fit together. Pure; each refusal names the options, does the arithmetic and tells the nearest fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.context_parallel import check_heads, check_sequence_length
+from core.rank_grid import RankGrid
+from core.tensor_parallel.layers import padded_vocab_size
+from core.training.config import JobConfig, ModelOptions, ParallelOptions
+from core.training.config_file import ConfigError
+
+
+def check_counts(counts: dict[str, int]) -> None:
+    """Each of these, by the name of its option, must be at least 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} is {count}; it must be at least 1")
+
+
+def check_divides(what: str, size: int, by: str, divisor: int) -> None:
+    """ConfigError unless `size` is a multiple of `divisor`; both are told by name."""
+    if size % divisor == 0:
+        return
+    raise ConfigError(
+        f"{what} {size} is not divisible by {by} {divisor}: {size} / {divisor} = {size / divisor:g}; use "
+        f"{either(nearest_multiples(size, divisor))}, or {by} {either(nearest_divisors(size, divisor))}"
+    )
+
+
+def nearest_multiples(size: int, of: int) -> list[int]:
+    """The positive multiples next to `size`, below and above."""
+    below = size // of * of
+    return [below, below + of] if below > 0 else [of]
+
+
+def nearest_divisors(size: int, near: int) -> list[int]:
+    """The divisors of `size` next to `near`, below and above."""
+    divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < near]
+    return [*below[-1:], *[divisor for divisor in divisors if divisor > near][:1]]
+
+
+def either(numbers: Iterable[int]) -> str:
+    """'2 or 4'."""
+    return " or ".join(str(number) for number in numbers)
+
+
+def check_ranks(parallel: ParallelOptions, world_size: int) -> RankGrid:
+    """The grids of ranks that the parallel sizes give."""
+    tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.ep
+    etp = tp if parallel.etp is None else parallel.etp
+    sizes = {"tp": tp, "pp": pp, "vpp": parallel.vpp, "cp": cp, "ep": ep, "etp": etp, "dp": parallel.dp}
+    counts = {f"--parallel.{axis}": size for axis, size in sizes.items() if size is not None}
+    check_counts({**counts, "the number of ranks": world_size})
+    for product, words in (
+        (tp * cp * pp, f"tp {tp} x cp {cp} x pp {pp}"),
+        (etp * ep * pp, f"etp {etp} x ep {ep} x pp {pp}, which one copy of all experts needs,"),
+    ):
+        if world_size % product:
+            raise ConfigError(
+                f"{world_size} ranks are not divisible by {words} = {product}: {world_size} / {product} = "
+                f"{world_size / product:g}; start {either(nearest_multiples(world_size, product))} ranks "
+                "(--run.ranks, or the launcher's number), or change a size"
+            )
+    try:
+        grid = RankGrid(world_size, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=etp, order=parallel.order)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--parallel.order {parallel.order}: {error}") from error
+    if parallel.dp is not None and parallel.dp != grid.dp:
+        raise ConfigError(
+            f"--parallel.dp is {parallel.dp}, and {world_size} ranks / (tp {tp} x cp {cp} x pp {pp}) leave {grid.dp}; "
+            f"start {parallel.dp * tp * cp * pp} ranks (--run.ranks, or the launcher's number), or leave --parallel.dp "
+            "out"
+        )
+    return grid
+
+
+def check_model(config: JobConfig) -> None:
+    """Heads, widths, sequence and experts of the model over the ranks that share them."""
+    model, parallel = config.model, config.parallel
+    check_counts(
+        {
+            "--model.num-layers": model.num_layers,
+            "--model.hidden-size": model.hidden_size,
+            "--model.num-attention-heads": model.num_attention_heads,
+            "--model.num-query-groups": model.query_groups,
+            "--model.ffn-hidden-size": model.ffn_width,
+            "--model.sequence-length": model.sequence_length,
+        }
+    )
+    heads, groups = model.num_attention_heads, model.query_groups
+    group_option = "the number of query groups"
+    check_divides("--model.hidden-size", model.hidden_size, "--model.num-attention-heads", heads)
+    check_divides("--model.num-attention-heads", heads, group_option, groups)
+    check_divides("--model.num-attention-heads", heads, "tp", parallel.tp)
+    check_divides(group_option, groups, "tp", parallel.tp)
+    check_divides("the feed-forward width", model.ffn_width, "tp", parallel.tp)
+    head_size = model.hidden_size // heads
+    if model.position_embedding_type == "rope" and head_size % 2:
+        raise ConfigError(
+            f"rotary positions need an even head size; --model.hidden-size {model.hidden_size} / "
+            f"--model.num-attention-heads {heads} = {head_size}; use --model.hidden-size "
+            f"{either(nearest_multiples(model.hidden_size, 2 * heads))}"
+        )
+    _check_sequence(model, parallel)
+    _check_experts(model, parallel)
+
+
+def _check_sequence(model: ModelOptions, parallel: ParallelOptions) -> None:
+    tp, cp = parallel.tp, parallel.cp
+    if parallel.uses_sequence_parallel and tp == 1:
+        raise ConfigError("--parallel.sequence-parallel True splits activations over tp, and tp is 1; use False")
+    try:
+        check_sequence_length(model.sequence_length, cp, tp, parallel.uses_sequence_parallel)
+    except ValueError as error:
+        raise ConfigError(f"--model.sequence-length: {error}") from error
+    if cp > 1 and model.attention_dropout > 0.0:
+        raise ConfigError(
+            f"--model.attention-dropout is {model.attention_dropout} with --parallel.cp {cp}: no rank has all shares "
+            "of a token's attention; use 0.0"
+        )
+    if parallel.cp_comm_type == "a2a":
+        try:
+            check_heads(model.num_attention_heads // tp, model.query_groups // tp, cp)
+        except ValueError as error:
+            raise ConfigError(f"--parallel.cp-comm-type a2a: {error}") from error
+
+
+def _check_experts(model: ModelOptions, parallel: ParallelOptions) -> None:
+    experts, topk = model.num_experts, model.moe_router_topk
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    if experts is None:
+        for axis, size in (("ep", parallel.ep), ("etp", parallel.etp or 1)):
+            if size > 1:
+                raise ConfigError(
+                    f"--parallel.{axis} is {size} and the model has no experts; leave it out, or say how many there "
+                    f"are, --model.num-experts {nearest_multiples(1, parallel.ep)[0]} for example"
+                )
+        return
+    check_counts({"--model.num-experts": experts, "--model.moe-layer-freq": model.moe_layer_freq})
+    if not 1 <= topk <= experts:
+        raise ConfigError(
+            f"--model.moe-router-topk {topk} and --model.num-experts {experts}: a token goes to {topk} different "
+            f"experts of {experts}; use --model.moe-router-topk 1 to {experts}, or --model.num-experts {topk} or more"
+        )
+    check_divides("--model.num-experts", experts, "ep", parallel.ep)
+    check_divides("an expert's hidden size (--model.moe-ffn-hidden-size)", model.expert_width, "etp", etp)
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None:
+        check_counts({"--model.moe-shared-expert-intermediate-size": shared})
+        check_divides("--model.moe-shared-expert-intermediate-size", shared, "tp", parallel.tp)
+
+
+def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
+    """The model's vocabulary for a tokenizer of `tokens`; ConfigError where it is too small, or cannot be split.
+
+    A vocabulary that does not divide by tp is padded with rows that no token has; each rank must hold one that has.
+    """
+    vocab_size = tokens if model.vocab_size is None else model.vocab_size
+    if vocab_size < tokens:
+        raise ConfigError(
+            f"--model.vocab-size {vocab_size} is smaller than the tokenizer's vocabulary of {tokens}; use {tokens} or "
+            "more, or leave it out"
+        )
+    if not _fills_every_rank(vocab_size, tp):
+        padded = padded_vocab_size(vocab_size, tp)
+        rows = padded // tp
+        smaller = next(size for size in range(tp - 1, 0, -1) if _fills_every_rank(vocab_size, size))
+        larger = next(size for size in range(vocab_size + 1, padded + tp) if _fills_every_rank(size, tp))
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} over tp {tp} is padded to {padded} rows, {rows} a rank, so that the last "
+            f"rank's, {padded - rows} to {padded - 1}, are all padding; use tp {smaller}, or --model.vocab-size "
+            f"{larger}"
+        )
+    return vocab_size
+
+
+def _fills_every_rank(vocab_size: int, tp: int) -> bool:
+    return padded_vocab_size(vocab_size, tp) // tp * (tp - 1) < vocab_size
