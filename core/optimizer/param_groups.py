@@ -193,7 +193,8 @@ class ParamGroups:
 def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
     """The torch param group of a key. `lr` is what the first step takes where no scheduler sets it.
 
-    max_lr and min_lr are the group's own or the configured ones, before `lr_mult`, as a scheduler reads them.
+    max_lr and min_lr are the group's own or the configured ones, before `lr_mult`, as a scheduler reads them; a group
+    without min_lr follows the scheduler's.
     """
     numbers = dict(key.overrides)
     max_lr = numbers.get("max_lr", config.lr)
@@ -202,7 +203,6 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
         "params": [],
         "lr": max_lr * lr_mult,
         "max_lr": max_lr,
-        "min_lr": numbers.get("min_lr", config.min_lr or 0.0),
         "weight_decay": numbers.get("start_wd", config.weight_decay) * wd_mult,
         "wd_mult": wd_mult,
         "lr_mult": lr_mult,
@@ -212,6 +212,8 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
         "optimizer": key.algorithm,
         "name": key.name,
     }
+    if "min_lr" in numbers or config.min_lr is not None:
+        group["min_lr"] = numbers.get("min_lr", config.min_lr)
     return group | {field: value for field, value in numbers.items() if field not in group}
 
 

@@ -1,0 +1,256 @@
+"""OptimizerParamScheduler: learning rate and weight decay as functions of the samples that training has seen.
+
+Nothing is carried from step to step but that count: what a group gets is computed from the configuration and the
+count alone, so loading a state twice, or into groups that hold an older run's rates, changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WD_INCR_STYLES = ("constant", "linear", "cosine")
+
+# What is left of max_lr - min_lr after the part `r` in [0, 1] of a decay. Cosine: Loshchilov and Hutter, SGDR
+# (arXiv:1608.03983), without restarts.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda r: 1.0 - r,
+    "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
+}
+# How WSD goes down after its plateau: MiniCPM (arXiv:2404.06395) introduced it with an exponential, Haegele et al.
+# (arXiv:2405.18392) found 1 - sqrt best.
+WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    **DECAYS,
+    "exponential": lambda r: 2.0 * 0.5**r - 1.0,
+    "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
+}
+
+SAVED = (
+    *("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"),
+    *("wsd_decay_steps", "lr_wsd_decay_style", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
+)
+GROUP_FIELDS = ("max_lr", "min_lr", "start_wd", "end_wd")  # what a param group may have instead of the scheduler's
+
+
+class HasParamGroups(Protocol):
+    """Any optimizer: ours, or one of torch."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups whose 'lr' and 'weight_decay' are set."""
+
+
+class OptimizerParamScheduler:
+    """Sets 'lr' and 'weight_decay' of every param group from the samples seen. Megatron's names and meaning.
+
+    Steps are whatever `step` counts: samples where it is called with the global batch size.
+    init_lr -> max_lr in `lr_warmup_steps`, then `lr_decay_style` down to min_lr at `lr_decay_steps`, and min_lr ever
+        after; 'constant' stays at max_lr. 'WSD' stays there until `wsd_decay_steps` before the end and then goes down
+        as `lr_wsd_decay_style` says.
+    start_wd -> end_wd in `wd_incr_steps`.
+    A group's own max_lr, min_lr, start_wd and end_wd come before these; its lr_mult and wd_mult multiply the result.
+        They are read when the scheduler is made.
+    use_checkpoint_opt_param_scheduler: a loaded state's numbers replace these. override_opt_param_scheduler: these
+        stay. With neither, they must be equal.
+
+        scheduler = OptimizerParamScheduler(
+            optimizer, init_lr=0.0, max_lr=3e-4, min_lr=3e-5, lr_warmup_steps=1000, lr_decay_steps=100_000,
+            lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=100_000, wd_incr_style="constant")
+        if optimizer.step()[0]:
+            scheduler.step(increment=global_batch_size)
+
+    Raises ValueError for numbers that make no schedule.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.init_lr = init_lr
+        self.max_lr = float(max_lr)
+        self.min_lr = min_lr
+        self.lr_warmup_steps = lr_warmup_steps
+        self.lr_decay_steps = lr_decay_steps
+        self.lr_decay_style = lr_decay_style
+        self.wsd_decay_steps = wsd_decay_steps
+        self.lr_wsd_decay_style = lr_wsd_decay_style
+        self.start_wd = start_wd
+        self.end_wd = end_wd
+        self.wd_incr_steps = wd_incr_steps
+        self.wd_incr_style = wd_incr_style
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self.override_opt_param_scheduler = override_opt_param_scheduler
+        self.num_steps = 0
+        if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                "use_checkpoint_opt_param_scheduler and override_opt_param_scheduler are both True; a loaded state's "
+                "numbers either replace the configured ones or they do not"
+            )
+        # The groups as configured. A loaded optimizer writes an older run's numbers into its groups: not read again.
+        self._own = [self._own_fields(group) for group in optimizer.param_groups]
+        self._check({field: getattr(self, field) for field in SAVED})
+        self.step(0)
+
+    def _own_fields(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What a group has for itself. One that repeats the scheduler's number follows the scheduler."""
+        if group.get("default_config") and group.get("max_lr", self.max_lr) != self.max_lr:
+            raise ValueError(
+                f"param group {group.get('name', '')!r} has the configured lr {group['max_lr']} and the scheduler's "
+                f"max_lr is {self.max_lr}; give OptimizerConfig(lr=...) and the scheduler the same, and make the "
+                "scheduler before a checkpoint is loaded into the optimizer"
+            )
+        own = {field: group[field] for field in GROUP_FIELDS if field in group and group[field] != getattr(self, field)}
+        return own | {"lr_mult": group.get("lr_mult", 1.0), "wd_mult": group.get("wd_mult", 1.0)}
+
+    def _check(self, numbers: Mapping[str, Any]) -> None:
+        """Refuse what makes no schedule, before anything is set."""
+        check_schedule(numbers)
+        for index, own in enumerate(self._own):
+            merged = {**numbers, **{field: own[field] for field in GROUP_FIELDS if field in own}}
+            try:
+                check_schedule(merged)
+            except ValueError as error:
+                name = self.optimizer.param_groups[index].get("name", index)
+                raise ValueError(f"param group {name!r}: {error}") from None
+
+    # -- the functions ----------------------------------------------------------------------------------------------
+
+    def get_lr(self, param_group: Mapping[str, Any]) -> float:
+        """The learning rate of a group now, from its own max_lr and min_lr where it has them; without its lr_mult."""
+        max_lr = param_group.get("max_lr", self.max_lr)
+        min_lr = param_group.get("min_lr", self.min_lr)
+        seen, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
+        if warmup > 0 and seen <= warmup:
+            return float(self.init_lr + (max_lr - self.init_lr) * seen / warmup)
+        if self.lr_decay_style == "constant":
+            return float(max_lr)
+        if seen > end:
+            return float(min_lr)
+        if self.lr_decay_style == "inverse-square-root":
+            # Vaswani et al. (arXiv:1706.03762) eq. 3, scaled to pass through max_lr at the end of the warm-up.
+            return float(max(min_lr, max_lr * math.sqrt(max(warmup, 1) / max(seen, 1))))
+        if self.lr_decay_style == "WSD":
+            assert self.wsd_decay_steps is not None and self.lr_wsd_decay_style is not None, "checked when it was set"
+            begin = end - self.wsd_decay_steps
+            rest = 1.0 if seen <= begin else WSD_DECAYS[self.lr_wsd_decay_style]((seen - begin) / self.wsd_decay_steps)
+        else:
+            rest = DECAYS[self.lr_decay_style]((seen - warmup) / (end - warmup))
+        return float(min_lr + rest * (max_lr - min_lr))
+
+    def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
+        """The weight decay now, from the group's own start_wd and end_wd where it has them; without its wd_mult."""
+        group = param_group or {}
+        start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
+        if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
+            return float(end)
+        part = self.num_steps / self.wd_incr_steps
+        rise = part if self.wd_incr_style == "linear" else 1.0 - DECAYS["cosine"](part)
+        return float(start + rise * (end - start))
+
+    def step(self, increment: int) -> None:
+        """Count `increment` more samples and set every group's 'lr' and 'weight_decay'; empty groups too."""
+        if increment < 0:
+            raise ValueError(f"step({increment}) would go back; load_state_dict sets an earlier count")
+        self.num_steps += increment
+        self._set_groups()
+
+    def _set_groups(self) -> None:
+        if len(self.optimizer.param_groups) != len(self._own):
+            raise ValueError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups and had {len(self._own)} when the "
+                "scheduler was made; make the scheduler after the last add_param_group"
+            )
+        for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
+            numbers = {"max_lr": self.max_lr, "min_lr": self.min_lr, **own}
+            group.update(numbers)
+            group["lr"] = self.get_lr(numbers) * own["lr_mult"]
+            group["weight_decay"] = self.get_wd(numbers) * own["wd_mult"]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples seen, and every number of the schedule."""
+        return {"num_steps": self.num_steps, **{field: getattr(self, field) for field in SAVED}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved count. Sets it, never adds to it.
+
+        Raises ValueError, before anything is changed, where saved and configured numbers differ and neither
+        use_checkpoint_opt_param_scheduler nor override_opt_param_scheduler says which hold. A state of Megatron's,
+        which lacks the numbers of WSD and init_lr, loads; for these the configured ones hold.
+        """
+        if "num_steps" not in state_dict:
+            raise ValueError(f"the saved scheduler state has no 'num_steps'; it has {sorted(state_dict)}")
+        configured = {field: getattr(self, field) for field in SAVED}
+        saved = {field: state_dict[field] for field in SAVED if field in state_dict}
+        different = [field for field in saved if saved[field] != configured[field]]
+        if different and not (self.use_checkpoint_opt_param_scheduler or self.override_opt_param_scheduler):
+            numbers = ", ".join(
+                f"{field} (saved {saved[field]}, configured {configured[field]})" for field in different
+            )
+            raise ValueError(
+                f"the saved scheduler differs in {numbers}; set use_checkpoint_opt_param_scheduler=True to go on with "
+                "the saved numbers, or override_opt_param_scheduler=True to go on with the configured ones"
+            )
+        if self.use_checkpoint_opt_param_scheduler:
+            self._check({**configured, **saved})
+            for field, value in saved.items():
+                setattr(self, field, value)
+        self.num_steps = int(state_dict["num_steps"])
+        self._set_groups()
+
+
+def check_schedule(numbers: Mapping[str, Any]) -> None:
+    """ValueError when these numbers of a schedule contradict each other; it names them."""
+    max_lr, min_lr, init_lr = numbers["max_lr"], numbers["min_lr"], numbers["init_lr"]
+    warmup, end, style = numbers["lr_warmup_steps"], numbers["lr_decay_steps"], numbers["lr_decay_style"]
+    if not 0.0 <= min_lr <= max_lr:
+        raise ValueError(f"min_lr {min_lr} and max_lr {max_lr}: expected 0 <= min_lr <= max_lr")
+    if not 0.0 <= init_lr <= max_lr:
+        raise ValueError(f"init_lr {init_lr} and max_lr {max_lr}: expected 0 <= init_lr <= max_lr")
+    if style not in LR_DECAY_STYLES:
+        raise ValueError(f"lr_decay_style {style!r} is not one of {', '.join(LR_DECAY_STYLES)}")
+    if end <= 0:
+        raise ValueError(f"lr_decay_steps is {end}; it must be above 0")
+    if not 0 <= warmup <= end:
+        raise ValueError(f"lr_warmup_steps {warmup} and lr_decay_steps {end}: the warm-up must lie within the decay")
+    if style == "WSD":
+        plateau_end, wsd_style = numbers["wsd_decay_steps"], numbers["lr_wsd_decay_style"]
+        if wsd_style not in WSD_DECAYS:
+            raise ValueError(f"lr_wsd_decay_style {wsd_style!r} is not one of {', '.join(WSD_DECAYS)}")
+        if plateau_end is None or not 0 < plateau_end <= end - warmup:
+            raise ValueError(
+                f"wsd_decay_steps {plateau_end}: expected 1 to {end - warmup}, what lies between lr_warmup_steps "
+                f"{warmup} and lr_decay_steps {end}"
+            )
+    start_wd, end_wd, wd_steps = numbers["start_wd"], numbers["end_wd"], numbers["wd_incr_steps"]
+    if numbers["wd_incr_style"] not in WD_INCR_STYLES:
+        raise ValueError(f"wd_incr_style {numbers['wd_incr_style']!r} is not one of {', '.join(WD_INCR_STYLES)}")
+    if not 0.0 <= start_wd <= end_wd:
+        raise ValueError(f"start_wd {start_wd} and end_wd {end_wd}: expected 0 <= start_wd <= end_wd")
+    if numbers["wd_incr_style"] == "constant" and start_wd != end_wd:
+        raise ValueError(f"wd_incr_style is 'constant' and start_wd {start_wd} is not end_wd {end_wd}")
+    if wd_steps < 0:
+        raise ValueError(f"wd_incr_steps is {wd_steps}; it must not be negative")
+
+
+def get_canonical_lr_for_logging(param_groups: list[dict[str, Any]]) -> float | None:
+    """The learning rate of the groups that follow the configured one; None where there is no such group."""
+    return next((group["lr"] for group in param_groups if group.get("default_config")), None)
