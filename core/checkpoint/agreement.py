@@ -1,0 +1,78 @@
+"""What ranks tell one another about a save or load: small Python values over one group, in the caller's thread."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from core.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a group, or the one process where torch.distributed is not started.
+
+    Every method is collective: all ranks of the group call it, in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.started = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.started else 0
+        self.world = dist.get_world_size(group) if self.started else 1
+        if self.rank < 0:
+            raise CheckpointError("This process does not belong to the group that saves and loads checkpoints.")
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def global_rank(self, rank: int) -> int:
+        """The number by which the job knows a rank of this group."""
+        return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
+
+    def on_first(self, act: Callable[[], T]) -> T:
+        """Let rank 0 act; its answer, or its CheckpointError, on every rank."""
+        answer: T | None = None
+        error: str | None = None
+        if self.rank == 0:
+            try:
+                answer = act()
+            except CheckpointError as failure:
+                error = str(failure)
+            except Exception as failure:  # the others are waiting in the gather: they must hear of it first
+                error = f"{type(failure).__name__}: {failure}"
+        answer, error = self.gather((answer, error))[0]
+        if error is not None:
+            raise CheckpointError(error)
+        return answer  # type: ignore[return-value]
+
+    def agree(self, error: str | None) -> None:
+        """Raise one CheckpointError on all ranks when any rank has an error to tell."""
+        errors = self.gather(error)
+        if any(text is not None for text in errors):
+            raise CheckpointError(self.joined(errors))
+
+    def joined(self, errors: Sequence[str | None]) -> str:
+        """The errors of all ranks as one message; ranks with the same words share them."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in enumerate(errors):
+            if text is not None:
+                by_text.setdefault(text, []).append(self.global_rank(rank))
+        return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in by_text.items())
+
+    def hosts(self) -> list[str]:
+        """Every rank's machine."""
+        return self.gather(socket.gethostname())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,137 @@
+"""The storage that torch.distributed.checkpoint reads from: every item is checked again on its way into a tensor.
+
+`find_intact` has read all files before; this second look costs one CRC of bytes that are in hand anyway, and covers
+what that one cannot: a disk, a cache or a network that gives other bytes to this rank than to the one that checked.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
+from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest
+
+
+class CheckedReader(StorageReader):
+    """Reads one committed directory."""
+
+    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
+        self.path = path
+        self.rank = rank  # that reads, for messages
+        self._files = {file.name: file for file in manifest.files}
+        self._places: dict[Any, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """dcp.load may name a directory of its own; this reader was made for one."""
+        if checkpoint_id is not None:
+            raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of tensors."""
+        record = self._record(METADATA_NAME)
+        with self._open(record) as stream:
+            data = stream.read()
+        self._check(record, "the index of all tensors", data, record.size, record.crc32)
+        metadata: Metadata = pickle.loads(data)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the places of the items from the index."""
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants, file by file and front to back; an item wanted in pieces is read once."""
+        by_file: dict[str, dict[int, list[ReadItem]]] = {}
+        for item in plan.items:
+            place = self._places[item.storage_index]
+            by_file.setdefault(place.relative_path, {}).setdefault(place.offset, []).append(item)
+        for name, by_offset in sorted(by_file.items()):
+            record = self._record(name)
+            with self._open(record) as stream:
+                for offset, items in sorted(by_offset.items()):
+                    _deliver(self._item_bytes(stream, record, offset, items[0]), items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Only a CheckpointDirectory makes one of these."""
+        return False
+
+    def _item_bytes(self, stream: BinaryIO, record: FileRecord, offset: int, item: ReadItem) -> bytes:
+        name = item.storage_index.fqn
+        segment = record.segment_at(offset)
+        if segment is None or segment.name != name:
+            raise CheckpointDamaged(
+                f"rank {self.rank}: {self.path / record.name} should hold '{name}' at byte {offset}, and its manifest "
+                f"has {'nothing' if segment is None else repr(segment.name)} there."
+            )
+        stream.seek(offset)
+        data = stream.read(segment.length)
+        self._check(record, f"'{name}'", data, segment.length, segment.crc32)
+        return data
+
+    def _record(self, name: str) -> FileRecord:
+        if name not in self._files:
+            raise CheckpointDamaged(f"rank {self.rank}: {self.path / name} is not in the manifest.")
+        return self._files[name]
+
+    def _open(self, record: FileRecord) -> BinaryIO:
+        path = self.path / record.name
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {self.rank} cannot read {explain(error, path)}. Was the checkpoint deleted while it was read "
+                "(keep_last of a job that saves here)? Load again, or name a step."
+            ) from error
+
+    def _check(self, record: FileRecord, what: str, data: bytes, size: int, crc32: int) -> None:
+        if len(data) == size and zlib.crc32(data) == crc32:
+            return
+        raise CheckpointDamaged(
+            f"rank {self.rank}: {self.path / record.name} (written by rank {record.rank}) gives other bytes for {what} "
+            f"than were saved: {len(data)} bytes with checksum {zlib.crc32(data):08x}, saved {size} with {crc32:08x}."
+        )
+
+
+def _deliver(data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
+    """Hand one item's bytes to the planner, once for each piece of it that is wanted."""
+    saved: torch.Tensor | None = None
+    for item in items:
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(data))
+            continue
+        if saved is None:
+            saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        piece = saved
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            piece = piece.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != piece.shape:
+            raise CheckpointError(
+                f"'{item.storage_index.fqn}': the plan wants shape {list(target.shape)} from a piece of shape "
+                f"{list(piece.shape)}."
+            )
+        target.copy_(piece)
+        planner.commit_tensor(item, target)

@@ -1,0 +1,131 @@
+"""Turning the files that ranks have written into one checkpoint: parts, index, manifest, the name. Rank 0's work."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from core.checkpoint.durable_file import sync_directory, write_durably
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.manifest import (
+    COMMIT_NAME,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    CommitRecord,
+    FileRecord,
+    Manifest,
+    part_from_json,
+    part_to_json,
+)
+from core.checkpoint.root_directory import TOKEN, Committed, RootDirectory
+from core.checkpoint.save_points import reach
+from core.checkpoint.staging_writer import tensor_records
+
+LONGEST_PAUSE_S = 0.5
+
+Part = tuple[FileRecord, ...]
+
+
+def part_path(saving: Path, rank: int) -> Path:
+    """Where a rank says that its data files are durable."""
+    return saving / f"part-{rank:05d}.json"
+
+
+def write_part(saving: Path, rank: int, records: Sequence[FileRecord]) -> None:
+    """Say that this rank's data files are durable, and what they are."""
+    reach("before part", rank)
+    write_durably(part_path(saving, rank), part_to_json(records), rank, half_point="half a part")
+
+
+def wait_for_parts(saving: Path, world: int, give_up: Callable[[], str | None]) -> list[Part]:
+    """Every rank's part, by rank. Looks again and again until all are there, or `give_up` gives a reason to stop."""
+    parts: dict[int, Part] = {}
+    pause_s = 0.002
+    while True:
+        for rank in range(world):
+            if rank not in parts and (data := _bytes_of(part_path(saving, rank))) is not None:
+                parts[rank] = part_from_json(data)
+        if len(parts) == world:
+            return [parts[rank] for rank in range(world)]
+        if (reason := give_up()) is not None:
+            missing = [rank for rank in range(world) if rank not in parts]
+            raise CheckpointError(f"the files of ranks {missing} are not there: {reason}")
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+
+
+def commit_save(
+    root: RootDirectory,
+    saving: Path,
+    step: int,
+    parts: Sequence[Part],
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    meta: Mapping[str, Any],
+    keep_last: int | None,
+) -> Committed:
+    """Write the index, the manifest and the commit record, each durable before the next; then give the name.
+
+    What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint.
+    """
+    records = [record for part in parts for record in part]
+    for record in records:
+        _check_size(saving, record)
+    reach("before metadata", 0)
+    metadata.storage_data = places(parts, results)
+    index = write_durably(saving / METADATA_NAME, pickle.dumps(metadata), 0)
+    manifest = Manifest(step, len(parts), (*records, index), tensor_records(metadata), meta).to_json()
+    reach("before manifest", 0)
+    write_durably(saving / MANIFEST_NAME, manifest, 0, half_point="half a manifest")
+    target = root.next_commit(step)
+    saved_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    commit = CommitRecord(step, target.sequence, saved_at, len(manifest), zlib.crc32(manifest))
+    reach("before commit record", 0)
+    write_durably(saving / COMMIT_NAME, commit.to_json(), 0)
+    for rank in range(len(parts)):
+        part_path(saving, rank).unlink()
+    (saving / TOKEN).unlink()
+    sync_directory(saving)
+    root.commit(saving, target, keep_last)
+    return target
+
+
+def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> dict[Any, _StorageInfo]:
+    """Where each item of the index lies: a rank's results and its segments are in the same order."""
+    found: dict[Any, _StorageInfo] = {}
+    for rank, (part, rank_results) in enumerate(zip(parts, results, strict=True)):
+        segments = [(record.name, segment) for record in part for segment in record.segments]
+        if [segment.name for _, segment in segments] != [result.index.fqn for result in rank_results]:
+            raise CheckpointError(f"rank {rank} has written other items than were planned; this is our error.")
+        for (file_name, segment), result in zip(segments, rank_results, strict=True):
+            found[result.index] = _StorageInfo(file_name, segment.offset, segment.length)
+    return found
+
+
+def _check_size(saving: Path, record: FileRecord) -> None:
+    try:
+        size = os.stat(saving / record.name).st_size
+    except FileNotFoundError:
+        size = None
+    if size != record.size:
+        raise CheckpointError(
+            f"{record.name}, which rank {record.rank} wrote with {record.size} bytes, "
+            f"{'is not there' if size is None else f'has {size} bytes'} as rank 0 sees it"
+        )
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

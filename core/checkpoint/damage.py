@@ -1,0 +1,138 @@
+"""Finding out whether a step's directory holds what was saved, and if not, which file and which tensors are hurt."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.checkpoint.errors import explain
+from core.checkpoint.manifest import (
+    COMMIT_NAME,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    CommitRecord,
+    FileRecord,
+    Manifest,
+    ManifestError,
+    read_manifest,
+)
+from core.checkpoint.root_directory import Committed
+
+READ_BYTES = 4 << 20
+NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file that is not what was saved."""
+
+    file: str
+    what: str  # how it differs
+    tensors: tuple[str, ...] = ()  # the items with hurt bytes, as far as one can tell
+    rank: int | None = None  # that wrote the file
+
+    def __str__(self) -> str:
+        by = "" if self.rank is None else f" (written by rank {self.rank})"
+        return f"{self.file}{by} {self.what}{self._tensors()}"
+
+    def _tensors(self) -> str:
+        if not self.tensors:
+            return ""
+        shown = ", ".join(f"'{name}'" for name in self.tensors[:NAMES_SHOWN])
+        rest = len(self.tensors) - NAMES_SHOWN
+        return f"; in the damaged part: {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
+    """The commit record and the manifest, both checked; or what is wrong with them."""
+    name = COMMIT_NAME
+    try:
+        commit = CommitRecord.from_json((directory / COMMIT_NAME).read_bytes())
+        by_name = Committed.from_path(directory)
+        if by_name is not None and (by_name.step, by_name.sequence) != (commit.step, commit.sequence):
+            return Damage(COMMIT_NAME, f"is of step {commit.step}, commit {commit.sequence}, not of this directory")
+        name = MANIFEST_NAME
+        return commit, read_manifest(commit, (directory / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError:
+        return Damage(name, "is missing")
+    except OSError as error:
+        return Damage(name, f"cannot be read: {explain(error, directory)}")
+    except ManifestError as error:
+        return Damage(name, str(error))
+
+
+def damage_of(directory: Path, record: FileRecord, others: Iterable[FileRecord] = ()) -> Damage | None:
+    """Read one file from front to back and compare; None when every bit is as it was saved.
+
+    `others` are the records among which to look for what lies there instead.
+    """
+    path = directory / record.name
+    try:
+        size = os.stat(path).st_size
+        if size != record.size:
+            return _damaged_size(directory, record, size, others)
+        crc32 = checksum(path)
+        if crc32 == record.crc32:
+            return None
+        return _damaged_bytes(path, record, crc32, others)
+    except FileNotFoundError:
+        return _damage(record, "is missing", record.names())
+    except OSError as error:
+        return _damage(record, f"cannot be read: {explain(error, path)}", record.names())
+
+
+def checksum(path: Path, start: int = 0, length: int | None = None) -> int:
+    """CRC-32 of a file or of a part of it."""
+    crc32, remaining = 0, length
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(start)
+        while remaining is None or remaining > 0:
+            data = stream.read(READ_BYTES if remaining is None else min(READ_BYTES, remaining))
+            if not data:
+                break
+            crc32 = zlib.crc32(data, crc32)
+            remaining = None if remaining is None else remaining - len(data)
+    return crc32
+
+
+def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
+    """Who reads which file in a check by `world` ranks: about as many bytes each, the same answer on every rank."""
+    parts: list[list[FileRecord]] = [[] for _ in range(world)]
+    load = [0] * world
+    for record in sorted(files, key=lambda file: (-file.size, file.name)):
+        lightest = load.index(min(load))
+        parts[lightest].append(record)
+        load[lightest] += record.size
+    return parts
+
+
+def _damaged_size(directory: Path, record: FileRecord, size: int, others: Iterable[FileRecord]) -> Damage:
+    swapped = _found_in(others, record, size, checksum(directory / record.name))
+    if swapped is not None:
+        return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
+    kind = "is truncated" if size < record.size else "is too long"
+    names = record.names(start=size) if size < record.size else ()
+    return _damage(record, f"{kind}: {size} bytes, {record.size} were saved", names)
+
+
+def _damaged_bytes(path: Path, record: FileRecord, crc32: int, others: Iterable[FileRecord]) -> Damage:
+    swapped = _found_in(others, record, record.size, crc32)
+    if swapped is not None:
+        return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
+    bad = [part for part in record.segments if checksum(path, part.offset, part.length) != part.crc32]
+    names = tuple(dict.fromkeys(part.name for part in bad))
+    what = f"has other bytes than were saved (checksum {crc32:08x}, saved {record.crc32:08x})"
+    return _damage(record, what, names)
+
+
+def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
+    if record.name == METADATA_NAME:
+        what += "; it is the index of all tensors"
+    return Damage(record.name, what, names, record.rank)
+
+
+def _found_in(others: Iterable[FileRecord], record: FileRecord, size: int, crc32: int) -> str | None:
+    return next((o.name for o in others if o.name != record.name and (o.size, o.crc32) == (size, crc32)), None)

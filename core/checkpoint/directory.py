@@ -1,0 +1,141 @@
+"""Choosing the checkpoint to load: the newest whose every byte is as it was saved, the same one on every rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from core.checkpoint.agreement import Ranks
+from core.checkpoint.damage import Damage, damage_of, open_manifest, shares
+from core.checkpoint.errors import CheckpointDamaged, CheckpointNotFound
+from core.checkpoint.manifest import Manifest, TensorRecord
+from core.checkpoint.root_directory import Committed, list_committed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+Root = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """A committed directory that has been checked."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    rank: int  # of this process among those that load
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were refused, and why
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the save was given as `meta`."""
+        return self.manifest.meta
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job that saved."""
+        return self.manifest.world_size
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """Whole shapes and dtypes by name."""
+        return self.manifest.tensors
+
+    def reader(self) -> StorageReader:
+        """What `dcp.load` reads from; it checks each item once more."""
+        from core.checkpoint.checked_reader import CheckedReader
+
+        return CheckedReader(self.path, self.manifest, self.rank)
+
+
+def list_steps(root: Root) -> list[int]:
+    """The steps of committed checkpoints, oldest commit first; nothing is verified."""
+    return list(dict.fromkeys(found.step for found in list_committed(Path(root))))
+
+
+def latest_step(root: Root) -> int | None:
+    """The step that was committed last; None where there is none. Nothing is verified."""
+    committed = list_committed(Path(root))
+    return committed[-1].step if committed else None
+
+
+def find_intact(
+    root: Root, step: int | None = None, group: dist.ProcessGroup | None = None, *, strict: bool = False
+) -> CheckpointDirectory:
+    """The checkpoint to load, every byte of it verified. Collective: all ranks of `group` get the same directory.
+
+    step: None for the newest commit. If that one is damaged, a warning says how, and the newest intact one is taken;
+    with `strict` it is an error. A number asks for that step and no other: damaged or missing, it is an error.
+    Each rank reads a share of the files, so that the checkpoint is read once by all ranks together.
+    Raises CheckpointNotFound or CheckpointDamaged, with the same words on every rank.
+    """
+    ranks = Ranks(group)
+    path = Path(os.path.realpath(root))
+    candidates = ranks.on_first(lambda: list_committed(path)[::-1])
+    if not candidates:
+        raise CheckpointNotFound(f"There is no checkpoint in {path}.")
+    wanted = candidates if step is None else [found for found in candidates if found.step == step][:1]
+    if not wanted:
+        steps = ", ".join(str(found.step) for found in reversed(candidates))
+        raise CheckpointNotFound(f"There is no checkpoint of step {step} in {path}; there are steps {steps}.")
+    skipped: list[str] = []
+    for candidate in wanted:
+        manifest, damages = _check(candidate, ranks)
+        if not damages:
+            assert manifest is not None, "no damage means that the manifest was read"
+            if skipped:
+                _warn(ranks, f"{' '.join(skipped)} Loading step {candidate.step} from {candidate.path} instead.")
+            return CheckpointDirectory(candidate.path, candidate.step, manifest, ranks.rank, tuple(skipped))
+        if not ranks.on_first(candidate.path.exists):
+            continue  # the job that saves here has deleted it while we looked
+        skipped.append(_refusal(candidate, damages))
+        if strict or step is not None:
+            others = [found.step for found in candidates if found != candidate]
+            hint = f"Other steps here: {', '.join(map(str, others))}." if others else "There is no other step here."
+            raise CheckpointDamaged(f"{skipped[0]} {hint}")
+    raise CheckpointDamaged(f"No checkpoint in {path} is intact. {' '.join(skipped)}")
+
+
+def check_directory(path: Path) -> list[Damage]:
+    """Everything that is wrong with a step's directory, found by this process alone; empty when it is intact."""
+    opened = open_manifest(path)
+    if isinstance(opened, Damage):
+        return [opened]
+    _, manifest = opened
+    return [damage for file in manifest.files if (damage := damage_of(path, file, manifest.files)) is not None]
+
+
+def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, list[tuple[int, Damage]]]:
+    """(manifest, [(rank that found it, damage)]), the damages the same on every rank."""
+    opened = open_manifest(candidate.path)
+    manifest: Manifest | None = None
+    found: list[Damage] = []
+    if isinstance(opened, Damage):
+        found = [opened]
+    else:
+        _, manifest = opened
+        share = shares(manifest.files, ranks.world)[ranks.rank]
+        found = [damage for file in share if (damage := damage_of(candidate.path, file, manifest.files)) is not None]
+    return manifest, [
+        (ranks.global_rank(rank), damage) for rank, damages in enumerate(ranks.gather(found)) for damage in damages
+    ]
+
+
+def _refusal(candidate: Committed, damages: list[tuple[int, Damage]]) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank, damage in damages:
+        by_text.setdefault(str(damage), []).append(rank)
+    texts = [f"{text} [found by rank {', '.join(map(str, ranks))}]" for text, ranks in by_text.items()]
+    return f"Checkpoint of step {candidate.step} in {candidate.path} is damaged: {'; '.join(texts)}."
+
+
+def _warn(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

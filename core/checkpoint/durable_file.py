@@ -1,0 +1,108 @@
+"""Files and directory entries that are on the disk, not in a cache, once the call that makes them has returned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.checkpoint.manifest import FileRecord, Segment
+from core.checkpoint.save_points import reach
+
+Bytes = bytes | bytearray | memoryview
+BUFFER_BYTES = 1 << 20
+
+
+class DurableFile:
+    """A new file, written once from front to back; its checksum is taken of the bytes on their way to the disk.
+
+    A checksum of what is read back would vouch for whatever a torn write has left. `write` and `flush` are what
+    torch.save wants of a file.
+    """
+
+    def __init__(self, path: Path, rank: int, expected_bytes: int = 0) -> None:
+        """Create `path`, which must not exist. `expected_bytes` only places the point 'half a file'."""
+        self.path = path
+        self.rank = rank
+        self.size = 0
+        self.error: OSError | None = None  # of the first write that failed
+        self._half = expected_bytes // 2
+        self._crc32 = 0
+        self._segment_crc32 = 0
+        self._segments: list[Segment] = []
+        self._stream = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115  closed by `finish` or `abandon`
+
+    def write(self, data: Bytes) -> int:
+        """Append; the number of bytes."""
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
+        if self._half and self.size + len(view) > self._half:
+            split = max(self._half - self.size, 0)
+            self._append(view[:split])
+            self._half = 0
+            self._stream.flush()
+            reach("half a file", self.rank)
+            self._append(view[split:])
+        else:
+            self._append(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: torch.save flushes after every tensor, and what counts is the fsync at the end."""
+
+    @contextlib.contextmanager
+    def segment(self, name: str) -> Iterator[None]:
+        """What is written inside is the item `name`."""
+        start, self._segment_crc32 = self.size, 0
+        yield
+        self._segments.append(Segment(name, start, self.size - start, self._segment_crc32))
+
+    def finish(self) -> FileRecord:
+        """Bring the file to the disk and close it."""
+        self._stream.flush()
+        reach("before file fsync", self.rank)
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return FileRecord(self.path.name, self.rank, self.size, self._crc32, tuple(self._segments))
+
+    def abandon(self) -> None:
+        """Close it after a failure, whatever the file system says to that."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.close()
+
+    def _append(self, view: Bytes) -> None:
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._crc32 = zlib.crc32(view, self._crc32)
+        self._segment_crc32 = zlib.crc32(view, self._segment_crc32)
+        self.size += len(view)
+
+
+def write_durably(path: Path, data: bytes, rank: int, half_point: str | None = None) -> FileRecord:
+    """Put `data` at `path` in one step: readers see the old file, or none, or all of the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as stream:
+        half = len(data) // 2
+        stream.write(data[:half])
+        if half_point is not None:
+            stream.flush()
+            reach(half_point, rank)
+        stream.write(data[half:])
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+    return FileRecord(path.name, rank, len(data), zlib.crc32(data))
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to the disk: a file whose name is lost is lost."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""What goes wrong with checkpoints, said with the file, the bytes and the next step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded; the message is the same on every rank that took part."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """No checkpoint lies where one was asked for."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's bytes are not those that were saved."""
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write at `path` or its nearest existing parent; None where nobody can say."""
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
+
+
+def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
+    """One sentence on a failed call of the file system: which file, why, and for a full disk how full."""
+    where = error.filename if isinstance(error.filename, str) else str(path)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in NO_SPACE:
+        free = free_bytes(path)
+        needed = "" if needed_bytes is None else f"; {amount(needed_bytes)} are needed"
+        has = "" if free is None else f", {amount(free)} are free at {path}"
+        return f"cannot write {where}: {reason}{needed}{has}"
+    if error.errno in NOT_ALLOWED:
+        return f"cannot write {where}: {reason}, for user id {os.geteuid()}"
+    return f"{where}: {reason}"
+
+
+def amount(count: int) -> str:
+    """A number of bytes, exactly, and in a unit that one can read."""
+    value, unit = float(count), ""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007  the last one stays
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} bytes" if unit == "bytes" else f"{count} bytes ({value:.1f} {unit})"

@@ -1,0 +1,222 @@
+"""What a step's directory promises: its files with sizes and checksums, the tensors in them, and who vouches for it.
+
+Two JSON files. `manifest.json` lists every file, and in every file every segment: the run of bytes that one item (a
+tensor's slice, or an object) was written as. `commit.json` is small, carries its own checksum, and vouches for the
+manifest. So a reader that trusts 32 bits of one line can tell whether any other bit of the directory has changed, and
+which tensor it belongs to.
+
+CRC-32, of each file and of each segment: it is in the standard library, leaves the interpreter to other threads, and
+ran at 3.9 GiB/s on one core where hashlib's BLAKE2b ran at 0.9 and SHA-256 at 1.7. It finds every burst of up to 32
+bits and misses other damage once in 2^32, and a file's damage must be missed twice. It is no defence against somebody
+who forges a checkpoint on purpose; no hash that lies beside the data is.
+
+This module is pure: bytes to values and back.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+FORMAT = 1
+COMMIT_NAME = "commit.json"
+MANIFEST_NAME = "manifest.json"
+METADATA_NAME = ".metadata"  # torch.distributed.checkpoint's own name for its index
+DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4}
+DTYPE_BYTES |= {"uint64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}  # anything else is one byte wide
+
+
+class ManifestError(ValueError):
+    """A manifest or commit record that cannot be believed; the text says why, without naming the directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The bytes of one item in a file."""
+
+    name: str  # of the tensor or object
+    offset: int
+    length: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        """The offset of the first byte after it."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a step's directory, as it was written."""
+
+    name: str
+    rank: int  # that wrote it
+    size: int
+    crc32: int
+    segments: tuple[Segment, ...] = ()  # by offset; what lies between them belongs to no item
+
+    def names(self, start: int = 0, end: int | None = None) -> tuple[str, ...]:
+        """The items with a byte in [start, end), each once, in the order of their bytes."""
+        stop = self.size if end is None else end
+        found = {part.name: None for part in self.segments if part.offset < stop and part.end > start}
+        return tuple(found)
+
+    def segment_at(self, offset: int) -> Segment | None:
+        """The segment that begins at `offset`."""
+        at = bisect_left(self.segments, offset, key=lambda part: part.offset)
+        found = at < len(self.segments) and self.segments[at].offset == offset
+        return self.segments[at] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of the checkpoint, whole, however many slices it was saved in."""
+
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the 'torch.'
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements, without what a file format adds."""
+        return self.numel * DTYPE_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that a step's directory holds."""
+
+    step: int
+    world_size: int
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    meta: Mapping[str, Any] = field(default_factory=dict)  # what the writer of the content wants to know again
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files listed."""
+        return sum(file.size for file in self.files)
+
+    def file(self, name: str) -> FileRecord | None:
+        """The record of one file."""
+        return next((file for file in self.files if file.name == name), None)
+
+    def to_json(self) -> bytes:
+        """The bytes of manifest.json."""
+        tree = {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "meta": self.meta,
+            "tensors": {name: [list(tensor.shape), tensor.dtype] for name, tensor in self.tensors.items()},
+            "files": [_file_tree(file) for file in self.files],
+        }
+        return json.dumps(tree, separators=(",", ":"), allow_nan=True).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """Read manifest.json; ManifestError when it is not what `to_json` writes."""
+        tree = _object(data)
+        try:
+            return Manifest(
+                step=int(tree["step"]),
+                world_size=int(tree["world_size"]),
+                files=tuple(_file_from(file) for file in tree["files"]),
+                tensors={name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in tree["tensors"].items()},
+                meta=tree["meta"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ManifestError(f"has a field that is missing or of another kind ({error!r})") from error
+
+
+def part_to_json(files: Iterable[FileRecord]) -> bytes:
+    """One rank's part of the manifest: the files that it wrote."""
+    return json.dumps({"format": FORMAT, "files": [_file_tree(file) for file in files]}).encode()
+
+
+def part_from_json(data: bytes) -> tuple[FileRecord, ...]:
+    """Read what `part_to_json` wrote."""
+    try:
+        return tuple(_file_from(file) for file in _object(data)["files"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"has a field that is missing or of another kind ({error!r})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """commit.json: which save this is, and the manifest's size and checksum."""
+
+    step: int
+    sequence: int  # grows with every commit of a root
+    saved_at: str  # UTC, ISO 8601
+    manifest_size: int
+    manifest_crc32: int
+
+    def to_json(self) -> bytes:
+        """The bytes of commit.json: the fields and their own checksum, on one line."""
+        fields = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**fields, "crc32": _crc_of(fields)}).encode() + b"\n"
+
+    @staticmethod
+    def from_json(data: bytes) -> CommitRecord:
+        """Read commit.json; ManifestError when a bit of it has changed."""
+        fields = _object(data)
+        if fields.pop("crc32", None) != _crc_of(fields):
+            raise ManifestError("does not have the checksum that it states of itself")
+        fields.pop("format")
+        try:
+            return CommitRecord(**fields)
+        except TypeError as error:
+            raise ManifestError(f"has other fields than expected ({error})") from error
+
+
+def read_manifest(commit: CommitRecord, data: bytes) -> Manifest:
+    """The manifest that `commit` vouches for; ManifestError when `data` is something else."""
+    if len(data) != commit.manifest_size:
+        raise ManifestError(f"has {len(data)} bytes, {COMMIT_NAME} vouches for {commit.manifest_size}")
+    if zlib.crc32(data) != commit.manifest_crc32:
+        found, vouched = f"{zlib.crc32(data):08x}", f"{commit.manifest_crc32:08x}"
+        raise ManifestError(f"has checksum {found}, {COMMIT_NAME} vouches for {vouched}")
+    manifest = Manifest.from_json(data)
+    if manifest.step != commit.step:
+        raise ManifestError(f"is of step {manifest.step}, {COMMIT_NAME} of step {commit.step}")
+    return manifest
+
+
+def _crc_of(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object of our format."""
+    try:
+        tree = json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ManifestError(f"is no JSON ({error})") from error
+    if not isinstance(tree, dict) or not isinstance(tree.get("format"), int):
+        raise ManifestError("is JSON of another kind")
+    if tree["format"] != FORMAT:
+        raise ManifestError(f"is of format {tree['format']}; this version reads format {FORMAT}")
+    return tree
+
+
+def _file_tree(file: FileRecord) -> dict[str, Any]:
+    segments = [[part.name, part.offset, part.length, f"{part.crc32:08x}"] for part in file.segments]
+    return {"name": file.name, "rank": file.rank, "size": file.size, "crc32": f"{file.crc32:08x}", "segments": segments}
+
+
+def _file_from(tree: dict[str, Any]) -> FileRecord:
+    segments = tuple(Segment(name, int(at), int(length), int(crc, 16)) for name, at, length, crc in tree["segments"])
+    name = str(tree["name"])
+    if "/" in name or name in ("", ".", ".."):  # a manifest names files of its own directory only
+        raise ValueError(f"file name {name!r}")
+    return FileRecord(name, int(tree["rank"]), int(tree["size"]), int(tree["crc32"], 16), segments)

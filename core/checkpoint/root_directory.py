@@ -1,0 +1,270 @@
+"""The root that holds a run's checkpoints: one writer, a directory a step, `latest`, and what crashed saves left.
+
+    root/latest                     the name of the newest committed directory, for people and scripts
+    root/.lock                      held by the job that saves here
+    root/step_00000040.0007/        step 40, the seventh commit: the last number is the order
+    root/.saving-step_00000060-1f3a/    a save that has not ended, or never will
+    root/.deleting-step_00000020.0005/  a surplus checkpoint on its way out
+
+A directory gets its name in one rename, after everything in it is durable: that rename is the commit. The order of
+commits, not the step's number, says which is newest: a run that went back to step 20 has left a step 40 behind that it
+does not want to meet again. And saving step 40 once more needs no instant at which neither copy has its name.
+
+No processes' agreement and no torch here: rank 0 of a save calls what changes the root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from core.checkpoint.durable_file import sync_directory, write_durably
+from core.checkpoint.errors import CheckpointError, explain
+from core.checkpoint.save_points import reach
+
+LATEST, LOCK, TOKEN = "latest", ".lock", ".token"
+SAVING, DELETING = ".saving-", ".deleting-"
+COMMITTED = re.compile(r"step_(\d{8,})\.(\d{4,})")
+RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Committed:
+    """One committed directory, as its name tells it; sorted by the order of commit."""
+
+    sequence: int
+    step: int
+    path: Path
+
+    @staticmethod
+    def from_path(path: Path) -> Committed | None:
+        """None for a name that no commit gives."""
+        match = COMMITTED.fullmatch(path.name)
+        return Committed(int(match[2]), int(match[1]), path) if match else None
+
+
+def committed_name(step: int, sequence: int) -> str:
+    """The name of a committed directory."""
+    return f"step_{step:08d}.{sequence:04d}"
+
+
+def list_committed(root: Path) -> list[Committed]:
+    """The committed directories, oldest commit first; empty where the root does not exist."""
+    try:
+        entries = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"Cannot list checkpoints: {explain(error, root)}.") from error
+    return sorted(found for path in entries if (found := Committed.from_path(path)) is not None)
+
+
+class SharedHold:
+    """A shared lock on a file: whoever wants to delete the directory around it sees that this process is at work."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Let go; again and again does no harm."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class RootDirectory:
+    """What rank 0 of a job does to the root. Every method that changes it needs the lock."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        # A symlinked root is followed once: repointing the link in mid-run must not split one save over two places.
+        self.path = Path(os.path.realpath(root))
+        self._lock: int | None = None
+
+    def create(self) -> None:
+        """Make the root, durably, and find out whether one can write there."""
+        missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for place in missing:
+                sync_directory(place.parent)
+            probe = self.path / f"{TOKEN}-probe-{secrets.token_hex(4)}"
+            write_durably(probe, b"probe", 0)
+            probe.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints cannot be saved to {self.path}: {explain(error, self.path)}. "
+                "Give a directory that this user may write to."
+            ) from error
+
+    def lock(self, timeout_s: float) -> None:
+        """Become the one job that saves here; CheckpointError naming the other one when it does not leave in time.
+
+        The kernel gives the lock back when this process and its forked children are gone, however they went.
+        """
+        path = self.path / LOCK
+        until = time.monotonic() + timeout_s
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"Cannot lock {self.path}: {explain(error, path)}.") from error
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(RETRY_S)
+                    continue
+                holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "an unknown process"
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"Another job saves its checkpoints to {self.path}: {holder}. Two jobs in one root would delete "
+                    "each other's checkpoints; end that job, close its CheckpointSaver, or give another directory."
+                ) from None
+            except OSError as error:
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"The file system of {self.path} cannot lock files ({explain(error, path)}). Without that, two "
+                    "jobs in one root cannot be told apart; mount it with locks (Lustre: -o flock)."
+                ) from error
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        """Let another job save here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, step: int) -> Path:
+        """A new directory for a save of `step`, with a token in it that its ranks hold while they write."""
+        self.clean_leftovers()
+        path = self.path / f"{SAVING}{committed_name(step, self._next_sequence())}-{secrets.token_hex(4)}"
+        path.mkdir()
+        (path / TOKEN).write_text(path.name)
+        sync_directory(path)
+        return path
+
+    def next_commit(self, step: int) -> Committed:
+        """What the save of `step` will be called."""
+        sequence = self._next_sequence()
+        return Committed(sequence, step, self.path / committed_name(step, sequence))
+
+    def commit(self, saving: Path, target: Committed, keep_last: int | None) -> None:
+        """Give a save, whole and durable, its name; move `latest`; only then delete what is surplus."""
+        reach("before rename", 0)
+        os.rename(saving, target.path)
+        reach("after rename", 0)
+        sync_directory(self.path)
+        reach("before latest", 0)
+        write_durably(self.path / LATEST, f"{target.path.name}\n".encode(), 0, half_point="half a latest")
+        if keep_last is not None:
+            reach("before deletion", 0)
+            self.prune(keep_last)
+
+    def prune(self, keep_last: int) -> None:
+        """Delete all but the newest `keep_last` checkpoints, oldest first."""
+        for surplus in list_committed(self.path)[:-keep_last]:
+            doomed = self.path / f"{DELETING}{surplus.path.name}"
+            if doomed.exists():  # from a crash, under the same name after a root was copied back
+                shutil.rmtree(doomed)
+            # Without its name it is no checkpoint any more, so no reader meets it half deleted.
+            os.rename(surplus.path, doomed)
+            sync_directory(self.path)
+            reach("between deletions", 0)
+            _delete(doomed)
+
+    def clean_leftovers(self) -> list[str]:
+        """Delete what crashed saves and deletions left; the names. A directory that a live process holds stays."""
+        cleaned = []
+        for entry in sorted(self.path.iterdir()):
+            if entry.name.startswith(DELETING) or (entry.name.startswith(SAVING) and _is_abandoned(entry)):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(f"{TOKEN}-") or entry.name == f"{LATEST}.tmp":
+                entry.unlink(missing_ok=True)
+            else:
+                continue
+            cleaned.append(entry.name)
+        self._mend_latest()
+        return cleaned
+
+    def _mend_latest(self) -> None:
+        """After a crash between the commit and `latest`: let it name the newest commit again."""
+        newest = list_committed(self.path)[-1:]
+        if newest and read_latest(self.path) != newest[0].path.name:
+            write_durably(self.path / LATEST, f"{newest[0].path.name}\n".encode(), 0)
+
+    def _next_sequence(self) -> int:
+        newest = list_committed(self.path)[-1:]
+        return newest[0].sequence + 1 if newest else 1
+
+
+def read_latest(root: Path) -> str | None:
+    """What `latest` says; None where there is none."""
+    try:
+        return (root / LATEST).read_text().strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+
+
+@contextlib.contextmanager
+def token_in(root: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of a new file in the root, which processes on the same file system can read."""
+    name, text = f"{TOKEN}-{secrets.token_hex(8)}", f"{socket.gethostname()} {secrets.token_hex(8)}"
+    path = root / name
+    write_durably(path, text.encode(), 0)
+    try:
+        yield name, text
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sees_token(root: Path, name: str, text: str, timeout_s: float) -> bool:
+    """Whether the file of `token_in` is here too; network file systems may take a while to show it."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            if (root / name).read_text() == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() >= until:
+            return False
+        time.sleep(RETRY_S)
+
+
+def _is_abandoned(saving: Path) -> bool:
+    """Whether no process holds the token of this save."""
+    try:
+        descriptor = os.open(saving / TOKEN, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # ended between making the directory and its token: nobody has been told of it
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _delete(directory: Path) -> None:
+    files = sorted(directory.iterdir())
+    for number, file in enumerate(files):
+        if number == (len(files) + 1) // 2:
+            reach("during deletion", 0)
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    directory.rmdir()

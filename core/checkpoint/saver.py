@@ -1,0 +1,385 @@
+"""CheckpointSaver: a job's saves into one root, durable and one at a time, in the caller's thread or in another."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from core.checkpoint.agreement import Ranks
+from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes
+from core.checkpoint.pending_save import PendingSave
+from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed, sees_token, token_in
+from core.checkpoint.save_points import set_hook_from
+from core.checkpoint.snapshot import SnapshotMemory
+from core.checkpoint.staging_writer import StagingWriter
+
+LOCK_LIMIT_S = 5.0  # a job that has just been killed may have children that end a moment later
+SHARED_LIMIT_S = 10.0  # network file systems show new files late
+LONGEST_PAUSE_S = 0.2
+FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What became of one save, as this rank saw it."""
+
+    step: int
+    committed: bool
+    directory: Path | None  # None until it is committed
+    asynchronous: bool  # whether this rank writes, or wrote, behind the caller's back
+    bytes: int  # of this rank's data, rounded up
+    waited_s: float  # until the save before had ended: back-pressure
+    snapshot_s: float  # planning and copying (asynchronous), or planning and writing (synchronous)
+    write_s: float  # of the background thread
+    error: str | None = None
+
+
+class CheckpointSaver:
+    """Saves checkpoints of a job into `root`. Every rank of `group` makes one and calls its methods together.
+
+        with CheckpointSaver("checkpoints", keep_last=3, asynchronous=True) as saver:
+            for step in range(1, steps + 1):
+                train_step()
+                saver.step_edge()                       # a failed background save is raised here, on all ranks
+                if step % 100 == 0:
+                    saver.save(step, fill, meta={...})  # fill(writer) calls dcp.save(..., storage_writer=writer)
+
+    One directory a step; what is written becomes a checkpoint in one rename, after every file and directory is on the
+    disk, and nothing older is deleted before. All ranks must see one file system, which is checked here.
+
+    keep_last: committed checkpoints to keep; None keeps all. on_error 'warn': a save that failed leaves a warning and a
+    report with `error`, and training goes on. timeout_s: how long a save may take. snapshot_limit_bytes: a rank whose
+    copy would be larger writes before `save` returns, although the others do not.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        group: dist.ProcessGroup | None = None,
+        *,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+        on_error: Literal["raise", "warn"] = "raise",
+        timeout_s: float = 600.0,
+        snapshot_limit_bytes: int | None = None,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept; None keeps all.")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error={on_error!r}; it is 'raise' or 'warn'.")
+        if timeout_s <= 0 or file_bytes < 1:
+            raise ValueError(f"timeout_s={timeout_s} and file_bytes={file_bytes} must be positive.")
+        set_hook_from(os.environ)
+        self.ranks = Ranks(group)
+        self.root = RootDirectory(root)
+        self.keep_last = keep_last
+        self.asynchronous = asynchronous
+        self.on_error = on_error
+        self.timeout_s = timeout_s
+        self.snapshot_limit_bytes = snapshot_limit_bytes
+        self.file_bytes = file_bytes
+        self._snapshot = SnapshotMemory()
+        self._in_flight: PendingSave | None = None
+        try:
+            self.ranks.on_first(self._open_root)
+            self._require_shared_root()
+        except BaseException:
+            self.root.unlock()
+            raise
+
+    # --- saving ---
+
+    def save(self, step: int, fill: Callable[[StorageWriter], None], *, meta: Mapping[str, Any]) -> SaveReport:
+        """Save one checkpoint. Collective.
+
+        fill(writer) calls `dcp.save(state, storage_writer=writer, process_group=group)` exactly once. meta: what JSON
+        can hold; rank 0's is kept, and comes back as `CheckpointDirectory.meta`.
+        An asynchronous save has copied everything when this returns, and the tensors may change; it is committed later,
+        and `step_edge` tells. A save that is still in flight is waited for first.
+        """
+        step = _checked_step(step)
+        kept_meta = _checked_meta(meta)
+        start_s = time.monotonic()
+        before = self.wait()
+        waited_s = time.monotonic() - start_s if before is not None else 0.0
+        try:
+            save = self._begin(step, kept_meta, waited_s)
+        except CheckpointError as error:
+            return self._failed(step, None, str(error))
+        try:
+            self._fill(save, fill)
+        except CheckpointError as error:
+            return self._give_up(save, str(error))
+        except BaseException:
+            save.cancel(self.timeout_s)  # what is left of it is cleaned by the next save
+            raise
+        if self.asynchronous:
+            save.start()
+            self._in_flight = save
+            return self._report(save)
+        return self._end_here(save)
+
+    def step_edge(self) -> SaveReport | None:
+        """Say what has become of the save in flight: its report once it has ended, else None.
+
+        Call it once a step on every rank: it is collective while a save is in flight, and free otherwise. A failure on
+        any rank is raised, or warned of, on all of them here.
+        """
+        save = self._in_flight
+        if save is None:
+            return None
+        states = self.ranks.gather(save.state())
+        error = self.ranks.joined([state.error for state in states])
+        if not error and states[0].committed is not None:
+            return self._ended(save, states[0].committed.path)
+        if not error and max(state.elapsed_s for state in states) > self.timeout_s:
+            busy = [self.ranks.global_rank(rank) for rank, state in enumerate(states) if not state.is_written]
+            error = f"it did not end within {self.timeout_s:g} s" + (f"; ranks {busy} still write" if busy else "")
+        return self._give_up(save, error) if error else None
+
+    def wait(self) -> SaveReport | None:
+        """Until the save in flight, if any, has ended; its report. Collective."""
+        pause_s = 0.001
+        while self._in_flight is not None:
+            thread = self._in_flight.thread
+            assert thread is not None, "a save in flight has its thread"
+            thread.join(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            report = self.step_edge()
+            if report is not None:
+                return report
+        return None
+
+    def close(self) -> SaveReport | None:
+        """Wait for the save in flight and let another job save here. Collective."""
+        try:
+            return self.wait()
+        finally:
+            self.root.unlock()
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Other ranks may be gone, so nothing collective. A save that all ranks have written still becomes a checkpoint.
+        if self._in_flight is not None and self._in_flight.thread is not None:
+            self._in_flight.thread.join(min(self.timeout_s, LOCK_LIMIT_S))
+            self._in_flight.cancel(LOCK_LIMIT_S)
+            self._in_flight = None
+        self.root.unlock()
+
+    # --- the steps of it ---
+
+    def _open_root(self) -> None:
+        self.root.create()
+        self.root.lock(LOCK_LIMIT_S)
+
+    def _require_shared_root(self) -> None:
+        """CheckpointError on all ranks, naming those that do not see what rank 0 writes."""
+        if self.ranks.world == 1:
+            return
+        if self.ranks.rank == 0:
+            with token_in(self.root.path) as token:
+                sees = self._all_see(token)
+        else:
+            sees = self._all_see(None)
+        hosts = self.ranks.hosts()
+        blind = [rank for rank, seen in enumerate(sees) if not seen]
+        if blind:
+            named = ", ".join(f"{self.ranks.global_rank(rank)} ({hosts[rank]})" for rank in blind)
+            raise CheckpointError(
+                f"All ranks must save to one file system, and ranks {named} do not see in {self.root.path} what rank "
+                f"{self.ranks.global_rank(0)} ({hosts[0]}) writes there. Give a directory that all machines share."
+            )
+
+    def _all_see(self, token: tuple[str, str] | None) -> list[bool]:
+        name, text = self.ranks.gather(token)[0] or ("", "")
+        return self.ranks.gather(sees_token(self.root.path, name, text, SHARED_LIMIT_S))
+
+    def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
+        """A directory for the save, held by every rank. Collective."""
+        steps = self.ranks.gather(step)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"save was called for step {step} on rank {self.ranks.rank}; the ranks' steps are {steps}."
+            )
+        name = self.ranks.on_first(lambda: self._new_directory(step))
+        saving = self.root.path / name
+        hold: SharedHold | None = None
+        error = None
+        try:
+            hold = self._hold(saving)
+        except OSError as failure:
+            error = f"cannot hold the new directory: {explain(failure, saving)}"
+        try:
+            self.ranks.agree(error)
+        except CheckpointError:
+            if hold is not None:
+                hold.release()
+            raise
+        assert hold is not None, "no rank had an error"
+        writer = StagingWriter(
+            saving,
+            self.ranks.rank,
+            file_bytes=self.file_bytes,
+            check_space=lambda needed: self._require_space(needed),
+            snapshot=self._snapshot if self.asynchronous else None,
+            snapshot_limit_bytes=self.snapshot_limit_bytes,
+        )
+        return PendingSave(
+            step, self.ranks.rank, self.ranks.world, self.root, saving, hold, writer, meta, self.keep_last,
+            self.timeout_s, waited_s,
+        )  # fmt: skip
+
+    def _new_directory(self, step: int) -> str:
+        try:
+            return self.root.begin(step).name
+        except OSError as error:
+            raise CheckpointError(f"cannot begin: {explain(error, self.root.path)}") from error
+
+    def _hold(self, saving: Path) -> SharedHold:
+        until = time.monotonic() + SHARED_LIMIT_S
+        while True:
+            try:
+                return SharedHold(saving / TOKEN)
+            except FileNotFoundError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def _require_space(self, needed: int) -> None:
+        free = free_bytes(self.root.path)
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"not enough space: {amount(needed)} are needed for the files of all ranks, {amount(free)} are free at "
+                f"{self.root.path}; nothing was written. Free some space, or keep fewer checkpoints (keep_last)"
+            )
+
+    def _fill(self, save: PendingSave, fill: Callable[[StorageWriter], None]) -> None:
+        start_s = time.monotonic()
+        try:
+            fill(save.writer)
+        except CheckpointException as error:
+            raise _storage_error(error, self.ranks) from error
+        save.snapshot_s = time.monotonic() - start_s
+        if not save.writer.was_used:
+            raise ValueError("`fill` did not call dcp.save with the writer it was given; nothing is saved.")
+
+    def _end_here(self, save: PendingSave) -> SaveReport:
+        """Write and commit a synchronous save; every rank learns how it went."""
+        error = None
+        try:
+            save.write()
+        except (OSError, CheckpointError) as failure:
+            error = str(failure) if isinstance(failure, CheckpointError) else explain(failure, save.saving)
+        try:
+            self.ranks.agree(error)
+            directory = self.ranks.on_first(lambda: self._commit(save))
+        except CheckpointError as failure:
+            return self._give_up(save, str(failure))
+        return self._ended(save, directory)
+
+    def _commit(self, save: PendingSave) -> Path:
+        try:
+            return save.commit().path
+        except OSError as error:
+            raise CheckpointError(explain(error, save.saving)) from error
+
+    def _ended(self, save: PendingSave, directory: Path) -> SaveReport:
+        save.cancel(self.timeout_s)  # the thread has nothing left to do but end
+        self._in_flight = None
+        return self._report(save, directory)
+
+    def _give_up(self, save: PendingSave, error: str) -> SaveReport:
+        """Stop on all ranks, clean up, and say on all ranks what happened. Collective."""
+        self._in_flight = None
+        stopped = self.ranks.gather(save.cancel(LOCK_LIMIT_S))
+        if self.ranks.rank == 0 and all(stopped):  # else a rank is stuck in a write; a later save cleans up
+            shutil.rmtree(save.saving, ignore_errors=True)
+        return self._failed(save.step, save, error)
+
+    def _failed(self, step: int, save: PendingSave | None, error: str) -> SaveReport:
+        last = self.ranks.on_first(self._last_good)
+        message = f"Saving step {step} to {self.root.path} failed: {error.rstrip('.')}. {last}"
+        if self.on_error == "raise":
+            raise CheckpointError(message)
+        if self.ranks.rank == 0:
+            warnings.warn(f"{message} Training goes on without this checkpoint.", RuntimeWarning, stacklevel=4)
+        if save is None:
+            return SaveReport(step, False, None, False, 0, 0.0, 0.0, 0.0, message)
+        return self._report(save, error=message)
+
+    def _last_good(self) -> str:
+        try:
+            committed = list_committed(self.root.path)
+        except CheckpointError as error:
+            return str(error)
+        if not committed:
+            return "There is no earlier checkpoint."
+        return f"The last good checkpoint is of step {committed[-1].step}: {committed[-1].path}."
+
+    def _report(self, save: PendingSave, directory: Path | None = None, error: str | None = None) -> SaveReport:
+        return SaveReport(
+            step=save.step,
+            committed=directory is not None,
+            directory=directory,
+            asynchronous=save.writer.was_copied,
+            bytes=save.writer.bytes,
+            waited_s=save.waited_s,
+            snapshot_s=save.snapshot_s,
+            write_s=save.write_s,
+            error=error,
+        )
+
+
+def _checked_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or number < 0:
+        raise ValueError(f"step={step!r}; a step is a whole number from 0 on.")
+    return number
+
+
+def _checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that later changes do not reach; ValueError for what JSON cannot hold."""
+    for key, value in meta.items():
+        try:
+            json.dumps({key: value})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"meta[{key!r}] cannot be written as JSON: {error}.") from error
+    kept: dict[str, Any] = json.loads(json.dumps(dict(meta)))
+    return kept
+
+
+def _storage_error(error: CheckpointException, ranks: Ranks) -> CheckpointError:
+    """What storage had to say, by rank; any other error of dcp.save is not ours, and is passed on as it is."""
+    texts: list[str | None] = [None] * ranks.world
+    for rank, (failure, _) in error.failures.items():
+        if isinstance(failure, OSError):
+            texts[rank] = explain(failure, Path(str(failure.filename or "")))
+        elif isinstance(failure, CheckpointError):
+            texts[rank] = str(failure)
+        else:
+            raise error
+    return CheckpointError(ranks.joined(texts))

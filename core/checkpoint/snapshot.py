@@ -1,0 +1,79 @@
+"""Copies of tensors in CPU memory that is kept from one save to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 64  # bytes; every dtype may begin there, and a cache line does
+
+
+class SnapshotMemory:
+    """One block of CPU memory, page-locked where tensors come from a CUDA device; it grows to the largest snapshot.
+
+    Fresh pages cost several times the copy itself, so the block is never given back. There is one snapshot at a time:
+    the next `take` overwrites it.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held."""
+        return self._block.numel()
+
+    @staticmethod
+    def bytes_for(tensors: Sequence[torch.Tensor]) -> int:
+        """What a snapshot of `tensors` needs."""
+        return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of `tensors`; once this has returned, the originals may change."""
+        needed = self.bytes_for(tensors)
+        on_cuda = [tensor for tensor in tensors if tensor.is_cuda]
+        if self.bytes < needed or (on_cuda and not self._block.is_pinned()):
+            self._block = torch.empty(0, dtype=torch.uint8)  # free the old block before the new one exists
+            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=bool(on_cuda))
+        storage, offset, copies = self._block.untyped_storage(), 0, []
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                copy = torch.empty(0, dtype=tensor.dtype)
+                copy.set_(storage[offset : offset + size], 0, tensor.shape, _row_major(tensor.shape))
+            else:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            copies.append(copy)
+            offset += _aligned(size)
+        for device in {tensor.device for tensor in on_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements on the CPU, in a storage that holds nothing else: torch.save writes whole storages."""
+    tensor = tensor.detach().cpu()
+    size = tensor.numel() * tensor.element_size()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    if tensor.untyped_storage().nbytes() == size:
+        return tensor
+    if size == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    start = tensor.storage_offset() * tensor.element_size()
+    part = tensor.untyped_storage()[start : start + size]  # shares the memory
+    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,202 @@
+"""The storage that torch.distributed.checkpoint writes to: one rank's data files in the directory of a save.
+
+`dcp.save` plans with collectives and calls `write_data` on every rank, all in the caller's thread. A synchronous save
+writes its files there, straight from the tensors. An asynchronous one copies the tensors there and writes later, in a
+thread that talks to no other rank. Where an item came to lie is therefore told by the rank's part of the manifest, not
+by the results that `dcp.save` collects; rank 0 puts the two together when all parts are there.
+
+The files are those of torch's own FileSystemWriter (items by torch.save, an index named .metadata), so that its
+FileSystemReader reads a committed directory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from core.checkpoint.durable_file import DurableFile, sync_directory
+from core.checkpoint.errors import CheckpointError, explain
+from core.checkpoint.manifest import FileRecord, TensorRecord
+from core.checkpoint.save_points import reach
+from core.checkpoint.snapshot import SnapshotMemory, with_own_storage
+
+ITEM_OVERHEAD_BYTES = 2048  # what torch.save adds to a tensor
+Item = tuple[str, torch.Tensor | io.BytesIO]  # name, content
+
+
+class StagingWriter(StorageWriter):
+    """Writes this rank's items into `saving`; give it to exactly one `dcp.save`."""
+
+    def __init__(
+        self,
+        saving: Path,
+        rank: int,
+        *,
+        file_bytes: int,
+        check_space: Callable[[int], None],
+        snapshot: SnapshotMemory | None = None,
+        snapshot_limit_bytes: int | None = None,
+    ) -> None:
+        """`check_space` is called on rank 0 with the bytes of all ranks, before any is written; it raises."""
+        self.saving = saving
+        self.rank = rank
+        self.records: list[FileRecord] = []  # of the files that are durable
+        self.bytes = 0  # of this rank's items, as planned
+        self.metadata: Metadata | None = None  # rank 0: the index, without places
+        self.results: list[list[WriteResult]] = []  # rank 0: by rank, in the order in which its items are written
+        self.pending: list[Item] | None = None  # copies that wait to be written
+        self.was_used = False
+        self.was_copied = False  # else written by the time dcp.save returned
+        self.cancelled = threading.Event()
+        self._file_bytes = file_bytes
+        self._check_space = check_space
+        self._snapshot = snapshot
+        self._snapshot_limit_bytes = snapshot_limit_bytes
+
+    # --- what dcp.save calls ---
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """dcp.save may name a directory of its own; the save has one already."""
+        if checkpoint_id is not None:
+            raise CheckpointError(f"dcp.save was given checkpoint_id={checkpoint_id!r}; the saver names directories.")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The coordinator must be the rank that commits."""
+        if self.was_used:
+            raise CheckpointError("`fill` called dcp.save twice; one save is one dcp.save with everything in it.")
+        if is_coordinator != (self.rank == 0):
+            raise CheckpointError(
+                "dcp.save has its coordinator elsewhere than on rank 0 of the saver's group "
+                f"(this is rank {self.rank}); give both the same process group."
+            )
+        self.was_used = True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: is there room for what all ranks are going to write?"""
+        self._check_space(sum(planned_bytes(plan.items) for plan in plans))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, or copy them for later."""
+        self.bytes = planned_bytes(plan.items)
+        data = [planner.resolve_data(item) for item in plan.items]
+        names = [item.index.fqn for item in plan.items]
+        tensors = [value for value in data if isinstance(value, torch.Tensor)]
+        limit = self._snapshot_limit_bytes
+        fits = limit is None or SnapshotMemory.bytes_for(tensors) <= limit
+        if self._snapshot is not None and fits:
+            copies = iter(self._snapshot.take(tensors))
+            kept = [next(copies) if isinstance(value, torch.Tensor) else io.BytesIO(value.getvalue()) for value in data]
+            self.pending, self.was_copied = list(zip(names, kept, strict=True)), True
+        else:
+            self._write(list(zip(names, data, strict=True)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(item.index, _planned_size(item), None) for item in plan.items])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: keep the index until the places are known."""
+        self.metadata, self.results = metadata, results
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Only the saver makes one of these."""
+        return False
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing: the directory's name changes when it is committed."""
+        return None
+
+    # --- what the saver calls ---
+
+    def write_pending(self) -> None:
+        """Write the copies, if there are any; in any thread, no collective."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self._write(pending)
+
+    def _write(self, items: Sequence[Item]) -> None:
+        """Data files of about `file_bytes` each, durable when this returns."""
+        reach("before data", self.rank)
+        remaining = sum(_size(data) for _, data in items)
+        file: DurableFile | None = None
+        try:
+            for name, data in items:
+                if self.cancelled.is_set():
+                    raise CheckpointError("the save was given up because another rank failed")
+                if file is not None and file.size >= self._file_bytes:
+                    self.records.append(file.finish())
+                    file = None
+                    reach("between files", self.rank)
+                if file is None:
+                    path = self.saving / data_file_name(self.rank, len(self.records))
+                    file = DurableFile(path, self.rank, expected_bytes=min(remaining, self._file_bytes))
+                with file.segment(name):
+                    _write_item(file, data)
+                remaining -= _size(data)
+            if file is not None:
+                self.records.append(file.finish())
+            sync_directory(self.saving)
+        except OSError as error:
+            raise CheckpointError(explain(error, self.saving, self.bytes)) from error
+        finally:
+            if file is not None:
+                file.abandon()
+
+
+def data_file_name(rank: int, number: int) -> str:
+    """The name of a rank's n-th data file."""
+    return f"rank_{rank:05d}_{number:03d}.distcp"
+
+
+def planned_bytes(items: Sequence[WriteItem]) -> int:
+    """The bytes that files will hold for `items`, rounded up."""
+    return sum(_planned_size(item) + ITEM_OVERHEAD_BYTES for item in items)
+
+
+def tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
+    """The tensors of an index: whole shapes and dtypes by name."""
+    return {
+        name: TensorRecord(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _write_item(file: DurableFile, data: torch.Tensor | io.BytesIO) -> None:
+    try:
+        if isinstance(data, torch.Tensor):
+            torch.save(with_own_storage(data), file)
+        else:
+            file.write(data.getbuffer())
+    except Exception:
+        if file.error is not None:  # torch.save's writer turns it into errors of its own
+            raise file.error from None
+        raise
+
+
+def _size(data: torch.Tensor | io.BytesIO) -> int:
+    if isinstance(data, torch.Tensor):
+        return data.numel() * data.element_size() + ITEM_OVERHEAD_BYTES
+    return data.getbuffer().nbytes
+
+
+def _planned_size(item: WriteItem) -> int:
+    if item.type == WriteItemType.BYTE_IO:
+        return 0 if item.bytes_io_data is None else item.bytes_io_data.nbytes
+    assert item.tensor_data is not None, "an item that is not bytes is a tensor"
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
