@@ -104,10 +104,10 @@ def global_name(module: nn.Module, local_name: str) -> str:
 
 
 def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
-    """Local names of what this rank writes so that every box is written once; the work is spread over replicas.
+    """Global names of what this rank writes so that every box is written once; the work is spread over replicas.
 
     The ranks that hold the same boxes come to the same answer without asking: they hand the tensors out by falling
-    size, each to whom has the least so far.
+    size, each to whom has the least so far. `slices`: those of all chunks of this rank.
     """
     mine: set[str] = set()
     loads: dict[tuple[str, ...], list[int]] = {}
@@ -118,7 +118,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
         writer = load.index(min(load))
         load[writer] += math.prod(piece.local_shape)
         if writer == piece.replica:
-            mine.add(piece.local_name)
+            mine.add(piece.name)
     return mine
 
 

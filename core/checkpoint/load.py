@@ -1,0 +1,336 @@
+"""load_checkpoint: every rank reads the boxes it holds now, from whatever boxes were written.
+
+Three phases, so that a run that cannot go on is left as it was: find out what is missing or does not fit, on all ranks;
+read into memory of its own; and only when every rank has all of it, put it in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from core.checkpoint.agreement import Ranks
+from core.checkpoint.algorithm_keys import AlgorithmKeys, algorithm_keys
+from core.checkpoint.directory import CheckpointDirectory, find_intact
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.optimizer_pieces import PLACE, WEIGHTS, Entry, entries_of, entry_pieces, leaves
+from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors
+from core.checkpoint.planners import PieceLoadPlanner, blob_keys, read_items, tensor_records
+from core.checkpoint.random_state import random_key, read_random_state, set_random_state
+from core.checkpoint.save import LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
+from core.optimizer.optimizer_state import load_groups, save_groups
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded. notes: what the file holds and was not taken, or was wanted and is not in it, in sentences."""
+
+    step: int
+    path: Path
+    layout: dict[str, Any]  # that it was saved at
+    extra: dict[str, Any]
+    configuration: dict[str, Any]
+    random_restored: bool
+    notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # damaged steps that were passed over
+
+
+@dataclass
+class _Plan:
+    """What one rank will read, and what it has found to be wrong or worth saying."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    staged: list[tuple[LocalTensor, torch.Tensor]] = field(default_factory=list)
+    entries: list[tuple[Entry, dict[str, Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)  # names of tensors that this rank holds a part of
+    algorithms: dict[int, AlgorithmKeys | None] = field(default_factory=dict)  # by id(optimizer)
+
+
+def load_checkpoint(
+    root: str | os.PathLike[str],
+    model_chunks: Sequence[Any],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    load_random_state: bool = True,
+    load_hyperparameters: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Go on from a checkpoint, saved at this layout or another. Collective over `group`, all ranks of the job.
+
+    step: that one, or the newest intact one. strict: refuse a file whose tensors are not exactly the model's; without
+    it what both have is loaded, and the report's notes name the rest. Learning rates, decay and all other settings stay
+    those of the optimizer as it was built, unless load_hyperparameters. Random streams come back where every parallel
+    size is the one they were saved at, and stay as they are elsewhere.
+    Raises CheckpointError, the same on every rank, before anything has been changed.
+    """
+    ranks = Ranks(group)
+    directory = find_intact(root, step, group)
+    reader = directory.reader()
+    plan, error, metadata = _Plan(), None, Metadata({})
+    chunks: list[Any] = []
+    groups: list[list[dict[str, Any]]] = []
+    try:
+        chunks = checked_chunks(model_chunks)
+        metadata = reader.read_metadata()
+        plan = _plan(chunks, optimizer, metadata)
+        groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
+    except (ValueError, TypeError, KeyError) as failure:
+        error = f"cannot load {directory.path}: {failure}"
+    _refuse_together(ranks, directory, plan, metadata, error, strict=strict)
+
+    random_name = _random_name(directory, chunks, metadata) if load_random_state else None
+    planner = PieceLoadPlanner(plan.pieces, [] if random_name is None else [random_name])
+    try:
+        with warnings.catch_warnings():  # torch's, that there is one process only
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not ranks.started)
+    except CheckpointException as failure:
+        raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
+
+    _put_in_place(chunks, optimizer, plan)
+    meta = directory.meta
+    for leaf, saved in zip(leaves(optimizer), groups, strict=False):
+        load_groups(leaf.param_groups, saved)
+    _load_plain(scheduler, meta.get("scheduler"))
+    _load_plain(loss_scaler_of(optimizer), meta.get("loss_scaler"))
+    if random_name is not None:
+        set_random_state(read_random_state(planner.blobs[random_name]))
+    notes = tuple(dict.fromkeys(note for found in ranks.gather(plan.notes) for note in found))
+    if ranks.rank == 0:
+        for note in notes:
+            logger.warning("loading %s: %s", directory.path, note)
+    return LoadReport(
+        directory.step,
+        directory.path,
+        dict(meta.get("layout", {})),
+        dict(meta.get("extra", {})),
+        dict(meta.get("configuration", {})),
+        random_name is not None,
+        notes,
+        tuple(directory.skipped),
+    )
+
+
+# -- what to read ----------------------------------------------------------------------------------------------------
+
+
+def _plan(chunks: list[Any], optimizer: Any, metadata: Metadata) -> _Plan:
+    records = tensor_records(metadata)
+    tensors = local_tensors(chunks)
+    plan = _Plan()
+    for local in tensors:
+        _plan_tensor(plan, local, records)
+    plan.algorithms = {id(leaf): algorithm_keys(leaf.optimizer) for leaf in leaves(optimizer)}
+    in_file = _state_keys_in(records)
+    readable = {id(local) for local, _ in plan.staged}
+    for entry in entries_of(optimizer, chunks, tensors):
+        if id(entry.local) in readable:
+            _plan_entry(plan, entry, in_file.get(entry.local.slice.name, set()), records)
+        else:  # weights that the file has not (strict=False) start fresh
+            plan.entries.append((entry, {"offset": entry.offset, "numel": entry.numel}))
+    if plan.entries and not in_file:
+        plan.notes.append("the checkpoint has no optimizer state: it starts fresh")
+    for number, piece in enumerate(plan.pieces):
+        try:
+            read_items(piece, number, metadata)
+        except ValueError as failure:
+            plan.problems.append(str(failure))
+    return plan
+
+
+def _plan_tensor(plan: _Plan, local: LocalTensor, records: Mapping[str, TensorStorageMetadata]) -> None:
+    """A parameter or buffer from its own tensor, or from its master weights where they hold more digits."""
+    piece = local.slice
+    plan.used.add(local.key)
+    record = records.get(local.key)
+    if record is None:
+        plan.problems.append(f"the checkpoint lacks {local.key!r}")
+        return
+    if tuple(record.size) != piece.shape:
+        plan.problems.append(
+            f"{local.key!r} has shape {list(record.size)} in the checkpoint and {list(piece.shape)} in this model"
+        )
+        return
+    key, master = local.key, f"{OPTIMIZER}.{WEIGHTS}.{piece.name}"
+    if local.is_param and master in records and local.tensor.dtype.itemsize > record.properties.dtype.itemsize:
+        key = master
+    staging = torch.zeros(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)  # zeros: the padding's values
+    plan.staged.append((local, staging))
+    plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
+
+
+def _state_keys_in(records: Mapping[str, TensorStorageMetadata]) -> dict[str, set[str]]:
+    """By parameter the state keys that the file has of it."""
+    found: dict[str, set[str]] = {}
+    for key in records:
+        kind, _, rest = key.partition(".")
+        if kind == OPTIMIZER:
+            state_key, _, name = rest.partition(".")
+            found.setdefault(name, set()).add(state_key)
+    return found
+
+
+def _plan_entry(
+    plan: _Plan,
+    entry: Entry,
+    in_file: set[str],
+    records: Mapping[str, TensorStorageMetadata],
+) -> None:
+    """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
+    algorithm = plan.algorithms[id(entry.optimizer)]
+    algorithm_name = type(entry.optimizer.optimizer).__name__
+    name, saved = entry.local.slice.name, in_file - {WEIGHTS}
+    wanted = saved if algorithm is None else saved & algorithm.kept
+    state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
+    if WEIGHTS in entry.state:
+        # A file of full precision has no masters beside the weights: they are them.
+        key = entry.key(WEIGHTS) if WEIGHTS in in_file else entry.local.key
+        state[WEIGHTS] = _staged(plan, entry, WEIGHTS, entry.state[WEIGHTS].dtype, key)
+    lacking = set() if algorithm is None else set(algorithm.needed) - saved
+    if saved and lacking:
+        plan.notes.append(
+            f"{algorithm_name} keeps {sorted(algorithm.kept if algorithm else ())} of a parameter and the checkpoint "
+            f"has {sorted(saved)}: that state starts fresh (first such parameter: {name!r})"
+        )
+        wanted = set()
+    elif saved - wanted:
+        plan.notes.append(f"{algorithm_name} keeps no {sorted(saved - wanted)}, which the checkpoint has; left out")
+    for key in sorted(wanted):
+        record = records[entry.key(key)]
+        dtype = record.properties.dtype
+        is_scalar = not record.size if algorithm is None else key in algorithm.scalars
+        if is_scalar and not record.size:
+            state[key] = torch.zeros((), dtype=dtype)
+            plan.pieces.append(Piece(entry.key(key), (), (), state[key]))
+        elif tuple(record.size) != entry.local.slice.shape:
+            plan.problems.append(
+                f"{entry.key(key)!r} has shape {list(record.size)} in the checkpoint and its parameter "
+                f"{list(entry.local.slice.shape)} in this model"
+            )
+        else:
+            state[key] = _staged(plan, entry, key, dtype, entry.key(key))
+    plan.entries.append((entry, state))
+
+
+def _staged(plan: _Plan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
+    flat = torch.zeros(entry.numel, dtype=dtype, device=CPU)
+    plan.pieces += entry_pieces(entry, state_key, flat, key)
+    return flat
+
+
+def _refuse_together(
+    ranks: Ranks, directory: CheckpointDirectory, plan: _Plan, metadata: Metadata, error: str | None, *, strict: bool
+) -> None:
+    """One CheckpointError on all ranks if any of them cannot load, or if nobody wants a tensor of the file."""
+    everybody = ranks.gather((error, plan.problems, plan.used))
+    failures = [failure for failure, _, _ in everybody if failure is not None]
+    if failures:
+        raise CheckpointError(ranks.joined([failure for failure, _, _ in everybody]))
+    lacking = "the checkpoint lacks "
+    problems = list(dict.fromkeys(problem for _, found, _ in everybody for problem in found))
+    used = set().union(*(names for _, _, names in everybody))
+    unexpected = sorted(key for key in tensor_records(metadata) if key.startswith(f"{MODEL}.") and key not in used)
+    odd = [f"the checkpoint has {key!r}, which this model has not" for key in unexpected]
+    if not strict:
+        plan.notes += [problem for problem in plan.problems if problem.startswith(lacking)]
+        plan.notes += odd if ranks.rank == 0 else []
+        problems, odd = [problem for problem in problems if not problem.startswith(lacking)], []
+    found = problems + odd
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise CheckpointError(
+            f"cannot load {directory.path}: {'; '.join(found[:3])}{more}. Nothing was changed. Build the model that "
+            "was saved (its configuration is in the manifest), or load what fits with strict=False"
+        )
+
+
+def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Metadata) -> str | None:
+    """This rank's streams in the file, where every parallel size is the one they were saved at."""
+    saved, now = directory.meta.get("layout", {}), layout_of(chunks)
+    name = random_key(groups_of(chunks[0]))
+    same = all(saved.get(axis) == now[axis] for axis in LAYOUT_AXES)
+    return name if same and name in blob_keys(metadata) else None
+
+
+def _first_reason(failure: Any) -> str:
+    rank, (error, _) = min(failure.failures.items())
+    return f"rank {rank}: {error}"
+
+
+# -- putting it in place ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _put_in_place(chunks: list[Any], optimizer: Any, plan: _Plan) -> None:
+    settle(chunks)
+    for local, staging in plan.staged:
+        local.tensor.copy_(staging)
+    plan.staged.clear()
+    for leaf in leaves(optimizer):
+        leaf.reload_model_params()
+        mine = [(entry, state) for entry, state in plan.entries if entry.optimizer is leaf]
+        known = plan.algorithms[id(leaf)]
+        if known is not None:
+            for _, state in mine:
+                state.update({key: state[key].item() for key in known.numbers if key in state})
+        _load_state(leaf, mine)
+
+
+def _load_state(leaf: Any, mine: list[tuple[Entry, dict[str, Any]]]) -> None:
+    """Hand the ranges back in the form in which the optimizer gave them."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for entry, state in mine:
+        by_name.setdefault(entry.name, []).append(state)
+    if hasattr(leaf, "load_state_by_parameter"):
+        leaf.load_state_by_parameter({name: parts[0] if len(parts) == 1 else parts for name, parts in by_name.items()})
+        return
+    for name, parts in by_name.items():
+        assert len(parts) == 1 and all(key in parts[0] for key in PLACE), f"one range of {name!r}"
+    state = {name: parts[0] for name, parts in by_name.items()}
+    leaf.load_state_dict({"param_groups": save_groups(leaf.param_groups), "state": state})
+
+
+def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """The hyperparameters of the file by optimizer and param group. ValueError where they are of other ones."""
+    saved = meta.get("optimizer", [])
+    mine = leaves(optimizer)
+    if len(saved) != len(mine):
+        raise ValueError(f"load_hyperparameters: {len(saved)} optimizers were saved, and there are {len(mine)} here")
+    found = []
+    for leaf, record in zip(mine, saved, strict=True):
+        if record["algorithm"] != type(leaf.optimizer).__name__:
+            raise ValueError(
+                f"load_hyperparameters: those of {record['algorithm']} were saved, and the optimizer here is "
+                f"{type(leaf.optimizer).__name__}"
+            )
+        groups = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            for group in record["param_groups"]
+        ]
+        load_groups([dict(group) for group in leaf.param_groups], groups)  # on copies: does it fit?
+        found.append(groups)
+    return found
+
+
+def _load_plain(target: Any, state: Any) -> None:
+    if target is not None and state is not None:
+        target.load_state_dict(state)

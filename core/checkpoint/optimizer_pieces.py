@@ -1,0 +1,165 @@
+"""The optimizer's state as pieces: a rank's flat ranges of parameters turned into boxes of the whole ones.
+
+A rank's entry covers elements [offset, offset + numel) of a flattened local parameter. That is a few boxes of the
+parameter, and so of the whole one; nothing of buckets, runs or shards is left in the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.pieces import OPTIMIZER, LocalTensor, Piece, groups_of, module_of
+from core.distributed.boxes import cut_to_range, flat_index, row_strides
+from core.distributed.global_slices import written_here
+
+PLACE = ("offset", "numel")  # of an entry; everything else in it is state
+WEIGHTS = "master"
+INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # ranks that own the same shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One range of one local parameter in one optimizer, and its state by key: flat tensors [numel], and numbers."""
+
+    optimizer: Any
+    name: str  # the optimizer's own, with the chunk's number where there are several
+    local: LocalTensor
+    offset: int
+    numel: int
+    state: dict[str, Any]
+
+    @property
+    def holds_first(self) -> bool:
+        """Does this range hold the whole parameter's first element? One rank's does; it writes the step counts."""
+        boxes = cut_to_range(
+            self.local.slice.boxes, self.local.slice.local_shape, self.offset, self.offset + self.numel
+        )
+        return any(not any(box.global_offset) for box in boxes)
+
+    def key(self, state_key: str) -> str:
+        """A state value's name in the file."""
+        return f"{OPTIMIZER}.{state_key}.{self.local.slice.name}"
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one holds; of another, itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        return [] if optimizer is None else [optimizer]
+    return [leaf for child in chained for leaf in leaves(child)]
+
+
+def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
+    """Every range that this rank's optimizers own, with its live state. Local."""
+    by_param = {id(param): local for param, local in _params(chunks, tensors)}
+    found = []
+    for leaf in leaves(optimizer):
+        by_name = {name: by_param[key] for key, name in leaf.names.items() if key in by_param}
+        for name, held in _state_of(leaf).items():
+            if name not in by_name:
+                raise ValueError(
+                    f"the optimizer holds state of {name!r}, which is no parameter of the model chunks that were passed"
+                )
+            for entry in held if isinstance(held, (list, tuple)) else [held]:
+                state = {key: value for key, value in entry.items() if key not in PLACE and value is not None}
+                found.append(Entry(leaf, name, by_name[name], entry["offset"], entry["numel"], state))
+    return found
+
+
+def _params(chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> Iterator[tuple[Any, LocalTensor]]:
+    by_name = {(local.chunk, local.slice.local_name): local for local in tensors if local.is_param}
+    for number, chunk in enumerate(chunks):
+        for name, param in module_of(chunk).named_parameters():
+            yield param, by_name[number, name]
+
+
+def _state_of(leaf: Any) -> Mapping[str, Any]:
+    if hasattr(leaf, "state_by_parameter"):
+        held: Mapping[str, Any] = leaf.state_by_parameter()
+        return held
+    state: Mapping[str, Any] = leaf.state_dict()["state"]
+    return state
+
+
+def written_entries(entries: Sequence[Entry], chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
+    """Of the entries those that this rank writes, so that each range is written once. Local, by the same rule on all.
+
+    Replicated state is handed out as the parameters are. A shard lies on one data rank already; of the ranks that hold
+    it too (other tensor-parallel ranks of a replicated parameter, other optimizer instances) its name chooses one.
+    """
+    replicated = written_here(local.slice for local in tensors if local.is_param)
+    return [entry for entry in entries if _writes(entry, chunks[entry.local.chunk], replicated)]
+
+
+def _writes(entry: Entry, chunk: Any, replicated: set[str]) -> bool:
+    piece = entry.local.slice
+    if not chunk.ddp_config.sharded:
+        return piece.name in replicated
+    groups = groups_of(chunk)
+    replica, replicas = 0, 1
+    for axis in (INSTANCES.get(axis, axis) for axis in piece.replica_axes):
+        if axis in INSTANCES.values() and chunk.ddp_config.num_distributed_optimizer_instances == 1:
+            continue
+        replica, replicas = replica * groups.size(axis) + groups.rank(axis), replicas * groups.size(axis)
+    return not piece.is_copy and zlib.crc32(piece.name.encode()) % replicas == replica
+
+
+def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = None) -> list[Piece]:
+    """The boxes of a flat tensor [numel] that lies along an entry's range. key: in the file, by default the entry's."""
+    piece = entry.local.slice
+    strides = row_strides(piece.local_shape)
+    return [
+        Piece(
+            entry.key(state_key) if key is None else key,
+            piece.shape,
+            box.global_offset,
+            flat.as_strided(
+                box.size,
+                strides,
+                flat.storage_offset() + flat_index(piece.local_shape, box.local_offset) - entry.offset,
+            ),
+        )
+        for box in cut_to_range(piece.boxes, piece.local_shape, entry.offset, entry.offset + entry.numel)
+    ]
+
+
+def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
+    """What these entries are in the file: tensors along the parameters, and numbers once for each parameter.
+
+    Raises ValueError, naming parameter and key, for state that is neither.
+    """
+    pieces = []
+    for entry in entries:
+        for key, value in entry.state.items():
+            if "." in key:
+                raise ValueError(f"optimizer state {key!r} of {entry.name!r}: its key must not hold a dot")
+            if is_number(value):
+                if entry.holds_first:
+                    pieces.append(Piece(entry.key(key), (), (), as_scalar(value)))
+            elif isinstance(value, Tensor) and value.shape == (entry.numel,):
+                pieces += entry_pieces(entry, key, value.detach().contiguous())
+            else:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"optimizer state {key!r} of {entry.name!r} is {shape}; a checkpoint that loads at any layout "
+                    f"holds one value an element ({entry.numel} here) or one number a parameter"
+                )
+    return pieces
+
+
+def as_scalar(value: Any) -> Tensor:
+    """A number as a 0-dim tensor that holds it exactly."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def is_number(value: Any) -> bool:
+    """Is a state value one number for the whole parameter, such as a step count?"""
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)

@@ -1,0 +1,57 @@
+"""Random streams of one rank as bytes, and back: Python's, numpy's, torch's on CPU and GPU, the tracker's."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.checkpoint.pieces import RANDOM
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.random import get_rng_tracker
+
+
+def random_key(groups: ProcessGroups) -> str:
+    """The name of this rank's streams in the file: its place, not its number."""
+    return f"{RANDOM}.pp_{groups.rank('pp')}.dp_cp_{groups.rank('dp_cp')}.tp_{groups.rank('tp')}"
+
+
+def save_random_state() -> bytes:
+    """Where every stream of this process stands."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (
+            str(kind),
+            torch.tensor(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "tracker": {name: dict(stream) for name, stream in get_rng_tracker().get_states().items()},
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def read_random_state(blob: bytes) -> dict[str, Any]:
+    """The streams of a blob; changes none."""
+    state: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put every stream of this process back to where it stood."""
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_rng_tracker().set_states(state["tracker"])

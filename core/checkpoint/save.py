@@ -1,0 +1,173 @@
+"""save_checkpoint: every rank writes its own boxes of the model and the optimizer, and what else a run needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import StorageWriter
+
+import core
+from core.checkpoint.agreement import Ranks
+from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
+from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces
+from core.checkpoint.planners import PieceSavePlanner
+from core.checkpoint.random_state import random_key, save_random_state
+from core.checkpoint.saver import CheckpointSaver, SaveReport
+from core.distributed.global_slices import written_here
+from core.optimizer.optimizer_state import save_groups
+
+CONTENT_FORMAT = 1  # of names and of what `meta` holds
+LAYOUT_AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
+
+
+def save_checkpoint(
+    root: str | os.PathLike[str],
+    step: int,
+    model_chunks: Sequence[Any],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    configuration: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    saver: CheckpointSaver | None = None,
+    keep_last: int | None = None,
+) -> SaveReport:
+    """Save a training run's state as step `step` under `root`, so that it loads at any layout. Collective over `group`.
+
+    model_chunks: wrapped model chunks of this rank, in a list also where there is one. optimizer: theirs, or None to
+    save weights alone. scheduler: anything with a JSON-able state_dict(). extra, configuration: JSON-able, the same on
+    every rank; `extra` (the data's position, say) comes back as `LoadReport.extra`.
+    group: all ranks of the job, able to carry CPU objects; the default group if None.
+    saver: one that lives through the job, for asynchronous saves; by default one is made for this save.
+
+    Call it between steps. Raises CheckpointError, the same on every rank, before anything is written for what cannot be
+    saved, and for what the storage refuses.
+    """
+    ranks = Ranks(group)
+    pieces: list[Piece] = []
+    blobs: dict[str, bytes] = {}
+    meta: dict[str, Any] = {}
+    error: str | None = None
+    try:
+        chunks = checked_chunks(model_chunks)
+        pieces = _pieces(chunks, optimizer)
+        blobs = {random_key(groups_of(chunks[0])): save_random_state()}
+        meta = _meta(step, chunks, optimizer, scheduler, extra, configuration)
+    except (ValueError, TypeError, AttributeError) as failure:
+        error = f"cannot save step {step}: {failure}"
+    ranks.agree(error)
+    planner = PieceSavePlanner(pieces, blobs)
+
+    def fill(writer: StorageWriter) -> None:
+        with warnings.catch_warnings():  # torch's, that there is one process only
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not ranks.started)
+
+    if saver is not None:
+        return saver.save(step, fill, meta=meta)
+    with CheckpointSaver(root, group, keep_last=keep_last) as once:
+        return once.save(step, fill, meta=meta)
+
+
+def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
+    """The chunks as a list. ValueError for a model that is not in one, or for none."""
+    if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
+        raise ValueError("model_chunks is a model; pass a list of this rank's chunks, [model] where there is one")
+    chunks = list(model_chunks)
+    if not chunks:
+        raise ValueError("model_chunks is empty; pass this rank's wrapped chunks")
+    return chunks
+
+
+def settle(chunks: Sequence[Any]) -> None:
+    """Finish parameter gathers in flight, so that parameters hold what the optimizer has written. Collective."""
+    for chunk in chunks:
+        if hasattr(chunk, "finish_param_sync"):
+            chunk.finish_param_sync()
+
+
+def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
+    settle(chunks)
+    tensors = local_tensors(chunks)
+    mine = written_here(local.slice for local in tensors)
+    pieces = model_pieces(local for local in tensors if local.slice.name in mine)
+    entries = entries_of(optimizer, chunks, tensors)
+    return pieces + optimizer_pieces(written_entries(entries, chunks, tensors))
+
+
+def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:
+    """The sizes of the parallel axes, and the sharding strategy: what the file was saved at, and does not depend on."""
+    groups = groups_of(chunks[0])
+    layout: dict[str, int | str] = {axis: groups.size(field) for axis, field in LAYOUT_AXES.items()}
+    if groups.dp is None:
+        layout["dp"] = groups.size("dp_cp")
+    layout["chunks"] = len(chunks)
+    ddp_config = getattr(chunks[0], "ddp_config", None)
+    layout["strategy"] = getattr(ddp_config, "data_parallel_sharding_strategy", "no_shard")
+    return layout
+
+
+def _meta(
+    step: int,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    extra: Mapping[str, Any] | None,
+    configuration: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    scaler = loss_scaler_of(optimizer)
+    meta = {
+        "content_format": CONTENT_FORMAT,
+        "step": step,
+        "layout": layout_of(chunks),
+        "versions": {"core": core.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "optimizer": [
+            {"algorithm": type(leaf.optimizer).__name__, "param_groups": _groups(leaf)} for leaf in leaves(optimizer)
+        ],
+        "scheduler": None if scheduler is None else plain(scheduler.state_dict()),
+        "loss_scaler": None if scaler is None else plain(scaler.state_dict()),
+        "configuration": dict(configuration or {}),
+        "extra": dict(extra or {}),
+    }
+    for name in ("extra", "configuration", "scheduler"):
+        try:
+            json.dumps(meta[name])
+        except (TypeError, ValueError) as failure:
+            raise ValueError(
+                f"{name} cannot be written as JSON ({failure}); give it numbers, strings, lists and dictionaries"
+            ) from None
+    return meta
+
+
+def _groups(leaf: Any) -> Any:
+    """Hyperparameters for the record, and for who asks for them; what is no number or name is kept as text."""
+    return json.loads(json.dumps(plain(save_groups(leaf.param_groups)), default=str))
+
+
+def loss_scaler_of(optimizer: Any) -> Any:
+    """The one loss scaler of a run, or None."""
+    for holder in (optimizer, *leaves(optimizer)):
+        scaler = getattr(holder, "loss_scaler", None)
+        if scaler is not None:
+            return scaler
+    return None
+
+
+def plain(value: Any) -> Any:
+    """Numbers out of tensors, lists out of tuples: what JSON can hold of a state."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
