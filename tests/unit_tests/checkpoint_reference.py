@@ -44,6 +44,7 @@ class Layout:
     tied: bool = True
     algorithm: str = "adam"
     seed: int = 1
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.world}ranks-tp{self.tp}-pp{self.pp}-vpp{self.vpp}-cp{self.cp}-ep{self.ep}-etp{self.etp}"
@@ -56,7 +57,6 @@ def model_config(layout: Layout) -> TransformerConfig:
         num_layers=4,
         hidden_size=8,
         num_attention_heads=4,
-        num_query_groups=2,
         ffn_hidden_size=12,
         vocab_size=VOCAB,
         max_sequence_length=8,
@@ -67,6 +67,8 @@ def model_config(layout: Layout) -> TransformerConfig:
         bf16=layout.dtype is torch.bfloat16,
         init_seed=layout.seed,
         init_method_std=0.2,
+        hidden_dropout=layout.dropout,
+        attention_dropout=layout.dropout,
         num_moe_experts=layout.experts,
         moe_layer_freq=2,
         moe_ffn_hidden_size=8,
