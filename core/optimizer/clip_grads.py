@@ -3,20 +3,23 @@
 Every rank adds up what it owns: an element that several ranks hold is counted by exactly one of them (its contract and
 the data rank say which), but it is checked for NaN and Inf by all. The sums go once over everybody, so all ranks,
 stages and optimizer instances, dense and expert, hold the same bits and decide alike.
+
+Memory is read as it is. What the gradients still have to be multiplied by (data average, tokens, loss scale) multiplies
+a few numbers here, and the gradients themselves when the optimizer reads them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, gather_objects
+from core.distributed.collectives import Collectives, agree_max, gather_objects
 from core.optimizer.master_weights import BucketMasters
 
 if TYPE_CHECKING:
@@ -29,11 +32,22 @@ CPU_NORM_ELEMENTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """What all ranks know of the gradients of a step."""
+    """What all ranks know of the gradients of a step. They hold the true gradient's numbers, before clipping."""
 
-    norm: float
+    norm: float  # of all gradients that are in no separate norm group
     num_zeros: int | None
     culprit: str | None = None  # where the first non-finite gradient is; None when all are finite
+    separate_norms: dict[str, float] = field(default_factory=dict)  # of each norm group
+    factors: tuple[float, ...] = ()  # what the memory of each bucket is multiplied by to be the true gradient
+
+    @property
+    def finite(self) -> bool:
+        """May a step be made of these gradients?"""
+        return self.culprit is None and all(map(math.isfinite, (self.norm, *self.separate_norms.values())))
+
+    def norm_of(self, group: str | None) -> float:
+        """The norm that gradients of a norm group are clipped by."""
+        return self.norm if group is None else self.separate_norms[group]
 
 
 def everybody(groups: ProcessGroups) -> list[dist.ProcessGroup]:
@@ -63,49 +77,77 @@ def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGro
 
 
 class GradMeter:
-    """Measures the gradients of a list of buckets. Built once; a step allocates a few numbers."""
+    """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
-    def __init__(self, masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> None:
+    norm_type: p of the norm, math.inf for the largest magnitude.
+    """
+
+    def __init__(
+        self, masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup], *, norm_type: float = 2.0
+    ) -> None:
         self.masters = masters
         self.groups = groups
+        self.norm_type = norm_type
         self.device = device_of(masters, groups)
         self.collectives = Collectives()
+        self.norm_groups = self._agree_on_norm_groups()
         self.pieces: list[torch.Tensor] = []
         counted: list[bool] = []
+        norm_group: list[int] = []
+        bucket: list[int] = []
         shared_copies: dict[str, int] = {}
-        for bucket_masters in masters:
+        for index, bucket_masters in enumerate(masters):
             here = counts_here(bucket_masters.bucket)
             # Padding between slices is left out: it may hold what a peer's collective left there.
-            for start, end, in_norm in _stretches(bucket_masters, shared_copies):
-                stretch = bucket_masters.grad[start:end]
-                parts = stretch.split(CPU_NORM_ELEMENTS) if stretch.device.type == "cpu" else (stretch,)
+            for stretch in _stretches(bucket_masters, shared_copies):
+                memory = bucket_masters.grad[stretch.start : stretch.end]
+                parts = memory.split(CPU_NORM_ELEMENTS) if memory.device.type == "cpu" else (memory,)
                 self.pieces.extend(parts)
-                counted.extend([in_norm and here] * len(parts))
+                counted.extend([stretch.in_norm and here] * len(parts))
+                norm_group.extend([self.norm_groups.index(stretch.norm_group)] * len(parts))
+                bucket.extend([index] * len(parts))
         is_double = any(piece.dtype == torch.float64 for piece in self.pieces)
         self.norm_dtype = torch.float64 if is_double else torch.float32
         self.counted = torch.tensor(counted, dtype=torch.bool, device=self.device)
+        self.norm_group = torch.tensor(norm_group, dtype=torch.int64, device=self.device)
+        self.bucket = torch.tensor(bucket, dtype=torch.int64, device=self.device)
         self.counted_pieces = [piece for piece, here in zip(self.pieces, counted, strict=True) if here]
 
-    def measure(self, *, count_zeros: bool = False) -> GradStats:
-        """The 2-norm of all gradients of the model, and their zeros. Collective: every rank of the job."""
-        total, zeros, bad = self._sum_over_everybody(self._squares(), self._zeros() if count_zeros else None)
+    def _agree_on_norm_groups(self) -> list[str | None]:
+        """All norm groups of the job in one order: a stage may hold none of a kind."""
+        found = {piece.norm_group for masters in self.masters for piece in masters.slices} - {None}
+        names = sorted(str(name) for name in found)
+        for group in self.groups:
+            names = sorted({name for other in gather_objects(names, group) for name in other})
+        return [None, *names]
+
+    def measure(self, *, count_zeros: bool = False, loss_scale: float = 1.0) -> GradStats:
+        """The norm of all gradients of the model, and their zeros. Collective: every rank of the job."""
+        factors = self._factors(loss_scale)
+        zeros = self._zeros() if count_zeros else None
+        norms, num_zeros, bad, host_factors = self._over_everybody(self._norms(self.norm_dtype), zeros, factors)
         culprit = None
-        if bad or not math.isfinite(total):
-            # Finite gradients whose squares overflow fp32 end here as well, and get a second look in fp64.
+        if bad or not all(map(math.isfinite, norms)):
+            # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
             culprit = self._find_culprit()
-            total, zeros, _ = self._sum_over_everybody(self._squares_fp64(), self._zeros() if count_zeros else None)
-        return GradStats(math.sqrt(total) if total >= 0 else math.nan, int(zeros) if count_zeros else None, culprit)
+            norms, num_zeros, _, _ = self._over_everybody(self._norms(torch.float64), zeros, factors)
+        separate = {str(name): norm for name, norm in zip(self.norm_groups[1:], norms[1:], strict=True)}
+        return GradStats(norms[0], int(num_zeros) if count_zeros else None, culprit, separate, tuple(host_factors))
 
-    def _squares(self) -> torch.Tensor:
+    def _factors(self, loss_scale: float) -> torch.Tensor:
+        """What each bucket's memory is to be multiplied by, [buckets] in fp64; a count of tokens is on the device."""
+        pending = [masters.bucket.pending_scale for masters in self.masters]
+        if any(isinstance(scale, torch.Tensor) for scale in pending):
+            factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
+        else:
+            factors = torch.tensor(pending, dtype=torch.float64, device=self.device)
+        return factors / loss_scale
+
+    def _norms(self, dtype: torch.dtype) -> torch.Tensor:
+        """The norm of each piece of memory, [pieces] in fp64: one pass over the gradients."""
         if not self.pieces:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        norms = torch._foreach_norm(self.pieces, 2, dtype=self.norm_dtype)
-        return torch.stack(norms).to(torch.float64).square()
-
-    def _squares_fp64(self) -> torch.Tensor:
-        if not self.pieces:
-            return torch.zeros(0, dtype=torch.float64, device=self.device)
-        return torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in self.pieces]).square()
+        return torch.stack(torch._foreach_norm(self.pieces, self.norm_type, dtype=dtype)).to(torch.float64)
 
     def _zeros(self) -> torch.Tensor:
         zeros = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -113,17 +155,36 @@ class GradMeter:
             zeros += piece.numel() - torch.count_nonzero(piece)
         return zeros
 
-    def _sum_over_everybody(self, squares: torch.Tensor, zeros: torch.Tensor | None) -> tuple[float, float, float]:
-        """(sum of counted squares, zeros, number of ranks with a non-finite one) over all ranks, in one vector."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        sums[0] = torch.where(self.counted, squares, 0.0).sum()
+    def _over_everybody(
+        self, norms: torch.Tensor, zeros: torch.Tensor | None, factors: torch.Tensor
+    ) -> tuple[list[float], float, bool, list[float]]:
+        """(norm of each norm group, zeros, is a gradient of any rank not finite, factors) in one vector of sums.
+
+        A largest magnitude is no sum: it is reduced on its own, and zeros, if they are counted, after it.
+        """
+        count = len(self.norm_groups)
+        largest = math.isinf(self.norm_type)
+        powers = norms * factors[self.bucket]
+        # What a maximum over ranks makes of NaN depends on the backend; the flag tells of it either way.
+        powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
+        sums = torch.zeros(count + 2, dtype=torch.float64, device=self.device)
+        how = "amax" if largest else "sum"
+        counted = torch.where(self.counted, powers, 0.0)
+        sums[:count].scatter_reduce_(0, self.norm_group, counted, how)
+        sums[count] = (~torch.isfinite(norms)).any()
         if zeros is not None:
-            sums[1] = zeros
-        sums[2] = (~torch.isfinite(squares)).any()
+            sums[count + 1] = zeros
         for group in self.groups:
-            self.collectives.all_reduce(sums, group).wait()
-        total, zero_count, bad = sums.tolist()
-        return total, zero_count, bad
+            if not largest:
+                self.collectives.all_reduce(sums, group).wait()
+                continue
+            agree_max(sums[: count + 1], group).wait()
+            if zeros is not None:
+                self.collectives.all_reduce(sums[count + 1 :], group).wait()
+        numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
+        root = 1.0 if largest else 1.0 / self.norm_type
+        totals = [power if math.isnan(power) else power**root for power in numbers[:count]]
+        return totals, numbers[count + 1], numbers[count] > 0, numbers[count + 2 :]
 
     def _find_culprit(self) -> str | None:
         """Name the first non-finite gradient of the lowest rank. Collective; only on the way to a skipped step."""
@@ -139,22 +200,37 @@ class GradMeter:
         return f"rank {rank}: {what}{others}"
 
 
-def _stretches(masters: BucketMasters, shared_copies: dict[str, int]) -> Iterable[tuple[int, int, bool]]:
-    """(start, end, counts in the norm) of slices that touch each other and count alike, joined.
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Elements [start, end) of an owned range that count alike."""
+
+    start: int
+    end: int
+    in_norm: bool
+    norm_group: str | None
+
+    def alike(self, other: _Stretch) -> bool:
+        """Do both count in the same norm, or in none?"""
+        return (self.in_norm, self.norm_group) == (other.in_norm, other.norm_group)
+
+
+def _stretches(masters: BucketMasters, shared_copies: dict[str, int]) -> Iterable[_Stretch]:
+    """The slices; those that touch each other and count alike, joined.
 
     shared_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
     """
-    pending: tuple[int, int, bool] | None = None
+    pending: _Stretch | None = None
     for piece in masters.slices:
         counted = piece.contract.counts_in_norm
         if counted and piece.contract.crosses_stages:
             counted = shared_copies.setdefault(piece.contract.name, id(piece.param)) == id(piece.param)
-        if pending is not None and pending[1] == piece.start and pending[2] == counted:
-            pending = (pending[0], piece.end, counted)
+        stretch = _Stretch(piece.start, piece.end, counted, piece.norm_group)
+        if pending is not None and pending.end == stretch.start and pending.alike(stretch):
+            pending = replace(pending, end=stretch.end)
             continue
         if pending is not None:
             yield pending
-        pending = (piece.start, piece.end, counted)
+        pending = stretch
     if pending is not None:
         yield pending
 
@@ -176,11 +252,3 @@ def clip_coefficient(max_norm: float, norm: float) -> float:
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-def scale_gradients(masters: Iterable[BucketMasters], factor: float) -> None:
-    """Multiply the gradients that the inner optimizer is about to read."""
-    if factor != 1.0:
-        grads = [grad for bucket_masters in masters for grad in bucket_masters.scalable if grad.numel()]
-        if grads:
-            torch._foreach_mul_(grads, factor)

@@ -7,8 +7,8 @@ The rule of the dynamic scale, as Megatron Core's users know it; all ranks apply
     a step was good     after `growth_interval` good steps in a row the scale is multiplied by `growth_factor`, though
                         not above `max_scale`, and all lives are back
 
-Lives come back with a growth only: overflows need not be consecutive to use them up, and once none is left every further
-overflow backs off.
+Lives come back with a growth only: overflows need not be consecutive to use them up, and once none is left every
+further overflow backs off.
 """
 
 from __future__ import annotations

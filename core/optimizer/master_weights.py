@@ -2,17 +2,22 @@
 
 A bucket's owned range is cut into slices, one a parameter (the first and the last may hold only a part of theirs), and
 neighbours of one param group are joined to runs, so that torch sees few long tensors instead of many short ones.
-Three homes of a master weight, one class each:
 
-    ParameterMasters   full precision, replicated: the model's parameters themselves
-    ShardMasters       full precision, sharded: this rank's shard of the parameter buffer, updated in place
-    CopiedMasters      16-bit parameters: an fp32 copy of the owned range, written back after the step
+Where a run's master is, its gradients are and its moments are in full precision, torch steps them where they lie:
+
+    the parameter     full precision, replicated: each of the model's parameters is a run
+    the shard         full precision, sharded: this rank's shard of the parameter buffer, updated in place
+    a copy            16-bit parameters: an fp32 copy of the owned range, written back after the step
+
+Every other run is stepped through scratch memory (scratch.py), cut into pieces that fit there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,8 +25,11 @@ from torch import nn
 
 from core.distributed.bucket import Bucket
 from core.distributed.gradient_contract import GradientContract
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.stored_values import CopiedValues, ParameterValues, RemainderValues, StoredValues, stored
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,20 +42,35 @@ class Slice:
     start: int
     end: int
     offset: int
+    norm_group: str | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the parameter that this rank owns here."""
         return self.end - self.start
 
+    def cut(self, start: int, end: int) -> Slice:
+        """The part of it in [start, end) of the owned range."""
+        low, high = max(self.start, start), min(self.end, end)
+        return replace(self, start=low, end=high, offset=self.offset + low - self.start)
+
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Neighbouring slices of one param group and the tensor that the inner optimizer sees for them."""
+    """Neighbouring slices of one param group and the tensor that the inner optimizer sees for them.
+
+    In scratch `master` and `grad` mean something only while the run is stepped.
+    """
 
     slices: tuple[Slice, ...]
-    master: nn.Parameter
-    grad: torch.Tensor
+    reduced: torch.Tensor  # [numel], the gradients where they were reduced, in their dtype
+    master: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
+    grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    in_scratch: bool = False
+    wave: int = 0  # runs of a bucket with equal numbers are in scratch at the same time
+    at: int = 0  # where in the scratch memory
+    home: StoredValues | None = None  # where the master is kept; None: `master` itself
+    moments: dict[str, StoredValues] = field(default_factory=dict)  # what is kept in another dtype
 
     @property
     def start(self) -> int:
@@ -55,9 +78,25 @@ class Run:
         return self.slices[0].start
 
     @property
+    def numel(self) -> int:
+        """Elements from the first slice's first to the last slice's last, padding between them included."""
+        return self.slices[-1].end - self.slices[0].start
+
+    @property
     def group(self) -> int:
         """Index of the param group."""
         return self.slices[0].group
+
+    @property
+    def norm_group(self) -> str | None:
+        """The norm that its gradients are clipped by."""
+        return self.slices[0].norm_group
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """[low, high) of the padding between slices, within the run."""
+        ends = zip(self.slices, self.slices[1:], strict=False)
+        return [(a.end - self.start, b.start - self.start) for a, b in ends if a.end < b.start]
 
 
 def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
@@ -68,44 +107,195 @@ def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> lis
         slot_start, slot_end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
         start, end = max(slot_start, low), min(slot_end, high)
         if start < end:
-            slices.append(Slice(param, contract, group_of(param), start - low, end - low, start - slot_start))
+            place = (start - low, end - low, start - slot_start)
+            slices.append(Slice(param, contract, group_of(param), *place, getattr(param, NORM_GROUP, None)))
     return slices
 
 
-def join_slices(slices: list[Slice]) -> list[tuple[Slice, ...]]:
-    """Neighbours of one param group together. The padding between them has no gradient that matters and no reader."""
+def join_slices(slices: Sequence[Slice], alone: Callable[[Slice], bool] = lambda piece: False) -> list[list[Slice]]:
+    """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
+
+    alone: slices that are a run of their own.
+    """
     joined: list[list[Slice]] = []
     for piece in slices:
-        if joined and joined[-1][-1].group == piece.group:
+        before = joined[-1][-1] if joined else None
+        alike = before is not None and (before.group, before.norm_group) == (piece.group, piece.norm_group)
+        if before is not None and alike and not alone(before) and not alone(piece):
             joined[-1].append(piece)
         else:
             joined.append([piece])
-    return [tuple(run) for run in joined]
+    return joined
+
+
+def cut_slices(slices: Sequence[Slice], numel: int) -> list[list[Slice]]:
+    """Cut neighbours into stretches of `numel` elements and a shorter last one."""
+    first, last = slices[0].start, slices[-1].end
+    stretches = []
+    for start in range(first, last, numel):
+        end = min(start + numel, last)
+        stretch = [piece.cut(start, end) for piece in slices if piece.start < end and piece.end > start]
+        if stretch:
+            stretches.append(stretch)
+    return stretches
+
+
+class Home(Enum):
+    """Where the masters of a bucket are kept."""
+
+    PARAMETER = "the parameters"
+    COPY = "a copy of the owned range"
+    REMAINDER = "bf16 parameters and what they lack"
 
 
 class BucketMasters:
-    """The master weights of one bucket's owned range, and the gradients that update them."""
+    """The master weights of one bucket's owned range, and the gradients that update them.
 
-    def __init__(self, bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> None:
-        low, high = bucket.shard_range
+    scratch_numel: the longest run that is stepped through scratch; None for any length.
+    needs_shape: is a param group's algorithm one that needs whole parameters in their shape?
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group_of: Callable[[nn.Parameter], int],
+        config: OptimizerConfig,
+        *,
+        scratch_numel: int | None = None,
+        needs_shape: Callable[[int], bool] = lambda group: False,
+    ) -> None:
         self.bucket = bucket
-        self.grad = bucket.grad[low:high]  # as reduced, in the buffer's dtype
+        self.config = config
+        self.grad = bucket.owned_grad
         self.slices = owned_slices(bucket, group_of)
-        self.runs: list[Run] = []
+        self.param_dtype = bucket.params[0].dtype
+        self.dtype = torch.promote_types(self.param_dtype, torch.float32)  # what steps are computed in
+        self.home = self._choose_home()
+        self.main: torch.Tensor | None = None
+        if self.home is Home.COPY and self.copy_dtype == self.dtype:
+            self.main = torch.zeros(self.grad.numel(), dtype=self.dtype, device=self.grad.device)
+        self.remainders: torch.Tensor | None = None
+        if self.home is Home.REMAINDER:
+            self.remainders = torch.zeros(self.grad.numel(), dtype=torch.int16, device=self.grad.device)
+        self.needs_shape = needs_shape
+        self.runs = [self._run(slices) for slices in self._stretches(scratch_numel)]
+        self.load_parameters()
+
+    # -- where things lie -------------------------------------------------------------------------------------------
+
+    def _choose_home(self) -> Home:
+        config = self.config
+        contiguous = all(param.is_contiguous() for param in self.bucket.params)
+        if self.param_dtype not in LOW_PRECISION:
+            return Home.PARAMETER if contiguous or self.bucket.param_data is not None else Home.COPY
+        if not config.use_precision_aware_optimizer or not contiguous:
+            return Home.COPY
+        if config.main_params_dtype == self.param_dtype:
+            return Home.PARAMETER
+        bf16_beside_fp32 = self.param_dtype == torch.bfloat16 and config.main_params_dtype == torch.float32
+        return Home.REMAINDER if bf16_beside_fp32 and config.store_param_remainders else Home.COPY
 
     @property
-    def scalable(self) -> list[torch.Tensor]:
-        """The gradients that `load_gradients` has made ready, to be clipped in place."""
-        return [self.grad]
+    def copy_dtype(self) -> torch.dtype:
+        """What a copy of the owned range is kept in."""
+        plain = self.param_dtype not in LOW_PRECISION or not all(p.is_contiguous() for p in self.bucket.params)
+        return self.dtype if plain else self.config.main_params_dtype
 
-    def load_gradients(self) -> None:
-        """Make the runs' gradients those of the buffer."""
+    @property
+    def in_scratch(self) -> bool:
+        """Is anything kept in another dtype than steps are computed in?"""
+        config = self.config
+        in_place = self.main is not None or (self.home is Home.PARAMETER and self.param_dtype == self.dtype)
+        moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+        return not in_place or self.grad.dtype != self.dtype or any(dtype != torch.float32 for dtype in moments)
+
+    def _stretches(self, scratch_numel: int | None) -> list[list[Slice]]:
+        in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
+        one_a_param = in_place and self.bucket.param_data is None
+        stretches = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
+        if not self.in_scratch or scratch_numel is None:
+            return stretches
+        cut: list[list[Slice]] = []
+        for stretch in stretches:
+            whole = self.needs_shape(stretch[0].group)
+            cut += [stretch] if whole else cut_slices(stretch, scratch_numel)
+        return cut
+
+    def _run(self, slices: list[Slice]) -> Run:
+        start, end = slices[0].start, slices[-1].end
+        run = Run(tuple(slices), self.grad[start:end], in_scratch=self.in_scratch)
+        shape = self._shape_of(run)
+        if self.main is not None:
+            run.master = nn.Parameter(self.main[start:end].view(shape))
+        elif self.home is Home.REMAINDER:
+            assert self.remainders is not None
+            run.home = RemainderValues(self.remainders[start:end], ParameterValues(slices))
+        elif self.home is Home.COPY:
+            values = stored(run.numel, self.copy_dtype, self.grad.device)
+            run.home = CopiedValues(values, ParameterValues(slices))
+        elif self.param_dtype != self.dtype:
+            run.home = ParameterValues(slices)
+        elif self.bucket.param_data is not None:
+            low, _ = self.bucket.shard_range
+            run.master = nn.Parameter(self.bucket.param_data[low + start : low + end].view(shape))
+        elif slices[0].numel == slices[0].param.numel():
+            run.master = slices[0].param
+        else:
+            run.master = nn.Parameter(ParameterValues(slices).parameters()[0])
+        if not run.in_scratch:
+            run.grad = run.reduced.view(run.master.shape)
+        return run
+
+    def _shape_of(self, run: Run) -> tuple[int, ...]:
+        """The shape in which the inner optimizer sees a run."""
+        if not self.needs_shape(run.group):
+            return (run.numel,)
+        piece = run.slices[0]
+        if piece.numel != piece.param.numel():
+            raise ValueError(
+                f"parameter {piece.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
+                f"{piece.numel} of its {piece.param.numel()} elements; wrap the model with whole_param_shards=True"
+            )
+        return tuple(piece.param.shape)
+
+    def place(self, run: Run, memory: Callable[[str], torch.Tensor]) -> None:
+        """Give a run its part of the scratch memory of this name, where it needs it."""
+        if run.home is not None:
+            run.master = nn.Parameter(memory("master")[run.at : run.at + run.numel].view(self._shape_of(run)))
+        if run.reduced.dtype == self.dtype:
+            run.grad = run.reduced.view(run.master.shape)
+        else:
+            run.grad = memory("grad")[run.at : run.at + run.numel].view(run.master.shape)
+
+    @property
+    def waves(self) -> list[list[Run]]:
+        """The runs that are stepped through scratch, those of one wave together."""
+        scratched = (run for run in self.runs if run.in_scratch)
+        return [list(runs) for _, runs in itertools.groupby(scratched, key=lambda run: run.wave)]
+
+    # -- moving values ----------------------------------------------------------------------------------------------
 
     def load_parameters(self) -> None:
         """Take over parameters that were changed from outside, such as loaded ones."""
+        for run in self.runs:
+            if self.main is not None:
+                views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in run.slices]
+                torch._foreach_copy_(views, [_of_parameter(p) for p in run.slices])
+            elif isinstance(run.home, (CopiedValues, RemainderValues)):
+                whole = torch.zeros(run.numel, dtype=self.dtype, device=self.grad.device)
+                run.home.params.read(whole)
+                run.home.write(whole)
 
     def store_parameters(self) -> None:
-        """Write updated master weights to the parameters' memory that this rank owns."""
+        """Write updated copies to the parameters' memory that this rank owns; all other homes have done so."""
+        if self.main is None:
+            return
+        if self.bucket.param_data is not None:
+            low, high = self.bucket.shard_range
+            self.bucket.param_data[low:high].copy_(self.main)
+        elif self.slices:
+            views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in self.slices]
+            torch._foreach_copy_([_of_parameter(p) for p in self.slices], views)
 
     def split(self, run: Run, counts: list[int], state: dict[Any, dict[str, Any]]) -> list[Run]:
         """Cut a run into runs of `counts` slices each; the inner optimizer's state is cut with it."""
@@ -115,7 +305,17 @@ class BucketMasters:
             slices = run.slices[first : first + count]
             first += count
             low, high = slices[0].start - run.start, slices[-1].end - run.start
-            part = Run(slices, nn.Parameter(run.master.data[low:high]), run.grad[low:high])
+            part = Run(
+                slices,
+                run.reduced[low:high],
+                nn.Parameter(run.master.data[low:high]),
+                run.grad[low:high],
+                run.in_scratch,
+                run.wave,
+                run.at + low,
+                None if run.home is None else run.home.part(low, high, slices),
+                {key: values.part(low, high, slices) for key, values in run.moments.items()},
+            )
             if run.master in state:
                 whole = state[run.master]
                 state[part.master] = {key: cut_state(key, value, run.master, low, high) for key, value in whole.items()}
@@ -124,6 +324,17 @@ class BucketMasters:
         index = self.runs.index(run)
         self.runs[index : index + 1] = parts
         return parts
+
+
+def _flat_or_whole(piece: Slice) -> tuple[int, ...]:
+    return tuple(piece.param.shape) if piece.numel == piece.param.numel() else (piece.numel,)
+
+
+def _of_parameter(piece: Slice) -> torch.Tensor:
+    """The owned part of a parameter: itself where it is all owned, for it may not be contiguous."""
+    if piece.numel == piece.param.numel():
+        return piece.param.data
+    return piece.param.data.view(-1)[piece.offset : piece.offset + piece.numel]
 
 
 def is_per_element(key: str, value: Any, master: torch.Tensor) -> bool:
@@ -136,90 +347,3 @@ def cut_state(key: str, value: Any, master: torch.Tensor, low: int, high: int) -
     if is_per_element(key, value, master):
         return value[low:high]
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-class ParameterMasters(BucketMasters):
-    """Replicated, full precision: torch updates the model's parameters, each a run of its own."""
-
-    def __init__(self, bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> None:
-        super().__init__(bucket, group_of)
-        views = {id(param): view for param, view in zip(bucket.params, bucket.views, strict=True)}
-        self.runs = [Run((piece,), piece.param, views[id(piece.param)]) for piece in self.slices]
-
-
-class FlatMasters(BucketMasters):
-    """Masters that lie in one flat tensor `main` with gradients in `main_grad`."""
-
-    def __init__(
-        self, bucket: Bucket, group_of: Callable[[nn.Parameter], int], main: torch.Tensor, main_grad: torch.Tensor
-    ) -> None:
-        super().__init__(bucket, group_of)
-        self.main = main
-        self.main_grad = main_grad
-        for slices in join_slices(self.slices):
-            start, end = slices[0].start, slices[-1].end
-            self.runs.append(Run(slices, nn.Parameter(main[start:end]), main_grad[start:end]))
-
-
-class ShardMasters(FlatMasters):
-    """Sharded, full precision: this rank's shard of the parameter buffer is the master."""
-
-    def __init__(self, bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> None:
-        low, high = bucket.shard_range
-        assert bucket.param_data is not None, "a sharded bucket holds its parameters"
-        super().__init__(bucket, group_of, bucket.param_data[low:high], bucket.grad[low:high])
-
-
-class CopiedMasters(FlatMasters):
-    """16-bit parameters: fp32 masters, and fp32 copies of the gradients where the buffer's are 16-bit too.
-
-    Full-precision parameters come here as well when their gradients have another dtype or they are not contiguous.
-    """
-
-    def __init__(self, bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> None:
-        low, high = bucket.shard_range
-        dtype = torch.promote_types(bucket.params[0].dtype, torch.float32)
-        main = torch.zeros(high - low, dtype=dtype, device=bucket.grad.device)
-        grad = bucket.grad[low:high]
-        super().__init__(bucket, group_of, main, grad if grad.dtype == dtype else torch.zeros_like(main))
-        self.load_parameters()
-
-    @property
-    def scalable(self) -> list[torch.Tensor]:
-        return [self.main_grad]
-
-    def load_gradients(self) -> None:
-        if self.main_grad.dtype != self.grad.dtype:
-            self.main_grad.copy_(self.grad)
-
-    def load_parameters(self) -> None:
-        if self.bucket.param_data is not None:
-            low, high = self.bucket.shard_range
-            self.main.copy_(self.bucket.param_data[low:high])
-            return
-        for piece, view in self._whole_parameters():
-            view.copy_(piece.param.data)
-
-    def store_parameters(self) -> None:
-        if self.bucket.param_data is not None:
-            low, high = self.bucket.shard_range
-            self.bucket.param_data[low:high].copy_(self.main)
-            return
-        whole = self._whole_parameters()
-        if whole:
-            torch._foreach_copy_([piece.param.data for piece, _ in whole], [view for _, view in whole])
-
-    def _whole_parameters(self) -> list[tuple[Slice, torch.Tensor]]:
-        return [(piece, self.main[piece.start : piece.end].view(piece.param.shape)) for piece in self.slices]
-
-
-def masters_of(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> BucketMasters:
-    """Choose where the master weights of a bucket live."""
-    dtype = bucket.params[0].dtype
-    if dtype in LOW_PRECISION or dtype != bucket.grad.dtype:
-        return CopiedMasters(bucket, group_of)
-    if bucket.param_data is not None:
-        return ShardMasters(bucket, group_of)
-    if all(param.is_contiguous() for param in bucket.params):
-        return ParameterMasters(bucket, group_of)
-    return CopiedMasters(bucket, group_of)

@@ -1,7 +1,8 @@
 """MegatronOptimizer: one step from reduced gradients to updated parameters.
 
-    measure (norm, zeros, finiteness; one reduction over everybody) -> skip or clip -> inner torch optimizer over master
-    weights -> parameters' memory -> (sharded) gather
+    prepare_grads            norm, zeros and finiteness from one reduction over everybody; the loss scale follows
+    clip_grad_norm           one factor: data average x tokens / loss scale x clip coefficient
+    step_with_ready_grads    bucket by bucket: inner optimizer over master weights -> parameters' memory -> gather
 
 Where a rank owns all of a bucket or only a shard of it, everything here is the same; the bucket says which.
 """
@@ -9,29 +10,33 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
-from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient, scale_gradients
+from core.optimizer.algorithms import algorithm_needs_shapes
+from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
 from core.optimizer.inner_optimizer import inner_optimizer
-from core.optimizer.master_weights import BucketMasters, Run, masters_of
+from core.optimizer.inner_step import step_runs
+from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
+from core.optimizer.master_weights import BucketMasters, Run
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
-    entry_of,
+    Entry,
+    load_entries,
     load_groups,
-    load_run,
-    needed_part,
+    matching_groups,
+    run_entries,
     save_groups,
-    stretches_of_equal_steps,
 )
 from core.optimizer.param_groups import ParamGroups
+from core.optimizer.scratch import Scratch, scratch_numel
 from core.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -42,7 +47,7 @@ class ModelChunk(Protocol):
 
     ddp_config: DistributedDataParallelConfig
     groups: ProcessGroups
-    module: torch.nn.Module
+    module: nn.Module
     buffers: list[GradBuffer]
     expert_parallel_buffers: list[GradBuffer]
 
@@ -56,7 +61,7 @@ class ModelChunk(Protocol):
 class MegatronOptimizer:
     """Updates the parameters of wrapped model chunks; made by `get_megatron_optimizer`.
 
-    Every rank of the job calls `step` together.
+    Every rank of the job makes it, and calls `step`, together.
     """
 
     def __init__(
@@ -68,15 +73,30 @@ class MegatronOptimizer:
     ) -> None:
         self.config = config
         self.model_chunks = list(model_chunks)
-        self.masters = [masters_of(bucket, param_groups.of) for bucket in self._buckets()]
+        self.everybody = list(everybody)
         torch_groups = param_groups.torch_groups(config)
+        shaped = [algorithm_needs_shapes(group["optimizer"]) for group in torch_groups]
+        self.masters = [
+            BucketMasters(
+                bucket,
+                param_groups.of,
+                config,
+                scratch_numel=None if config.optimizer_cpu_offload else scratch_numel(bucket.grad.device),
+                needs_shape=shaped.__getitem__,
+            )
+            for bucket in self._buckets()
+        ]
+        self.scratch = Scratch(self.masters, config)
         for masters in self.masters:
             for run in masters.runs:
                 torch_groups[run.group]["params"].append(run.master)
         self.optimizer = inner_optimizer(config, torch_groups)
         self.names = self._qualified_names()
-        self.meter = GradMeter(self.masters, everybody)
+        self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type)
+        self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
+        self._stats: GradStats | None = None  # of this step's gradients, once they are measured
+        self._clip: dict[str | None, float] = {}  # norm group -> coefficient
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -88,21 +108,90 @@ class MegatronOptimizer:
         A NaN or Inf anywhere skips the step on all ranks, with a warning that names it: (False, None, None).
         Raises SyncError when `finalize_model_grads` has not made the gradients ready.
         """
+        found_inf = self.prepare_grads()
+        stats = self._measured()
+        if found_inf or stats.norm > self.config.grad_norm_skip_threshold:
+            self._skip(stats)
+            return False, None, None
+        norm = self.clip_grad_norm(self.config.clip_grad)
+        self.step_with_ready_grads()
+        return True, norm, stats.num_zeros
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Measure the gradients, and let the loss scale follow. Returns: is one of them, on any rank, not finite?
+
+        Collective: every rank of the job, once a step.
+        """
         self._expect_final_gradients()
         self._follow_freezing()
-        stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad)
-        if self._must_skip(stats):
-            self.steps_skipped += 1
-            return False, None, None
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+        self._stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad, loss_scale=scale)
+        self._clip = {}
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(not self._stats.finite)
+        return not self._stats.finite
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Have the step scale gradients to a norm of `clip_grad` at most; 0 for no limit. Returns the norm before it.
+
+        Gradients of a norm group are scaled by that group's norm. Memory is not touched: the step reads it once.
+        """
+        stats = self._measured()
+        names: tuple[str | None, ...] = (None, *stats.separate_norms)
+        self._clip = {name: clip_coefficient(clip_grad, stats.norm_of(name)) for name in names}
+        return stats.norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
+        factors = self._factors(self._measured())
+        self._stats = None
         for masters in self.masters:
-            masters.load_gradients()
-        scale_gradients(self.masters, clip_coefficient(self.config.clip_grad, stats.norm))
-        self._attach_gradients()
-        self.optimizer.step()
-        for masters in self.masters:
+            masters.bucket.take_scale()
+        self._step_in_place(factors)
+        for masters, factor in zip(self.masters, factors, strict=True):
+            for wave in masters.waves:
+                self.scratch.unpack(wave, self.optimizer.state)
+                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
+                self.scratch.pack(wave, self.optimizer.state)
             masters.store_parameters()
         self._publish()
-        return True, stats.norm, stats.num_zeros
+        return True
+
+    def _step_in_place(self, factors: Sequence[Mapping[str | None, float]]) -> None:
+        """Step what is in full precision already, in one call."""
+        runs, of_runs = [], []
+        for masters, factor in zip(self.masters, factors, strict=True):
+            here = [run for run in masters.runs if not run.in_scratch]
+            runs += here
+            of_runs += [factor[run.norm_group] for run in here]
+        step_runs(self.optimizer, runs, of_runs)
+
+    def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
+        """For each bucket and norm group the one number that its memory is multiplied by."""
+        return [
+            {name: factor * self._clip.get(name, 1.0) for name in (None, *stats.separate_norms)}
+            for factor in stats.factors
+        ]
+
+    def _measured(self) -> GradStats:
+        if self._stats is None:
+            raise SyncError(
+                f"rank {dist.get_rank()}: this step's gradients have not been measured; call prepare_grads() after "
+                "finalize_model_grads, on every rank, or step() for all of it"
+            )
+        return self._stats
+
+    def _skip(self, stats: GradStats) -> None:
+        self.steps_skipped += 1
+        self._stats = None
+        if dist.get_rank() == 0:
+            threshold = self.config.grad_norm_skip_threshold
+            reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
+            if self.grad_scaler is not None:
+                reason += f"; the next loss scale is {self.grad_scaler.value:g}"
+            logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
 
     def _buckets(self) -> list[Bucket]:
         return [
@@ -134,15 +223,6 @@ class MegatronOptimizer:
                     "after the last backward and before step()"
                 )
 
-    def _must_skip(self, stats: GradStats) -> bool:
-        threshold = self.config.grad_norm_skip_threshold
-        if stats.culprit is None and math.isfinite(stats.norm) and stats.norm <= threshold:
-            return False
-        if dist.get_rank() == 0:
-            reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
-            logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
-        return True
-
     def _follow_freezing(self) -> None:
         """Cut parameters that were frozen after the wrap out of their run: no decay and no momentum moves them."""
         for masters in self.masters:
@@ -158,11 +238,6 @@ class MegatronOptimizer:
         params[index : index + 1] = [part.master for part in parts]
         return parts
 
-    def _attach_gradients(self) -> None:
-        for masters in self.masters:
-            for run in masters.runs:
-                run.master.grad = run.grad if run.slices[0].param.requires_grad else None
-
     def _publish(self) -> None:
         """Make updated parameters known to other ranks; nothing to do where every rank updates all of them."""
 
@@ -174,22 +249,63 @@ class MegatronOptimizer:
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state by master weight. What is kept in another dtype is in it only during a step."""
+        return self.optimizer.state
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        """Has this rank nothing to update? It takes part in every step all the same: the decision is everybody's."""
+        return not any(masters.slices for masters in self.masters)
+
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """The master weights that this rank updates."""
         return [master for group in self.param_groups for master in group["params"]]
 
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """The gradients that this rank counts in the norm, as they lie in memory: without what is still due."""
+        return list(self.meter.counted_pieces)
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """The global norm of reduced gradients. Collective: every rank of the job."""
+        return self._stats_or_measure().norm
+
+    @torch.no_grad()
+    def get_grad_norms(self) -> dict[str | None, float]:
+        """The norm of each norm group, None for the gradients that are in none. Collective: every rank of the job."""
+        stats = self._stats_or_measure()
+        names: tuple[str | None, ...] = (None, *stats.separate_norms)
+        return {name: stats.norm_of(name) for name in names}
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Zeros among the gradients of the whole model. Collective: every rank of the job."""
+        return self._stats_or_measure(count_zeros=True).num_zeros or 0
+
+    def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:
+        stats = self._stats
+        if stats is not None and not (count_zeros and stats.num_zeros is None):
+            return stats
+        self._expect_final_gradients()
+        scale = 1.0 if self.grad_scaler is None or stats is not None else self.grad_scaler.value
+        return self.meter.measure(count_zeros=count_zeros, loss_scale=scale)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero all gradients and begin a new step. They stay views of the buffer, whatever `set_to_none` is."""
+        self._stats = None
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: without fp16 there is no loss scale."""
-        return loss
+        """The loss to call backward on. Schedules take it as `config.grad_scale_func = optimizer.scale_loss`."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.value
 
     def get_loss_scale(self) -> torch.Tensor:
-        """The factor in `scale_loss`."""
-        return torch.ones(1, dtype=torch.float32, device=self.meter.device)
+        """The factor in `scale_loss`, [1] in fp32; 1 without loss scaling."""
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+        return torch.tensor([scale], dtype=torch.float32, device=self.meter.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -197,48 +313,41 @@ class MegatronOptimizer:
         for masters in self.masters:
             masters.load_parameters()
 
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_by_parameter(self) -> dict[str, list[Entry]]:
+        """This rank's part of the state by parameter name: entries over disjoint elements (see optimizer_state.py)."""
+        entries: dict[str, list[Entry]] = {}
+        for masters in self.masters:
+            for run in masters.runs:
+                for piece, entry in run_entries(masters, run, self.optimizer.state.get(run.master, {})):
+                    entries.setdefault(self.names[id(piece.param)], []).append(entry)
+        return entries
+
+    @torch.no_grad()
+    def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
+        """Take over masters, moments and counts that cover at least what this rank updates.
+
+        Load the model's weights first: they are the masters in full precision, and where an entry has none.
+        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
+        """
+        load_entries(self, entries)
+
     def state_dict(self) -> dict[str, Any]:
-        """The param groups, and this rank's part of the state by parameter name (see optimizer_state.py)."""
-        state = self.optimizer.state
-        return {
-            "param_groups": save_groups(self.param_groups),
-            "state": {
-                self.names[id(piece.param)]: entry_of(masters, run, piece, state.get(run.master, {}))
-                for masters in self.masters
-                for run in masters.runs
-                for piece in run.slices
-            },
-        }
+        """The param groups, this rank's part of the state by parameter name, and the loss scaler's numbers."""
+        state: dict[str, Any] = {"param_groups": save_groups(self.param_groups), "state": self.state_by_parameter()}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Load the model's weights too: in full precision they are the masters.
-
-        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
-        """
-        entries = state_dict["state"]
-        missing = [n for m in self.masters for p in m.slices if (n := self.names[id(p.param)]) not in entries]
-        if missing:
-            raise ValueError(
-                f"the saved optimizer state lacks {missing[0]!r} (and {len(missing) - 1} more); was it saved by "
-                "another model or another rank?"
-            )
-        parts = {
-            id(piece): needed_part(name, piece, entries[name])
-            for masters in self.masters
-            for piece in masters.slices
-            for name in (self.names[id(piece.param)],)
-        }
+        """Continue from a saved state; see load_state_by_parameter."""
+        matching_groups(self.param_groups, state_dict["param_groups"])  # raises before anything is changed
+        self.load_state_by_parameter(state_dict["state"])
         load_groups(self.param_groups, state_dict["param_groups"])
-        self.optimizer.state.clear()
-        for masters in self.masters:
-            for whole in list(masters.runs):
-                lengths = stretches_of_equal_steps([parts[id(piece)] for piece in whole.slices])
-                for run in self._split(masters, whole, lengths) if len(lengths) > 1 else [whole]:
-                    fused = bool(self.param_groups[run.group].get("fused"))
-                    state = load_run(masters, run, [parts[id(piece)] for piece in run.slices], fused=fused)
-                    if state:
-                        self.optimizer.state[run.master] = state
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
 
 def _stretch_lengths(flags: Sequence[bool]) -> list[int]:

@@ -1,55 +1,122 @@
-"""The optimizer's state by parameter name and slice, whatever buckets, runs and strategy hold it in memory.
+"""The optimizer's state by parameter name and slice, whatever buckets, runs, strategy and dtypes hold it in memory.
 
-An entry says which elements of the flattened parameter it covers, so a state that covers more than a rank needs (one
-saved by the replicated optimizer) loads into a shard. Tensors are views of the live state, as in torch.
+An entry says which elements of the flattened parameter it covers; a parameter has one or several, over disjoint
+elements. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
 
     {"param_groups": [{"lr": ..., ...}],
-     "state": {"layer.weight": {"offset": 0, "numel": 6, "step": ..., "exp_avg": ...}, ...}}
+     "state": {"layer.weight": [{"offset": 0, "numel": 6, "step": ..., "exp_avg": ..., "master": ...}], ...}}
+
+Numbers of elements are 1-dim tensors of `numel` elements: views of the live state where it is kept as fp32 or bf16,
+fp32 copies where it is kept otherwise (fp16 with a scale, remainders). Loading converts to what is kept here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.optimizer.master_weights import BucketMasters, CopiedMasters, Run, Slice, is_per_element
+from core.optimizer.master_weights import BucketMasters, Run, Slice, is_per_element
+from core.optimizer.stored_values import CopiedValues, RemainderValues
 
-MASTER = "master"  # an entry's fp32 weights, where the parameters are in 16 bits
+if TYPE_CHECKING:
+    from core.optimizer.optimizer import MegatronOptimizer
+
+MASTER = "master"  # an entry's master weights, where they are not the parameters themselves
+PLACE = ("offset", "numel")
 GROUP_IDENTITY = ("name",)
 
-
-def entry_of(masters: BucketMasters, run: Run, piece: Slice, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one slice of a run."""
-    low, high = piece.start - run.start, piece.end - run.start
-    entry: dict[str, Any] = {"offset": piece.offset, "numel": piece.numel}
-    if isinstance(masters, CopiedMasters):
-        entry[MASTER] = masters.main[piece.start : piece.end]
-    for key, value in state.items():
-        entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, run.master) else value
-    return entry
+Entry = dict[str, Any]
 
 
-def needed_part(name: str, piece: Slice, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a saved entry holds of a slice; ValueError when it does not cover the slice."""
-    skip = piece.offset - entry["offset"]
-    if skip < 0 or skip + piece.numel > entry["numel"]:
-        raise ValueError(
-            f"the saved optimizer state of {name!r} covers elements [{entry['offset']}, "
-            f"{entry['offset'] + entry['numel']}) and this rank needs [{piece.offset}, {piece.offset + piece.numel}); "
-            "it was saved by another rank or with other data-parallel sizes. Load what this rank saved"
-        )
-    part = {}
-    for key, value in entry.items():
-        if key in ("offset", "numel"):
-            continue
-        whole = isinstance(value, torch.Tensor) and key != "step" and value.dim() == 1
-        part[key] = value[skip : skip + piece.numel] if whole else value
-    return part
+def run_entries(masters: BucketMasters, run: Run, state: Mapping[str, Any]) -> Iterator[tuple[Slice, Entry]]:
+    """(slice, its entry) for each slice of a run. state: what the inner optimizer holds for the run."""
+    for piece in run.slices:
+        low, high = piece.start - run.start, piece.end - run.start
+        entry: Entry = {"offset": piece.offset, "numel": piece.numel}
+        if masters.main is not None:
+            entry[MASTER] = masters.main[piece.start : piece.end]
+        elif isinstance(run.home, (CopiedValues, RemainderValues)):
+            entry[MASTER] = run.home.saved(low, high)
+        for key, value in state.items():
+            if key in run.moments:
+                entry[key] = run.moments[key].saved(low, high)
+            else:
+                entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, run.master) else value
+        yield piece, entry
 
 
-def stretches_of_equal_steps(parts: list[dict[str, Any]]) -> list[int]:
+def needed_part(name: str, piece: Slice, saved: Entry | Sequence[Entry]) -> Entry:
+    """What saved entries hold of a slice; ValueError when they do not cover the slice."""
+    entries = sorted([saved] if isinstance(saved, Mapping) else saved, key=lambda entry: entry["offset"])
+    first, last = piece.offset, piece.offset + piece.numel
+    parts: list[Entry] = []
+    reached = first
+    for entry in entries:
+        start, end = entry["offset"], entry["offset"] + entry["numel"]
+        if start <= reached < end:
+            until = min(end, last)
+            parts.append(_part(entry, reached - start, until - start))
+            reached = until
+        if reached == last:
+            return _joined(parts)
+    covered = ", ".join(f"[{entry['offset']}, {entry['offset'] + entry['numel']})" for entry in entries)
+    raise ValueError(
+        f"the saved optimizer state of {name!r} covers elements {covered or 'none'} and this rank needs "
+        f"[{first}, {last}); it was saved by another rank or with other data-parallel sizes. Load what this rank "
+        "saved, or a checkpoint, which any layout can load"
+    )
+
+
+def _part(entry: Entry, low: int, high: int) -> Entry:
+    return {
+        key: value[low:high] if _is_of_elements(key, value, entry["numel"]) else value
+        for key, value in entry.items()
+        if key not in PLACE
+    }
+
+
+def _is_of_elements(key: str, value: Any, numel: int) -> bool:
+    return isinstance(value, torch.Tensor) and key != "step" and value.dim() == 1 and value.numel() == numel
+
+
+def _joined(parts: list[Entry]) -> Entry:
+    if len(parts) == 1:
+        return parts[0]
+    tensors = {key for key, value in parts[0].items() if isinstance(value, torch.Tensor) and value.dim() == 1}
+    return {
+        key: torch.cat([part[key] for part in parts]) if key in tensors - {"step"} else value
+        for key, value in parts[0].items()
+    }
+
+
+def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> None:
+    """Give every run of this rank what saved entries hold of it; all or, with a ValueError, nothing."""
+    parts: dict[int, Entry] = {}
+    for masters in optimizer.masters:
+        for run in masters.runs:
+            for piece in run.slices:
+                name = optimizer.names[id(piece.param)]
+                if name not in entries:
+                    raise ValueError(
+                        f"the saved optimizer state lacks {name!r}, one of {len(optimizer.names)} parameters here and "
+                        f"{len(entries)} in it; was it saved by another model or another rank?"
+                    )
+                parts[id(piece)] = needed_part(name, piece, entries[name])
+    optimizer.optimizer.state.clear()
+    for masters in optimizer.masters:
+        masters.load_parameters()
+        for whole in list(masters.runs):
+            whole.moments.clear()
+            lengths = stretches_of_equal_steps([parts[id(piece)] for piece in whole.slices])
+            for run in optimizer._split(masters, whole, lengths) if len(lengths) > 1 else [whole]:
+                of_run = [parts[id(piece)] for piece in run.slices]
+                load_master(masters, run, of_run)
+                load_moments(optimizer, run, of_run)
+
+
+def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:
     """Lengths of the neighbours whose state may share a run: the same keys, and equal step counts."""
     lengths: list[int] = []
     previous: Any = None
@@ -66,27 +133,44 @@ def stretches_of_equal_steps(parts: list[dict[str, Any]]) -> list[int]:
     return lengths
 
 
-def load_run(masters: BucketMasters, run: Run, parts: list[dict[str, Any]], *, fused: bool) -> dict[str, Any]:
-    """The inner optimizer's state of a run from those of its slices; master weights are copied to where they live."""
-    for piece, part in zip(run.slices, parts, strict=True):
-        if isinstance(masters, CopiedMasters) and MASTER in part:
-            masters.main[piece.start : piece.end].copy_(part[MASTER])
+def load_master(masters: BucketMasters, run: Run, parts: list[Entry]) -> None:
+    """Copy saved master weights to where this run's are kept. Without any they stay those of the parameters."""
+    saved = [(piece, part[MASTER]) for piece, part in zip(run.slices, parts, strict=True) if MASTER in part]
+    if masters.main is not None:
+        for piece, values in saved:
+            masters.main[piece.start : piece.end].copy_(values)
+    elif saved and isinstance(run.home, (CopiedValues, RemainderValues)):
+        whole = torch.zeros(run.numel, dtype=masters.dtype, device=masters.grad.device)
+        run.home.params.read(whole)
+        for piece, values in saved:
+            whole[piece.start - run.start : piece.end - run.start].copy_(values)
+        run.home.write(whole)
+
+
+def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> None:
+    """Give the inner optimizer the state of a run, put together from those of its slices."""
+    fused = bool(optimizer.param_groups[run.group].get("fused"))
+    device = run.master.device
     state: dict[str, Any] = {}
     for key, value in parts[0].items():
         if key == MASTER:
             continue
-        if isinstance(value, torch.Tensor) and key != "step" and value.dim() == 1:
-            joined = torch.zeros(run.master.shape, dtype=value.dtype, device=run.master.device)
+        if _is_of_elements(key, value, run.slices[0].numel):
+            dtype = run.master.dtype if value.is_floating_point() else value.dtype
+            joined = torch.zeros(run.master.shape, dtype=dtype, device=device)
             flat = joined.view(-1)
             for piece, part in zip(run.slices, parts, strict=True):
                 flat[piece.start - run.start : piece.end - run.start].copy_(part[key])
-            state[key] = joined
+            state[key] = optimizer.scratch.adopt(run, key, joined) if run.in_scratch else joined
+            if key in run.moments:
+                run.moments[key].write(flat)
         elif isinstance(value, torch.Tensor):
             # torch keeps the step count on the device for its fused kernels, and on the CPU otherwise.
-            state[key] = value.detach().clone().to(run.master.device if fused else "cpu")
+            state[key] = value.detach().clone().to(device if fused or value.dim() else "cpu")
         else:
             state[key] = value
-    return state
+    if state:
+        optimizer.optimizer.state[run.master] = state
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,9 +178,10 @@ def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Set learning rates, decay and the rest from the saved group of the same kind."""
+def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each group the saved one of the same kind; ValueError where there is none."""
     by_kind = {tuple(group[key] for key in GROUP_IDENTITY): group for group in saved}
+    found = []
     for group in groups:
         kind = tuple(group[key] for key in GROUP_IDENTITY)
         if kind not in by_kind:
@@ -105,4 +190,11 @@ def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> No
                 f"{[dict(zip(GROUP_IDENTITY, other, strict=True)) for other in by_kind]}. Build the optimizer with the "
                 "same weight decay and learning rate conditions"
             )
-        group.update({key: value for key, value in by_kind[kind].items() if key not in ("fused", "foreach")})
+        found.append(by_kind[kind])
+    return found
+
+
+def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Set learning rates, decay and the rest from the saved group of the same kind."""
+    for group, other in zip(groups, matching_groups(groups, saved), strict=True):
+        group.update({key: value for key, value in other.items() if key not in ("params", "fused", "foreach")})

@@ -1,0 +1,77 @@
+"""One call of the inner optimizer over some of its runs, with everything their gradients must still be multiplied by.
+
+Data average, tokens, loss scale and clip coefficient have become one number by now. torch's fused kernels take it and
+multiply while they read; for other algorithms one foreach pass does it, in scratch where the gradients are there. torch
+hands its kernels the inverse, in fp32 (`grad_scale`, which is there for its own loss scaling).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from core.optimizer.master_weights import Run
+
+SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
+
+
+def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> None:
+    """Step the masters of these runs, of frozen parameters none, and no other's.
+
+    factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
+    """
+    factor_of = {id(run): factor for run, factor in zip(runs, factors, strict=True)}
+    live = [run for run in runs if run.slices[0].param.requires_grad]
+    if not live:
+        return
+    common = _apply(live, [factor_of[id(run)] for run in live], by_kernel=takes_grad_scale(optimizer, live))
+    for run in live:
+        run.master.grad = run.grad
+    if common != 1.0:
+        # Read by torch's fused kernels, which divide by it.
+        optimizer.grad_scale = torch.tensor(1.0 / common, dtype=torch.float32, device=live[0].grad.device)
+    try:
+        step_only(optimizer, live)
+    finally:
+        if common != 1.0:
+            optimizer.grad_scale = None
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> bool:
+    """Do the optimizer's kernels divide by a `grad_scale`? Not where gradients are fp64: it is an fp32 number."""
+    known = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return known and all(run.grad.dtype == torch.float32 for run in runs)
+
+
+def step_only(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
+    """`optimizer.step()` as if it held the masters of these runs alone."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = []
+    for run in runs:
+        groups[run.group]["params"].append(run.master)
+    try:
+        optimizer.step()
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def _apply(runs: Sequence[Run], factors: Sequence[float], *, by_kernel: bool) -> float:
+    """Multiply gradients by their factors, all but the one that the kernel can apply; returns that."""
+    common = factors[0] if by_kernel and SMALLEST < abs(factors[0]) < LARGEST else 1.0
+    for factor in set(factors) - {common}:
+        _multiply([run.grad for run, other in zip(runs, factors, strict=True) if other == factor], factor / common)
+    return common
+
+
+def _multiply(grads: list[torch.Tensor], factor: float) -> None:
+    if SMALLEST < abs(factor) < LARGEST or factor == 0:
+        torch._foreach_mul_(grads, factor)
+        return
+    half = math.sqrt(factor)
+    torch._foreach_mul_(grads, half)
+    torch._foreach_mul_(grads, half)

@@ -1,0 +1,200 @@
+"""How masters and moments are kept between steps: one number an element in some dtype, computed with in full precision.
+
+    PlainValues        fp32 or bf16 as they are
+    HalfValues         fp16 and one power of two for all of them; second moments as their square roots
+    ParameterValues    the parameter itself: there is no master apart from it
+    CopiedValues       a master beside the parameter, of which the parameter is a rounded copy
+    RemainderValues    a bf16 parameter and the 16 bits that it lacks: together the fp32 master, exactly
+
+Each covers one run. `read` fills fp32 memory from what is kept, `write` keeps what is in it; both cost a pass over the
+run. bf16 is rounded to nearest, so a moment or master in bf16 stands still under updates below 1/512 of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from core.optimizer.master_weights import Slice
+
+HALF_EXPONENT = 15  # the largest number of a run is scaled into [2**14, 2**15), a factor of 2 below fp16's limit
+LARGEST_EXPONENT = 126  # of a scale, so that its inverse is a normal fp32 number too
+HALF_OF_A_REMAINDER = 0x8000
+
+
+class StoredValues(ABC):
+    """The numbers of one run, in the dtype they are kept in."""
+
+    @abstractmethod
+    def read(self, out: torch.Tensor) -> None:
+        """Fill `out`, flat and in full precision."""
+
+    @abstractmethod
+    def write(self, values: torch.Tensor) -> None:
+        """Keep `values`, flat and in full precision; they are not changed."""
+
+    @abstractmethod
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> StoredValues:
+        """Elements [low, high) as values of their own, over the same memory. `slices` are those that they hold."""
+
+    @abstractmethod
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        """Elements [low, high) for a state dict: as stored where that says it all, in full precision otherwise."""
+
+
+@dataclass(slots=True, eq=False)
+class PlainValues(StoredValues):
+    """The numbers rounded to the dtype of `data`."""
+
+    data: torch.Tensor
+
+    def read(self, out: torch.Tensor) -> None:
+        out.copy_(self.data)
+
+    def write(self, values: torch.Tensor) -> None:
+        self.data.copy_(values)
+
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> PlainValues:
+        return PlainValues(self.data[low:high])
+
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        return self.data[low:high]
+
+
+class HalfValues(StoredValues):
+    """fp16 numbers times 2**-k; k makes the best of fp16's range and changes with every write.
+
+    as_roots: keep square roots. A second moment spans twice the powers of two that its gradients do; without the root
+    it would round to 0 where the first moment does not, and Adam would divide by `eps` there.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        *,
+        as_roots: bool = False,
+        of: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        if of is None:
+            of = (
+                torch.zeros(numel, dtype=torch.float16, device=device),
+                torch.ones((), dtype=torch.float32, device=device),
+            )
+        self.data, self.scale = of
+        self.as_roots = as_roots
+
+    def read(self, out: torch.Tensor) -> None:
+        out.copy_(self.data).div_(self.scale)
+        if self.as_roots:
+            out.square_()
+
+    def write(self, values: torch.Tensor) -> None:
+        values = values.sqrt() if self.as_roots else values
+        largest = torch.linalg.vector_norm(values, float("inf")) if values.numel() else values.new_zeros(())
+        exponent = (HALF_EXPONENT - torch.frexp(largest.float()).exponent).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        torch.ldexp(torch.ones_like(self.scale), exponent, out=self.scale)
+        self.data.copy_(values * self.scale)
+
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> HalfValues:
+        of = (self.data[low:high], self.scale.clone())
+        return HalfValues(high - low, self.data.device, as_roots=self.as_roots, of=of)
+
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        values = self.data[low:high].float().div_(self.scale)
+        return values.square_() if self.as_roots else values
+
+
+class ParameterValues(StoredValues):
+    """The model's parameters, wherever they lie; also the way in which other masters reach them."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self.slices = list(slices)
+        self.start = slices[0].start
+
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[piece.start - self.start : piece.end - self.start] for piece in self.slices]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The owned part of each parameter, flat."""
+        return [p.param.data.view(-1)[p.offset : p.offset + p.numel] for p in self.slices]
+
+    def read(self, out: torch.Tensor) -> None:
+        torch._foreach_copy_(self._pieces(out), self.parameters())
+
+    def write(self, values: torch.Tensor) -> None:
+        torch._foreach_copy_(self.parameters(), self._pieces(values))
+
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> ParameterValues:
+        return ParameterValues(slices)
+
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        raise AssertionError("a parameter that is its own master is saved with the model")
+
+
+class CopiedValues(StoredValues):
+    """Masters of their own; whenever they are written the parameters follow, rounded to their dtype."""
+
+    def __init__(self, values: StoredValues, params: ParameterValues) -> None:
+        self.values = values
+        self.params = params
+
+    def read(self, out: torch.Tensor) -> None:
+        self.values.read(out)
+
+    def write(self, values: torch.Tensor) -> None:
+        self.values.write(values)
+        self.params.write(values)
+
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> CopiedValues:
+        return CopiedValues(self.values.part(low, high, slices), ParameterValues(slices))
+
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        return self.values.saved(low, high)
+
+
+class RemainderValues(StoredValues):
+    """An fp32 master as the sum of two 16-bit integers: bits = (bits of the bf16 parameter << 16) + remainder.
+
+    The remainder is signed, so the parameter is the master rounded to nearest. Ties go away from zero: with ties to
+    even, as torch rounds, some remainders would need a 17th bit. Only there, once in 65536 numbers, the parameter
+    differs from `master.bfloat16()`. Every fp32 number comes back bit for bit.
+    """
+
+    def __init__(self, remainder: torch.Tensor, params: ParameterValues) -> None:
+        self.remainder = remainder  # [numel] int16
+        self.params = params
+
+    def read(self, out: torch.Tensor) -> None:
+        # The parameters' bits, converted to int32 where the master will stand; gaps between slices stay as they are.
+        bits = out.view(torch.int32)
+        halves = [half.view(torch.int16) for half in self.params.parameters()]
+        torch._foreach_copy_(self.params._pieces(bits), halves)
+        bits.bitwise_left_shift_(16).add_(self.remainder)
+
+    def write(self, values: torch.Tensor) -> None:
+        bits = values.view(torch.int32)
+        rounded = (bits + HALF_OF_A_REMAINDER).bitwise_right_shift_(16).to(torch.int16)
+        halves = [half.view(torch.int16) for half in self.params.parameters()]
+        torch._foreach_copy_(halves, self.params._pieces(rounded))
+        self.remainder.copy_(bits)  # the lower 16 bits
+
+    def part(self, low: int, high: int, slices: Sequence[Slice]) -> RemainderValues:
+        return RemainderValues(self.remainder[low:high], ParameterValues(slices))
+
+    def saved(self, low: int, high: int) -> torch.Tensor:
+        whole = torch.zeros(self.remainder.numel(), dtype=torch.float32, device=self.remainder.device)
+        self.read(whole)
+        return whole[low:high]
+
+
+def stored(numel: int, dtype: torch.dtype, device: torch.device, *, as_roots: bool = False) -> StoredValues:
+    """Zeros to be kept in `dtype`."""
+    if dtype == torch.float16:
+        return HalfValues(numel, device, as_roots=as_roots)
+    return PlainValues(torch.zeros(numel, dtype=dtype, device=device))
