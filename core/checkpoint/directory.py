@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from core.checkpoint.agreement import Ranks
 from core.checkpoint.damage import Damage, damage_of, open_manifest, shares
 from core.checkpoint.errors import CheckpointDamaged, CheckpointNotFound
 from core.checkpoint.manifest import Manifest, TensorRecord
-from core.checkpoint.root_directory import Committed, list_committed
+from core.checkpoint.root_directory import Committed, list_committed, read_latest
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
+
+RELIST_S = 10.0  # how long to look again where a job deletes what was found
 
 Root = str | os.PathLike[str]
 
@@ -78,14 +81,31 @@ def find_intact(
     """
     ranks = Ranks(group)
     path = Path(os.path.realpath(root))
+    until = time.monotonic() + RELIST_S
+    while True:
+        found = _newest_intact(path, step, ranks, strict)
+        if found is not None:
+            return found
+        if ranks.on_first(lambda: time.monotonic() > until):
+            raise CheckpointNotFound(
+                f"For {RELIST_S:g} s no checkpoint in {path} has stayed long enough to be read, and there was one: "
+                "`latest` names it. Does a job that saves there keep too few (keep_last)?"
+            )
+
+
+def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> CheckpointDirectory | None:
+    """What `find_intact` wants; None if the job that saves here deleted everything while we looked."""
     candidates = ranks.on_first(lambda: list_committed(path)[::-1])
     if not candidates:
+        if ranks.on_first(lambda: read_latest(path)) is not None:
+            return None
         raise CheckpointNotFound(f"There is no checkpoint in {path}.")
     wanted = candidates if step is None else [found for found in candidates if found.step == step][:1]
     if not wanted:
         steps = ", ".join(str(found.step) for found in reversed(candidates))
         raise CheckpointNotFound(f"There is no checkpoint of step {step} in {path}; there are steps {steps}.")
     skipped: list[str] = []
+    has_vanished = False
     for candidate in wanted:
         manifest, damages = _check(candidate, ranks)
         if not damages:
@@ -94,13 +114,16 @@ def find_intact(
                 _warn(ranks, f"{' '.join(skipped)} Loading step {candidate.step} from {candidate.path} instead.")
             return CheckpointDirectory(candidate.path, candidate.step, manifest, ranks.rank, tuple(skipped))
         if not ranks.on_first(candidate.path.exists):
-            continue  # the job that saves here has deleted it while we looked
+            has_vanished = True  # deleted while we looked: no damage
+            continue
         skipped.append(_refusal(candidate, damages))
         if strict or step is not None:
             others = [found.step for found in candidates if found != candidate]
             hint = f"Other steps here: {', '.join(map(str, others))}." if others else "There is no other step here."
             raise CheckpointDamaged(f"{skipped[0]} {hint}")
-    raise CheckpointDamaged(f"No checkpoint in {path} is intact. {' '.join(skipped)}")
+    if skipped and not has_vanished:
+        raise CheckpointDamaged(f"No checkpoint in {path} is intact. {' '.join(skipped)}")
+    return None
 
 
 def check_directory(path: Path) -> list[Damage]:

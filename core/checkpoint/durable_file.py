@@ -37,15 +37,19 @@ class DurableFile:
     def write(self, data: Bytes) -> int:
         """Append; the number of bytes."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
-        if self._half and self.size + len(view) > self._half:
-            split = max(self._half - self.size, 0)
-            self._append(view[:split])
-            self._half = 0
-            self._stream.flush()
-            reach("half a file", self.rank)
-            self._append(view[split:])
-        else:
-            self._append(view)
+        try:
+            if self._half and self.size + len(view) > self._half:
+                split = self._half - self.size
+                self._half = 0
+                self._append(view[:split])
+                self._stream.flush()
+                reach("half a file", self.rank)
+                self._append(view[split:])
+            else:
+                self._append(view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return len(view)
 
     def flush(self) -> None:
@@ -72,11 +76,7 @@ class DurableFile:
             self._stream.close()
 
     def _append(self, view: Bytes) -> None:
-        try:
-            self._stream.write(view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        self._stream.write(view)
         self._crc32 = zlib.crc32(view, self._crc32)
         self._segment_crc32 = zlib.crc32(view, self._segment_crc32)
         self.size += len(view)

@@ -63,7 +63,8 @@ class FileRecord:
     def names(self, start: int = 0, end: int | None = None) -> tuple[str, ...]:
         """The items with a byte in [start, end), each once, in the order of their bytes."""
         stop = self.size if end is None else end
-        found = {part.name: None for part in self.segments if part.offset < stop and part.end > start}
+        touched = (part for part in self.segments if part.length and part.offset < stop and part.end > start)
+        found = dict.fromkeys(part.name for part in touched)
         return tuple(found)
 
     def segment_at(self, offset: int) -> Segment | None:
