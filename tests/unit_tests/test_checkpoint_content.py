@@ -1,0 +1,420 @@
+"""What of a checkpoint is taken, what is left, what is refused: small models, values, every rank the same message."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.checkpoint import CheckpointError, CheckpointSaver, load_checkpoint, save_checkpoint
+from core.checkpoint.algorithm_keys import algorithm_keys
+from core.checkpoint.optimizer_pieces import as_scalar
+from core.checkpoint.pieces import Piece
+from core.checkpoint.planners import PieceSavePlanner, check_coverage
+from core.checkpoint.random_state import read_random_state, save_random_state, set_random_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.tensor_parallel import model_parallel_manual_seed
+from core.tensor_parallel.random import MODEL_PARALLEL_STREAM, get_rng_tracker
+from tests.unit_tests.ranks import ranks
+
+
+class Net(nn.Module):
+    """Every odd parameter: 0-dim, empty, frozen; and a buffer."""
+
+    def __init__(self, width: int = 5, *, extra: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(width)
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(width, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        if extra:
+            self.third = nn.Linear(2, 2)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x))) * self.scale + self.frozen.sum() + self.empty.sum()
+
+
+def build(
+    net: nn.Module | None = None, *, strategy: str = "no_shard", **options: Any
+) -> tuple[DistributedDataParallel, Any]:
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    net = Net() if net is None else net
+    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(None, ddp_config, net)
+    bf16 = next(net.parameters()).dtype is torch.bfloat16
+    return model, get_megatron_optimizer(OptimizerConfig(**{"lr": 0.1, "bf16": bf16, **options}), [model])
+
+
+def train(model: DistributedDataParallel, optimizer: Any, steps: int, first: int = 0) -> None:
+    dtype = next(model.module.parameters()).dtype
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model.zero_grad_buffer()
+        model(torch.randn(3, 4, generator=generator).to(dtype)).square().mean().backward()
+        finalize_model_grads([model])
+        assert optimizer.step()[0]
+
+
+def weights(model: DistributedDataParallel) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def refused(root: Path, model: DistributedDataParallel, optimizer: Any = None, **options: Any) -> str:
+    """The message, the same on every rank; and nothing has changed."""
+    before = weights(model)
+    state = {} if optimizer is None else {n: dict(e) for n, e in optimizer.state_dict()["state"].items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(root, [model], optimizer, **options)
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1
+    assert same(weights(model), before), "the model was changed by a load that was refused"
+    if optimizer is not None:
+        after = optimizer.state_dict()["state"]
+        assert after.keys() == state.keys() and all(after[name].keys() == entry.keys() for name, entry in state.items())
+    return str(caught.value)
+
+
+# -- tensors that do not fit -----------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_file_that_is_not_this_model_is_refused_on_all_ranks_before_anything_changes(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 1)
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+
+    bigger, its_optimizer = build(Net(extra=True), strategy="optim")
+    message = refused(tmp_path, bigger, its_optimizer)
+    assert "lacks 'model.third.weight'" in message and "step_00000001" in message and "Nothing was changed" in message
+    wider, its_optimizer = build(Net(width=6), strategy="optim")
+    assert "'model.first.weight' has shape [5, 4] in the checkpoint and [6, 4] in this model" in refused(
+        tmp_path, wider, its_optimizer
+    )
+    save_checkpoint(tmp_path, 2, [bigger])
+    assert "the checkpoint has 'model.third.bias', which this model has not" in refused(tmp_path, model, optimizer)
+
+
+@ranks(2)
+def test_without_strict_what_both_have_is_loaded_and_the_rest_is_named(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+    bigger, its_optimizer = build(Net(extra=True), strategy="optim")
+    third = bigger.module.third.weight.detach().clone()
+    report = load_checkpoint(tmp_path, [bigger], its_optimizer, strict=False)
+    assert sorted(report.notes) == [
+        "the checkpoint lacks 'model.third.bias'",
+        "the checkpoint lacks 'model.third.weight'",
+    ]
+    found = weights(bigger)
+    assert all(torch.equal(found[name], value) for name, value in weights(model).items())
+    assert torch.equal(bigger.module.third.weight, third)
+    train(bigger, its_optimizer, 1)
+    assert not torch.equal(bigger.module.third.weight, third)
+    report = load_checkpoint(tmp_path, [model], optimizer)
+    save_checkpoint(tmp_path, 2, [bigger], its_optimizer)
+    report = load_checkpoint(tmp_path, [model], optimizer, strict=False)
+    assert [note for note in report.notes if "third.weight" in note] == [
+        "the checkpoint has 'model.third.weight', which this model has not"
+    ]
+
+
+@ranks(2)
+def test_what_cannot_be_saved_is_refused_on_all_ranks_before_a_directory_exists(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = build()
+    for options, words in [
+        ({"extra": {"position": model}}, "extra cannot be written as JSON"),
+        ({"extra": {"position": {1, 2}} if rank == 1 else {}}, "rank 1.*extra cannot be written as JSON"),
+        ({"configuration": {"dtype": torch.float32}}, "configuration cannot be written as JSON"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            save_checkpoint(tmp_path, 1, [model], optimizer, **options)
+    with pytest.raises(CheckpointError, match=r"pass a list of this rank's chunks"):
+        save_checkpoint(tmp_path, 1, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"both 'scale' in the whole model.*chunk 0.*chunk 1"):
+        save_checkpoint(tmp_path, 1, [model, build(Net())[0]])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("step_")]
+
+
+# -- algorithms, hyperparameters -------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_state_of_another_algorithm_is_left_out_and_said(rank: int, world: int, tmp_path: Path) -> None:
+    adam_model, adam = build(strategy="optim")
+    train(adam_model, adam, 2)
+    save_checkpoint(tmp_path, 1, [adam_model], adam)
+
+    model, sgd = build(strategy="optim", optimizer="sgd")
+    report = load_checkpoint(tmp_path, [model], sgd)
+    assert same(weights(model), weights(adam_model))
+    assert any("SGD" in note and "['exp_avg', 'exp_avg_sq', 'step']" in note for note in report.notes)
+    reference, its_sgd = build(strategy="optim", optimizer="sgd")
+    reference.module.load_state_dict(weights(adam_model))
+    its_sgd.reload_model_params()
+    train(model, sgd, 2)
+    train(reference, its_sgd, 2)
+    assert same(weights(model), weights(reference)), "momentum starts fresh"
+
+    save_checkpoint(tmp_path, 2, [model], sgd)
+    report = load_checkpoint(tmp_path, [adam_model], adam)
+    assert any("keeps" in note and "['momentum_buffer']" in note and "fresh" in note for note in report.notes)
+    train(adam_model, adam, 1)  # with moments of zero: a first step of Adam is as long as the learning rate
+    moved = (adam_model.module.first.bias - model.module.first.bias).abs()
+    assert torch.allclose(moved[moved > 0], torch.tensor(0.1), rtol=1e-3)
+
+
+@ranks(2)
+def test_saved_before_the_first_step_is_loaded_as_it_was(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(strategy="optim")
+    save_checkpoint(tmp_path, 0, [model], optimizer)
+    other, its_optimizer = build(Net(), strategy="optim")
+    train(other, its_optimizer, 2)  # has state, and must lose it
+    report = load_checkpoint(tmp_path, [other], its_optimizer)
+    assert report.step == 0
+    train(model, optimizer, 3)
+    train(other, its_optimizer, 3)
+    assert same(weights(model), weights(other))
+
+
+@ranks(1)
+def test_settings_are_those_of_the_new_optimizer_unless_asked_for(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(weight_decay=0.3)
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path, 2, [model], optimizer)
+    other, its_optimizer = build(Net(), lr=0.02, weight_decay=0.5, adam_beta1=0.8)
+    load_checkpoint(tmp_path, [other], its_optimizer)
+    decays = {group["weight_decay"] for group in its_optimizer.param_groups}
+    assert {group["lr"] for group in its_optimizer.param_groups} == {0.02} and decays == {0.0, 0.5}
+    load_checkpoint(tmp_path, [other], its_optimizer, load_hyperparameters=True)
+    decays = {group["weight_decay"] for group in its_optimizer.param_groups}
+    assert {group["lr"] for group in its_optimizer.param_groups} == {0.1} and decays == {0.0, 0.3}
+    assert {tuple(group["betas"]) for group in its_optimizer.param_groups} == {(0.9, 0.999)}
+    train(model, optimizer, 2)
+    train(other, its_optimizer, 2)
+    assert same(weights(model), weights(other))
+    sgd_model, sgd = build(Net(), optimizer="sgd")
+    assert "those of Adam" in refused(tmp_path, sgd_model, sgd, load_hyperparameters=True)
+
+
+@ranks(2)
+def test_weights_alone_are_saved_and_loaded_without_an_optimizer(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(strategy="optim")
+    model.module.seen += 3
+    train(model, optimizer, 1)
+    save_checkpoint(tmp_path, 1, [model])
+    other, its_optimizer = build(Net(width=5), strategy="optim")
+    other.module.frozen.data += 1
+    report = load_checkpoint(tmp_path, [other])
+    assert same(weights(other), weights(model)) and report.notes == ()
+    report = load_checkpoint(tmp_path, [other], its_optimizer)
+    assert report.notes == ("the checkpoint has no optimizer state: it starts fresh",)
+
+
+# -- precisions ------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_masters_of_16_bit_weights_become_the_weights_of_a_full_precision_model_and_back(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    low, low_optimizer = build(Net(dtype=torch.bfloat16), strategy="optim")
+    train(low, low_optimizer, 3)
+    save_checkpoint(tmp_path, 3, [low], low_optimizer)
+    full, full_optimizer = build(strategy="no_shard")
+    load_checkpoint(tmp_path, [full], full_optimizer)
+    rounded = {name: value.to(low.module.state_dict()[name].dtype) for name, value in weights(full).items()}
+    assert same(rounded, weights(low))
+    assert not torch.equal(full.module.first.weight, low.module.first.weight.float()), "all digits of the masters"
+    moments = full_optimizer.state_dict()["state"]["first.weight"]
+    assert float(moments["step"]) == 3 and moments["exp_avg"].abs().max() > 0
+
+    save_checkpoint(tmp_path, 4, [full], full_optimizer)
+    back, back_optimizer = build(Net(dtype=torch.bfloat16), strategy="optim")
+    load_checkpoint(tmp_path, [back], back_optimizer)
+    entries, expected = back_optimizer.state_dict()["state"], low_optimizer.state_dict()["state"]
+    assert entries.keys() == expected.keys()
+    for name, entry in entries.items():
+        for key in ("master", "exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(entry[key], expected[name][key]), f"{key} of {name}"
+    assert same(weights(back), weights(low))
+
+
+@ranks(3)
+def test_shards_of_nothing_but_padding_are_saved_and_loaded(rank: int, world: int, tmp_path: Path) -> None:
+    net = nn.Linear(4, 1, bias=False)  # 4 elements, 3 shards of 128
+    torch.manual_seed(3)
+    net.weight.data.normal_()
+    model, optimizer = build(net, strategy="optim")
+    train(model, optimizer, 2)
+    assert bool(optimizer.state_dict()["state"]) == (rank == 0)
+    save_checkpoint(tmp_path, 2, [model], optimizer)
+    other, its_optimizer = build(nn.Linear(4, 1, bias=False), strategy="no_shard")
+    load_checkpoint(tmp_path, [other], its_optimizer)
+    train(model, optimizer, 2)
+    train(other, its_optimizer, 2)
+    assert torch.allclose(other.module.weight, model.module.weight, rtol=0, atol=0)
+
+
+# -- asynchronous, parts of a job ------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 2)
+    expected = weights(model)
+    with CheckpointSaver(tmp_path, asynchronous=True) as saver:
+        save_checkpoint(tmp_path, 2, [model], optimizer, saver=saver)
+        for param in model.module.parameters():
+            param.data.zero_()
+        train(model, optimizer, 1)
+        saver.wait()
+    other, its_optimizer = build(Net(), strategy="optim")
+    load_checkpoint(tmp_path, [other], its_optimizer)
+    assert same(weights(other), expected)
+
+
+@ranks(2)
+def test_parameters_in_an_overlapped_gather_are_waited_for(rank: int, world: int, tmp_path: Path) -> None:
+    parallel_state.initialize_model_parallel()
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim", overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    model = DistributedDataParallel(None, config, Net())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    train(model, optimizer, 2)
+    assert model.param_sync.pending, "the gather of the last step is still in flight"
+    save_checkpoint(tmp_path, 2, [model], optimizer)
+    other, its_optimizer = build(Net(), strategy="optim")
+    load_checkpoint(tmp_path, [other], its_optimizer)
+    assert same(weights(other), weights(model))
+
+
+# -- random streams --------------------------------------------------------------------------------------------------
+
+
+def draw_all() -> list[float]:
+    with get_rng_tracker().fork(MODEL_PARALLEL_STREAM):
+        tracked = float(torch.rand(()))
+    return [random.random(), float(np.random.randn()), float(torch.rand(())), tracked]
+
+
+@ranks(1)
+def test_every_random_stream_goes_on_where_it_stood(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model_parallel_manual_seed(3)
+    np.random.randn()  # leaves a second normal number in numpy's pocket
+    blob = save_random_state()
+    expected = [draw_all() for _ in range(3)]
+    model_parallel_manual_seed(4)
+    random.seed(5)
+    np.random.seed(6)
+    assert all(mine != theirs for mine, theirs in zip(draw_all(), expected[0], strict=True))
+    set_random_state(read_random_state(blob))
+    assert [draw_all() for _ in range(3)] == expected
+
+
+@ranks(2)
+def test_streams_come_back_rank_by_rank_on_the_same_layout_and_stay_on_another(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model, _ = build()
+    model_parallel_manual_seed(3)
+    random.seed(rank)
+    save_checkpoint(tmp_path, 1, [model])
+    expected = draw_all()
+    report = load_checkpoint(tmp_path, [model])
+    assert report.random_restored and draw_all() == expected
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, expected)
+    assert everybody[0][0] != everybody[1][0] and everybody[0][3] != everybody[1][3]
+    report = load_checkpoint(tmp_path, [model], load_random_state=False)
+    assert not report.random_restored and draw_all() != expected
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model, _ = build()
+    random.seed(77)
+    report = load_checkpoint(tmp_path, [model])
+    assert not report.random_restored and random.random() == random.Random(77).random()
+
+
+# -- the plan, without processes -------------------------------------------------------------------------------------
+
+
+def items(*pieces: tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> Any:
+    made = [Piece(key, shape, offset, torch.zeros(size)) for key, shape, offset, size in pieces]
+    return PieceSavePlanner(made, {}).create_local_plan().items
+
+
+def test_tensors_are_covered_once_and_every_refusal_names_tensor_and_ranks() -> None:
+    whole = ("model.w", (4, 3))
+    check_coverage([items((*whole, (0, 0), (2, 3))), items((*whole, (2, 0), (2, 1)), (*whole, (2, 1), (2, 2)))])
+    check_coverage([items(("model.s", (), (), ())), items(("model.e", (0, 3), (0, 0), (0, 3)))])
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 both write a part of 'model.w'.*global_names"):
+        check_coverage([items((*whole, (0, 0), (3, 3))), [], items((*whole, (2, 0), (2, 3)))])
+    with pytest.raises(ValueError, match=r"'model.w' has 12 elements \[4, 3\] and ranks \[1\] write 9"):
+        check_coverage([[], items((*whole, (0, 0), (3, 3)))])
+    with pytest.raises(ValueError, match=r"is \[4, 3\] torch.float32 for rank 0 and \[4, 2\] torch.float32 for rank 1"):
+        check_coverage([items((*whole, (0, 0), (4, 3))), items(("model.w", (4, 2), (0, 0), (4, 2)))])
+    with pytest.raises(ValueError, match=r"'model.s' has 1 elements \[\] and ranks \[0, 1\] write 2"):
+        check_coverage([items(("model.s", (), (), ())), items(("model.s", (), (), ()))])
+    blobs = [PieceSavePlanner([], {"rng.x": b"1"}).create_local_plan().items for _ in range(2)]
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] all write 'rng.x'"):
+        check_coverage(blobs)
+
+
+def test_overlaps_are_found_among_many_chunks() -> None:
+    rows = [items(("w", (6, 5), (row, column), (1, 1))) for row in range(6) for column in range(5)]
+    check_coverage(rows)
+    rows[7] = items(("w", (6, 5), (1, 1), (1, 1)))  # instead of (1, 2), so the volume is still right
+    with pytest.raises(ValueError, match="ranks 6 and 7 both write"):
+        check_coverage(rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "scalars"),
+    [
+        (lambda p: torch.optim.Adam(p), {"step", "exp_avg", "exp_avg_sq"}, {"step"}),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"step"}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}, set()),
+        (lambda p: torch.optim.SGD(p, lr=0.1), set(), set()),
+        (lambda p: torch.optim.NAdam(p), {"step", "mu_product", "exp_avg", "exp_avg_sq"}, {"step", "mu_product"}),
+    ],
+)
+def test_an_algorithm_is_asked_for_its_keys_without_touching_it(make: Any, kept: set[str], scalars: set[str]) -> None:
+    param = nn.Parameter(torch.ones(3))
+    inner = make([param])
+    inner.register_step_pre_hook(lambda *_: pytest.fail("a user's hook heard of it"))
+    keys = algorithm_keys(inner)
+    assert keys is not None and (keys.kept, keys.scalars) == (kept, scalars)
+    assert torch.equal(param, torch.ones(3)) and not inner.state and param.grad is None
+
+
+def test_numbers_are_stored_exactly() -> None:
+    for value in (0.1, 2**40 + 1, True, torch.tensor(3.0)):
+        assert as_scalar(value).item() == (value.item() if isinstance(value, Tensor) else value)
