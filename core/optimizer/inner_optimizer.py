@@ -1,30 +1,88 @@
-"""The inner optimizer: the torch optimizer that does the arithmetic on master weights."""
+"""The inner optimizer: the torch optimizer that does the arithmetic on master weights.
+
+It sees master weights as runs: long flat tensors, each a stretch of one or many parameters, for algorithms that work
+element by element; one whole parameter in its shape for those that do not (algorithms.py). Where groups have several
+algorithms, they are members of one CombinedOptimizer.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.optimizer.algorithms import Algorithm, label, resolve
+from core.optimizer.backends import make_with_backend
+from core.optimizer.combined_optimizer import CombinedOptimizer
+from core.optimizer.lion import Lion
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.param_groups import BOOKKEEPING
+
+if TYPE_CHECKING:
+    from core.optimizer.master_weights import Run
+    from core.process_groups import ProcessGroups
 
 
-def inner_optimizer(config: OptimizerConfig, torch_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer of `config.optimizer`: fused where torch has a fused kernel for the device.
+def inner_optimizer(
+    config: OptimizerConfig,
+    torch_groups: list[dict[str, Any]],
+    *,
+    runs: Sequence[Run] = (),
+    groups: ProcessGroups | None = None,
+) -> torch.optim.Optimizer:
+    """The torch optimizer over these groups; every group's own lr, weight decay and algorithm are in it.
 
-    torch_groups: param groups with their master weights; every group's own lr and weight decay are in it.
+    runs, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
+    Raises ValueError for an option that the algorithm of a group does not have.
     """
-    if config.optimizer not in ("adam", "sgd"):
-        raise ValueError(f"optimizer {config.optimizer!r} is not built yet; use 'adam' or 'sgd'")
-    make: Any
-    if config.optimizer == "sgd":
-        options: dict[str, Any] = {"momentum": config.sgd_momentum}
-        make = torch.optim.SGD
-    else:
-        options = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-        make = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    members: list[torch.optim.Optimizer] = []
+    for name in dict.fromkeys(group["optimizer"] for group in torch_groups):
+        mine = [group for group in torch_groups if group["optimizer"] == name]
+        member = _make(config, resolve(name), mine, runs, groups)
+        _check_options(name, member, mine)
+        members.append(member)
+    return members[0] if len(members) == 1 else CombinedOptimizer(torch_groups, members)
+
+
+def _make(
+    config: OptimizerConfig,
+    algorithm: Algorithm,
+    mine: list[dict[str, Any]],
+    runs: Sequence[Run],
+    groups: ProcessGroups | None,
+) -> torch.optim.Optimizer:
     lr = config.lr if config.lr is not None else 0.0
-    try:
-        return make(torch_groups, lr=lr, fused=True, **options)
-    except RuntimeError:
-        return make(torch_groups, lr=lr, foreach=True, **options)
+    if algorithm == "sgd":
+        return make_with_backend(
+            "sgd", mine, wanted=config.optimizer_backend, lr=lr, decoupled=False, momentum=config.sgd_momentum
+        )
+    if algorithm == "adam":
+        betas = config.adam_beta1, config.adam_beta2
+        decoupled = config.decoupled_weight_decay
+        return make_with_backend(
+            "adam", mine, wanted=config.optimizer_backend, lr=lr, decoupled=decoupled, betas=betas, eps=config.adam_eps
+        )
+    if algorithm == "lion":
+        return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
+    if isinstance(algorithm, str):
+        raise ValueError(f"optimizer {algorithm!r} is not built yet")
+    options = config.optimizer_kwargs if label(algorithm) == label(config.optimizer) else {}
+    make: Any = algorithm
+    return make(mine, lr=lr, **options)
+
+
+def _check_options(name: str, member: torch.optim.Optimizer, mine: list[dict[str, Any]]) -> None:
+    """Overrides that the algorithm never reads would be silently without effect."""
+    for group in mine:
+        unknown = sorted(set(group) - set(member.defaults) - BOOKKEEPING)
+        if unknown:
+            raise ValueError(
+                f"param group {group['name']!r}: {name} has no option {unknown[0]!r}; it has "
+                f"{', '.join(sorted(member.defaults))}"
+            )
+        if group["weight_decay"] and "weight_decay" not in member.defaults:
+            raise ValueError(
+                f"param group {group['name']!r}: {name} has no weight decay and weight_decay is "
+                f"{group['weight_decay']}; set OptimizerConfig(weight_decay=0)"
+            )

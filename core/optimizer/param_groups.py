@@ -30,7 +30,11 @@ Condition = Callable[[str, nn.Parameter], bool]
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 
 LEARNING_RATES = ("max_lr", "min_lr")
-SCHEDULED = (*LEARNING_RATES, "lr_mult", "wd_mult", "start_wd", "end_wd")
+# What a group holds for the scheduler, for checkpoints and for people; the rest are options of its algorithm.
+BOOKKEEPING = frozenset(
+    (*LEARNING_RATES, "lr_mult", "wd_mult", "start_wd", "end_wd", "params", "lr", "weight_decay")
+    + ("is_expert_parallel", "is_decoupled_lr", "default_config", "optimizer", "name")
+)
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
