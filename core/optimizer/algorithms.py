@@ -53,8 +53,8 @@ def label(algorithm: Algorithm) -> str:
         return found.__name__
     if "<locals>" in found.__qualname__:
         raise ValueError(
-            f"optimizer {found.__qualname__} is defined in a function, where other ranks and checkpoints cannot find it; "
-            "define it in a module"
+            f"optimizer {found.__qualname__} is defined in a function, where other ranks and checkpoints cannot "
+            "find it; define it in a module"
         )
     return f"{found.__module__}:{found.__qualname__}"
 
