@@ -4,6 +4,9 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "train": ["rich", "tyro", "matplotlib", "tensorboard", "tokenizers"],
+    "safetensors": ["safetensors"],
+    "transformers": ["transformers", "safetensors"],
+    "peft": ["peft", "safetensors"],
     "test": ["pytest", "pytest-timeout", "psutil"],
     "check": ["ruff", "mypy"],
     "docs": ["sphinx", "furo", "myst-parser"],

@@ -25,6 +25,7 @@ FLOORS = {
     "core.optimizer": 3,
     "core.checkpoint": 3,
     "core.booster": 4,
+    "core.interface": 4,
     "core.gradient_accumulation": 4,
     "core.grad_accum_optimizer": 4,
     "core.gradient_handler": 4,
@@ -42,7 +43,17 @@ FLOORS |= {
 LONGEST_FILE = 500
 LONGER_FOR_A_REASON = {"core/parallel_state.py": 700}  # a list of one-line accessors, whose names users know
 BASE_PACKAGES = {"torch", "numpy", "einops"}
-EXTRA_PACKAGES = {"rich", "tyro", "matplotlib", "tensorboard", "tokenizers", "safetensors", "transformers", "pytest"}
+EXTRA_PACKAGES = {
+    "rich",
+    "tyro",
+    "matplotlib",
+    "tensorboard",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "peft",
+    "pytest",
+}
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 

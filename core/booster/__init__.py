@@ -1,0 +1,6 @@
+"""The Booster: one loop for every way of training on several ranks; a plugin says which way. Names are ColossalAI's."""
+
+from core.booster.accelerator import Accelerator
+from core.booster.booster import Booster
+
+__all__ = ["Accelerator", "Booster"]

@@ -1,0 +1,48 @@
+"""Devices by name: which one this process trains on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Accelerator:
+    """A device by the name that torch has for it: 'cpu', 'cuda', 'cuda:1', 'mps', ...
+
+    Raises ValueError when this machine does not have it.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.device = torch.device(device)
+        here = devices_here()
+        if self.device.type not in here:
+            raise ValueError(f"device {str(device)!r} is not on this machine, which has {here}; pass one of these")
+
+    def configure_model(self, model: nn.Module) -> nn.Module:
+        """The model, moved to the device."""
+        return model.to(self.device)
+
+
+def devices_here() -> list[str]:
+    """Device types that this process can use."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+def default_device() -> torch.device:
+    """The accelerator where there is one, else the CPU."""
+    kind = devices_here()[-1]
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the tensors of a group's collectives lie: the accelerator if the group has a backend for it, else the CPU.
+
+    So a gloo group trains on the CPU of a machine with GPUs, and an NCCL group on its current GPU.
+    """
+    kind = devices_here()[-1]
+    backends = dist.get_backend_config(group)
+    if kind == "cpu" or f"{kind}:" not in backends or backends.split(f"{kind}:")[1].split(",")[0] == "gloo":
+        return torch.device("cpu")
+    return default_device()

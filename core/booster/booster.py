@@ -1,0 +1,257 @@
+"""The Booster: makes a plain model, optimizer and loss train the way that a plugin and a precision say."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from core.booster.accelerator import Accelerator, default_device
+from core.booster.checkpoint_io import GeneralCheckpointIO
+from core.booster.lora import check_config, refuse_quantized
+from core.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from core.booster.plugin import PipelinePluginBase, Plugin
+from core.interface import ModelWrapper, OptimizerWrapper
+
+StrPath = str | os.PathLike[str]
+
+
+class Booster:
+    """One loop for every plugin.
+
+        booster = Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16")
+        model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion)
+        for inputs, targets in dataloader:
+            optimizer.zero_grad()
+            booster.backward(criterion(model(inputs), targets), optimizer)
+            optimizer.clip_grad_by_norm(1.0)
+            optimizer.step()
+
+    device: where the model goes, unless the plugin decides that; default the accelerator, else the CPU.
+    mixed_precision: 'fp32', 'fp16', 'fp16_apex', 'bf16', 'fp8' or a MixedPrecision, unless the plugin decides that.
+    plugin: None trains on this process alone. Every rank makes its own Booster, with the same arguments.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: MixedPrecision | str | None = None,
+        plugin: Plugin | None = None,
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise TypeError(f"plugin must be a Plugin, an object of it, and is {plugin!r}")
+        self.plugin = plugin
+        self.accelerator: Accelerator | None = None
+        if plugin is None or not plugin.control_device():
+            self.accelerator = Accelerator(default_device() if device is None else device)
+            if plugin is not None and self.accelerator.device.type not in plugin.supported_devices():
+                raise ValueError(
+                    f"{type(plugin).__name__} does not run on {self.accelerator.device.type!r}; pass a device of "
+                    f"{plugin.supported_devices()}"
+                )
+        elif device is not None:
+            warnings.warn(f"{type(plugin).__name__} decides the device, so device={device!r} is ignored", stacklevel=2)
+        self.mixed_precision: MixedPrecision | None = None
+        if plugin is not None and plugin.control_precision():
+            if mixed_precision is not None:
+                warnings.warn(
+                    f"{type(plugin).__name__} decides the precision, so mixed_precision={mixed_precision!r} is ignored",
+                    stacklevel=2,
+                )
+        elif isinstance(mixed_precision, str):
+            if plugin is not None and mixed_precision not in plugin.supported_precisions():
+                raise ValueError(
+                    f"{type(plugin).__name__} does not train in {mixed_precision!r}, only in "
+                    f"{plugin.supported_precisions()}"
+                )
+            self.mixed_precision = mixed_precision_factory(mixed_precision)
+        elif isinstance(mixed_precision, MixedPrecision):
+            self.mixed_precision = mixed_precision
+        elif mixed_precision is not None:
+            raise TypeError(f"mixed_precision must be a name or a MixedPrecision, and is {mixed_precision!r}")
+        own_io = plugin is not None and plugin.control_checkpoint_io()
+        self.checkpoint_io = plugin.get_checkpoint_io() if plugin is not None and own_io else GeneralCheckpointIO()
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Wrap what a loop trains with. Every rank calls it.
+
+        Returns (model, optimizer, criterion, dataloader, lr_scheduler); what was None stays None. The optimizer is
+        made of the model's parameters before; a scheduler made before follows it.
+        """
+        _check_boosted(model, optimizer, criterion, dataloader)
+        if self.plugin is not None:
+            model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        if self.accelerator is not None:
+            model = self.accelerator.configure_model(model)
+        if self.mixed_precision is not None:
+            model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
+        if not isinstance(model, ModelWrapper) and self.plugin is None:
+            model = ModelWrapper(model)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper) and self.plugin is None:
+            optimizer = OptimizerWrapper(optimizer)
+        return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
+        """Accumulate the gradient of `loss` as the optimizer needs it (a loss scale, say)."""
+        optimizer.backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterable[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Any],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of one batch through a pipeline. Returns {'loss': ..., 'outputs': ...}."""
+        if not isinstance(self.plugin, PipelinePluginBase):
+            raise RuntimeError(
+                f"The plugin {self._plugin_name()} does not support pipeline. Call the model and booster.backward, or "
+                "use a plugin with pipeline parallelism"
+            )
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, backward adds to gradients without reducing them; the first backward outside reduces the sum."""
+        if self.plugin is None or not self.plugin.support_no_sync():
+            raise RuntimeError(
+                f"The plugin {self._plugin_name()} does not support no_sync. Call backward for every microbatch; the "
+                "sum is the same, only communication is not saved"
+            )
+        return self.plugin.no_sync(model, optimizer)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Add LoRA adapters by peft, before `boost`. The optimizer is made afterwards, of the adapted model.
+
+        pretrained_dir: of adapters saved before. lora_config: a peft.LoraConfig, needed without pretrained_dir.
+        """
+        refuse_quantized(quantize or bnb_quantization_config is not None)
+        if self.plugin is None or not self.plugin.support_lora():
+            raise RuntimeError(f"The plugin {self._plugin_name()} does not support LoRA; use TorchDDPPlugin")
+        if isinstance(model, ModelWrapper):
+            raise RuntimeError("enable_lora comes before boost, and this model is boosted")
+        if pretrained_dir is None:
+            check_config(lora_config)
+        return self.plugin.enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: StrPath,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Read a model's weights: see CheckpointIO.load_model. Every rank calls it."""
+        self.checkpoint_io.load_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: StrPath,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:
+        """Write a model's weights: see CheckpointIO.save_model. Every rank calls it."""
+        self.checkpoint_io.save_model(
+            model,
+            checkpoint,
+            shard,
+            gather_dtensor,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    def load_optimizer(
+        self, optimizer: Any, checkpoint: StrPath, low_cpu_mem_mode: bool = True, num_threads: int = 1
+    ) -> None:
+        """Read an optimizer's state: see CheckpointIO.load_optimizer. Every rank calls it."""
+        self.checkpoint_io.load_optimizer(
+            optimizer, checkpoint, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads
+        )
+
+    def save_optimizer(
+        self,
+        optimizer: Any,
+        checkpoint: StrPath,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Write an optimizer's state: see CheckpointIO.save_optimizer. Every rank calls it."""
+        self.checkpoint_io.save_optimizer(
+            optimizer,
+            checkpoint,
+            shard,
+            gather_dtensor,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+        )
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
+        """Write a scheduler's state. Every rank calls it."""
+        self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
+        """Read a scheduler's state. Every rank calls it."""
+        self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+    def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
+        """Write the adapters of a model that `enable_lora` made, for peft to load. Every rank calls it."""
+        self.checkpoint_io.save_lora_as_pretrained(model, checkpoint, use_safetensors)
+
+    def _plugin_name(self) -> str:
+        return "None" if self.plugin is None else type(self.plugin).__name__
+
+
+def _check_boosted(model: Any, optimizer: Any, criterion: Any, dataloader: Any) -> None:
+    """Tell a wrong order of arguments, which some of ColossalAI's pages have, and a second boost."""
+    order = "boost(model, optimizer, criterion, dataloader, lr_scheduler) returns five values in this order"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"boost got a {type(model).__name__} for the model; {order}")
+    if isinstance(model, ModelWrapper) or isinstance(optimizer, OptimizerWrapper):
+        raise RuntimeError("boost got a model or an optimizer that is boosted already; boost the plain ones, once")
+    if isinstance(criterion, DataLoader) or (criterion is not None and not callable(criterion)):
+        raise TypeError(f"boost got a {type(criterion).__name__} for the criterion; {order}")
+    if isinstance(dataloader, nn.Module):
+        raise TypeError(f"boost got a {type(dataloader).__name__} for the dataloader; {order}")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"boost got a {type(optimizer).__name__} for the optimizer; {order}")

@@ -1,0 +1,186 @@
+"""Files of checkpoints as ColossalAI and Hugging Face name and arrange them: whole, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+INDEX_SUFFIX = ".index.json"
+MIB = 1024 * 1024
+
+
+class Names(NamedTuple):
+    """The names of one checkpoint in a directory."""
+
+    whole: str
+    index_file: str
+
+    def shard(self, number: int) -> str:
+        """The name of a shard; the first is number 1."""
+        stem, suffix = self.whole.rsplit(".", 1)
+        return f"{stem}-{number:05d}.{suffix}"
+
+
+def model_names(prefix: str | None = None, use_safetensors: bool = False) -> Names:
+    """pytorch_model.bin or model.safetensors, and its index; `<prefix>.` before both."""
+    return _names(prefix, "model.safetensors" if use_safetensors else "pytorch_model.bin")
+
+
+def optimizer_names(prefix: str | None = None) -> Names:
+    """pytorch_optim.bin, and its index."""
+    return _names(prefix, "pytorch_optim.bin")
+
+
+def group_name(prefix: str | None = None) -> str:
+    """The file of a sharded optimizer's parameter groups."""
+    return _names(prefix, "pytorch_optim_group.bin").whole
+
+
+def _names(prefix: str | None, whole: str) -> Names:
+    whole = f"{prefix}.{whole}" if prefix else whole
+    return Names(whole, whole + INDEX_SUFFIX)
+
+
+def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, prefix: str | None = None) -> Path:
+    """The whole file or the index that a path means: itself, or the one in a directory.
+
+    Raises FileNotFoundError when there is none, ValueError when a directory has several.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {path.absolute()}")
+    kinds = [optimizer_names(prefix)] if optimizer else [model_names(prefix), model_names(prefix, True)]
+    found = [path / name for names in kinds for name in (names.index_file, names.whole) if (path / name).is_file()]
+    if not found:  # under another prefix, or written by somebody else
+        indices = [file for file in path.glob("*" + INDEX_SUFFIX) if ("optim" in file.name) == optimizer]
+        found = sorted(indices) if prefix is None else []
+    if not found:
+        what = "optimizer" if optimizer else "model"
+        raise FileNotFoundError(f"{path.absolute()} holds no checkpoint of a {what}: {sorted(os.listdir(path))}")
+    if len(found) > 1:
+        raise ValueError(
+            f"Found multiple index files in {path.absolute()}: {[file.name for file in found]}, please remove "
+            "redundant ones, or give the path of one of them"
+        )
+    return found[0]
+
+
+def is_index(path: Path) -> bool:
+    """Is it the index of a sharded checkpoint?"""
+    return path.name.endswith(INDEX_SUFFIX) or path.suffix == ".json"
+
+
+def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
+    """(file of each key, metadata). Raises FileNotFoundError, with names, when a shard is missing."""
+    index = json.loads(path.read_text())
+    weight_map = {key: path.parent / name for key, name in index["weight_map"].items()}
+    missing = sorted({file.name for file in weight_map.values() if not file.is_file()})
+    if missing:
+        raise FileNotFoundError(f"{path.name} in {path.parent.absolute()} lists {missing}, which are not there")
+    return weight_map, index.get("metadata", {})
+
+
+def write_index(
+    path: Path, weight_map: dict[str, str], total_bytes: int, metadata: dict[str, Any] | None = None
+) -> None:
+    """Write the index of shards that are complete."""
+    content = {"metadata": {"total_size": total_bytes, **(metadata or {})}, "weight_map": weight_map}
+    replace(path, lambda temporary: Path(temporary).write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
+    """Write a dictionary to a file that appears under its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not use_safetensors:
+        replace(path, lambda temporary: torch.save(content, temporary))
+        return
+    save_file = safetensors_package().save_file
+    odd = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise ValueError(f"{path.name}: safetensors holds tensors only, and {odd[0]!r} is none; use_safetensors=False")
+    kept = {name: value.contiguous() for name, value in without_duplicates(content)}
+    replace(path, lambda temporary: save_file(kept, temporary, metadata={"format": "pt"}))
+
+
+def replace(path: Path, write_to: Callable[[str], Any]) -> None:
+    """Write beside a file, then take its place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_to(str(temporary))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Any:
+    """The content of a file, on the CPU. Runs no code from it."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if path.suffix == ".safetensors" or (start[:2] != b"PK" and start[8:] == b"{"):
+        return safetensors_package().load_file(str(path))
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tied weights once, under the first of their names, as Hugging Face's files have them."""
+    seen: set[tuple[Any, ...]] = set()
+    for name, value in content.items():
+        if value.numel():
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if memory in seen:
+                continue
+            seen.add(memory)
+        yield name, value
+
+
+def shards_of(items: Iterable[tuple[Any, Any]], limit_mib: float) -> Iterator[tuple[dict[Any, Any], int]]:
+    """Items in order, as many together as fit into the limit: (items, bytes). A larger one is alone."""
+    shard: dict[Any, Any] = {}
+    shard_bytes = 0
+    for name, value in items:
+        size = bytes_of(value)
+        if shard and shard_bytes + size > limit_mib * MIB:
+            yield shard, shard_bytes
+            shard, shard_bytes = {}, 0
+        shard[name] = value
+        shard_bytes += size
+    if shard:
+        yield shard, shard_bytes
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value."""
+    if isinstance(value, torch.Tensor):
+        return int(value.numel() * value.element_size())
+    return sum(map(bytes_of, value.values())) if isinstance(value, dict) else 0
+
+
+def clean_directory(directory: Path, names: Iterable[Names]) -> None:
+    """Remove an older checkpoint of these names, its index first, so that it is never found in part."""
+    for kind in names:
+        (directory / kind.index_file).unlink(missing_ok=True)
+    for kind in names:
+        stem, suffix = kind.whole.rsplit(".", 1)
+        for file in directory.glob(f"{stem}-*.{suffix}"):
+            if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
+                file.unlink()
+
+
+def safetensors_package() -> Any:
+    """safetensors.torch, or an error that names the extra."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files of safetensors need the package; install the extra: pip install 'gradient-core[safetensors]', or "
+            "write torch's files with use_safetensors=False"
+        ) from error
+    return safetensors.torch

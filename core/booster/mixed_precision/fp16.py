@@ -1,0 +1,124 @@
+"""fp16: autocast and a dynamic loss scale, or NVIDIA's apex."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.booster.mixed_precision.autocast import AutocastModel, under_autocast
+from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
+from core.booster.mixed_precision.mixed_precision_base import Configured, MixedPrecision, as_wrapped
+from core.interface import OptimizerWrapper
+from core.optimizer.loss_scaler import DynamicLossScaler
+
+
+class FP16TorchMixedPrecision(MixedPrecision):
+    """fp16 by autocast, with a dynamic loss scale.
+
+    init_scale: what the loss is multiplied by at first. growth_factor: what the scale is multiplied by after
+    growth_interval steps without overflow, up to max_scale (None: what fp32 holds). backoff_factor: after an overflow,
+    down to min_scale; hysteresis: how many overflows are forgiven between two growths, plus one.
+    The first four are torch's and ColossalAI's, with their defaults; the others' defaults are what those two do.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        self.scaler_options: dict[str, Any] = {
+            "initial_scale": init_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        self.new_scaler()  # refuses numbers that make no scaler
+
+    def new_scaler(self) -> DynamicLossScaler:
+        """A scaler of these options at its beginning."""
+        return DynamicLossScaler(**self.scaler_options)
+
+    def configure(
+        self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
+    ) -> Configured:
+        """Autocast around the model and the criterion, the loss scale around the optimizer."""
+        boosted = AutocastModel(model, torch.float16)
+        if optimizer is not None:
+            optimizer = TorchAMPOptimizer(optimizer, self.new_scaler())
+        if criterion is not None:
+            criterion = under_autocast(criterion, boosted, torch.float16)
+        return boosted, optimizer, criterion
+
+
+class FP16ApexMixedPrecision(MixedPrecision):
+    """fp16 by NVIDIA's apex, with its options under its names. Needs apex built from its source, and a GPU."""
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: Any = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        try:
+            from apex import amp
+        except ImportError as error:
+            raise ImportError(
+                "mixed precision 'fp16_apex' needs NVIDIA's apex with its `apex.amp` (the package `apex` that pip "
+                "finds is another one); build it from its source, or use 'fp16', which needs nothing and does the same"
+            ) from error
+        self.amp = amp
+        self.options = {
+            "opt_level": opt_level,
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+            "num_losses": num_losses,
+            "verbosity": verbosity,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+        }
+
+    def configure(
+        self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
+    ) -> Configured:
+        """What apex makes of the model and the optimizer."""
+        inner = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+        plain = model.unwrap() if hasattr(model, "unwrap") else model
+        self.amp.initialize(plain, inner, **self.options)  # changes both in place
+        return as_wrapped(model), None if optimizer is None else ApexOptimizer(inner, self.amp), criterion
+
+
+class ApexOptimizer(OptimizerWrapper):
+    """An optimizer that apex has taken over."""
+
+    def __init__(self, optim: Any, amp: Any) -> None:
+        super().__init__(optim)
+        self.amp = amp
+
+    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        """Accumulate the gradient of the loss as apex scales it; it unscales at the end."""
+        with self.amp.scale_loss(loss, self.optim) as scaled:
+            scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)

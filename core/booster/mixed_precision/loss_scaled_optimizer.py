@@ -1,0 +1,96 @@
+"""An optimizer whose loss is scaled for fp16, and whose step is skipped on all ranks when a gradient overflowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from core.interface import OptimizerWrapper
+from core.optimizer.loss_scaler import DynamicLossScaler
+
+
+class TorchAMPOptimizer(OptimizerWrapper):
+    """Scales the loss in `backward`; unscales once, before the first clipping or the step; skips an overflowing step.
+
+    optim: a torch optimizer, or a plugin's wrapper. The scale changes only in `step`, so all microbatches of an
+    accumulated gradient have the same one. Its state is part of `state_dict`, and so of checkpoints.
+    """
+
+    def __init__(self, optim: Any, scaler: DynamicLossScaler) -> None:
+        super().__init__(optim)
+        self.scaler = scaler
+        self.found_inf = False  # in the gradients that were unscaled last
+        self._unscaled = False
+        if isinstance(optim, OptimizerWrapper):
+            self.param_names = optim.param_names
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in fp32: 65536 is not an fp16 number."""
+        return loss.float() * self.scaler.value
+
+    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        """Accumulate the gradient of the scaled loss."""
+        if self._unscaled:
+            raise RuntimeError(
+                "backward() came after this step's gradients were unscaled (by clipping or unscale_grad), so it would "
+                "add scaled gradients to unscaled ones; call step() or zero_grad() first, and clip only before step()"
+            )
+        super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph, **kwargs)
+
+    def unscale_grad(self) -> None:
+        """Divide the gradients by the scale, once a step. Collective where ranks hold parts of a gradient."""
+        if self._unscaled:
+            return
+        grads = [_local(param.grad) for param in self.parameters if param.grad is not None]
+        finite = True
+        if grads:
+            # A sum of maxima: inf or NaN anywhere is inf or NaN here, and one read from the device serves all.
+            largest = torch.stack([grad.abs().amax().float() for grad in grads if grad.numel()] or [torch.zeros(())])
+            finite = bool(largest.sum().isfinite())
+            torch._foreach_mul_(grads, 1.0 / self.scaler.value)
+        self.found_inf = self.agree_on_overflow(not finite)
+        self._unscaled = True
+
+    def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As OptimizerWrapper's, of the unscaled gradient."""
+        self.unscale_grad()
+        return super().clip_grad_by_norm(max_norm, *args, **kwargs)
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """As OptimizerWrapper's, of the unscaled gradient."""
+        self.unscale_grad()
+        super().clip_grad_by_value(clip_value, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters unless a gradient overflowed; then let the scaler know."""
+        if args or kwargs:
+            raise TypeError("step() takes no closure with fp16: a closure's backward would not scale the loss")
+        self.unscale_grad()
+        result = None if self.found_inf else self.optim.step()
+        self.scaler.update(self.found_inf)
+        self._unscaled = False
+        return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; a new step begins."""
+        self._unscaled = False
+        self.optim.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and `loss_scaler`."""
+        return {**self.optim.state_dict(), "loss_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale stays as it is."""
+        inner = dict(state_dict)
+        scaler = inner.pop("loss_scaler", None)
+        self.optim.load_state_dict(inner)
+        if scaler is not None:
+            self.scaler.load_state_dict(scaler)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,155 @@
+"""DPPluginBase: what plugins have in common whose ranks all train the same model on different data."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from core.booster.accelerator import device_of_group
+from core.booster.lora import add_lora
+from core.booster.plugin.plugin_base import Plugin
+
+
+class DPPluginBase(Plugin):
+    """Every rank of the world is a data-parallel rank, on its own device.
+
+    Raises RuntimeError where torch.distributed has not been started.
+    """
+
+    def __init__(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"{type(self).__name__} trains on the ranks of torch.distributed, which is not started; call "
+                "torch.distributed.init_process_group() first (under torchrun, with 'nccl' on GPUs or 'gloo' on CPUs)"
+            )
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def supported_devices(self) -> list[str]:
+        """Those of torch that have collectives."""
+        return ["cpu", "cuda", "npu", "xpu"]
+
+    def control_device(self) -> bool:
+        """The device is the one of the process group's collectives."""
+        return True
+
+    def device(self) -> torch.device:
+        """Where models go. RuntimeError, by the plugin's name, for a device that it does not run on."""
+        device = device_of_group()
+        if device.type not in self.supported_devices():
+            raise RuntimeError(
+                f"{type(self).__name__} does not run on {device.type!r}, only on {self.supported_devices()}; start "
+                "torch.distributed with the backend of one of those"
+            )
+        return device
+
+    def check_optimizer(self, model: nn.Module, optimizer: Any) -> None:
+        """Refuse an optimizer with parameters that no rank would reduce: those that are not the model's."""
+        known = {id(param) for param in model.parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    raise ValueError(
+                        f"{type(self).__name__}: parameter {place} (shape {list(param.shape)}) of the optimizer's "
+                        f"group {number} is not a parameter of the model, so ranks would not share its gradient. Make "
+                        "it part of the model's module, and make the optimizer after the model has its final parameters"
+                    )
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: Any = None,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A loader over this rank's part of a dataset; call its `sampler.set_epoch(epoch)` to shuffle anew.
+
+        batch_size: samples a rank. seed: of the shuffle, equal on all ranks, and of Python, NumPy and torch in each
+        worker, different in all. drop_last: leave out the last samples rather than give some twice or make a smaller
+        batch. distributed_sampler_cls: called as (dataset, num_replicas=, rank=, shuffle=), and with seed and
+        drop_last if it takes them. kwargs: other options of torch's DataLoader.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(
+                "prepare_dataloader cannot split an IterableDataset between ranks; let its __iter__ give rank r its "
+                "part (torch.distributed.get_rank()), and make the DataLoader yourself"
+            )
+        for name in ("sampler", "batch_sampler"):
+            if kwargs.get(name) is not None:
+                raise TypeError(
+                    f"prepare_dataloader makes the sampler; pass its class as distributed_sampler_cls rather than "
+                    f"{name}"
+                )
+        rank, replicas = self.data_rank(), self.data_size()
+        sampler_class = distributed_sampler_cls or DistributedSampler
+        wanted = {"num_replicas": replicas, "rank": rank, "shuffle": shuffle}
+        wanted |= _accepted(sampler_class, {"seed": seed, "drop_last": drop_last})
+        seed_worker = functools.partial(
+            _seed_worker, seed=seed + rank * num_workers, then=kwargs.pop("worker_init_fn", None)
+        )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler_class(dataset, **wanted),
+            worker_init_fn=seed_worker,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            **kwargs,
+        )
+
+    def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """`prepare_dataloader` under the name that some of ColossalAI's pages use."""
+        return self.prepare_dataloader(*args, **kwargs)
+
+    def data_rank(self) -> int:
+        """Which part of the data is this rank's."""
+        return self.rank
+
+    def data_size(self) -> int:
+        """In how many parts the data is split."""
+        return self.world_size
+
+    def support_lora(self) -> bool:
+        """Adapters are parameters like others."""
+        return True
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+    ) -> nn.Module:
+        """The model with LoRA adapters by peft."""
+        return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
+
+
+def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}
+
+
+def _seed_worker(worker: int, *, seed: int, then: Callable[[int], None] | None) -> None:
+    """A worker of a loader begins."""
+    random.seed(seed + worker)
+    np.random.seed((seed + worker) % 2**32)
+    torch.manual_seed(seed + worker)
+    if then is not None:
+        then(worker)

@@ -1,0 +1,183 @@
+"""What the options of FSDP's first version mean for `fully_shard`, its second. Pure, but for making meshes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered and reduced together, and the dtypes it computes in."""
+
+    name: str
+    module: nn.Module
+    policy: MixedPrecisionPolicy
+
+
+def units_of(
+    model: nn.Module,
+    auto_wrap_policy: Any,
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None,
+    ignored: set[nn.Module],
+) -> list[Unit]:
+    """The units of a model, inner ones first and the model itself last.
+
+    auto_wrap_policy: as for FSDP: a function (module, recurse, nonwrapped_numel) -> bool, or a policy object of
+    torch.distributed.fsdp.wrap. Modules that mixed precision exempts become units that compute in fp32.
+    Raises ValueError for a parameter that lies in two units.
+    """
+    inner, root = (policy_of(mixed_precision, root=root) for root in (False, True))
+    names = {module: name for name, module in model.named_modules()}
+    chosen: dict[nn.Module, MixedPrecisionPolicy] = {}
+    if auto_wrap_policy is not None:
+        for module in _wrapped_by(auto_wrap_policy, model, ignored):
+            chosen[module] = inner
+    if isinstance(mixed_precision, MixedPrecision) and mixed_precision.param_dtype is not None:
+        exempt = MixedPrecisionPolicy(
+            param_dtype=torch.float32, output_dtype=mixed_precision.param_dtype, cast_forward_inputs=True
+        )
+        for module in names:
+            if isinstance(module, tuple(mixed_precision._module_classes_to_ignore)) and module not in ignored:
+                chosen[module] = exempt
+    chosen[model] = root
+    # named_modules gives a parent before its children.
+    units = [Unit(name, module, chosen[module]) for module, name in reversed(names.items()) if module in chosen]
+    _check_shared_parameters(units)
+    return units
+
+
+def _wrapped_by(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> Iterable[nn.Module]:
+    if hasattr(policy, "_run_policy"):  # ModuleWrapPolicy, CustomPolicy
+        return [module for module in policy._run_policy(model, ignored, {}) if module is not model]
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        classes = tuple(policy)
+        return [module for module in model.modules() if isinstance(module, classes) and module is not model]
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy is {policy!r}; expected a function (module, recurse, nonwrapped_numel) -> bool, a "
+            "policy of torch.distributed.fsdp.wrap, or a set of module classes"
+        )
+    wrapped: list[nn.Module] = []
+    _ask(policy, model, ignored, wrapped)
+    return [module for module in wrapped if module is not model]
+
+
+def _ask(policy: Callable[..., bool], module: nn.Module, ignored: set[nn.Module], wrapped: list[nn.Module]) -> int:
+    """Ask a function policy about a module, its children first. Returns the elements that it wrapped."""
+    numel = sum(param.numel() for param in module.parameters())
+    if module in ignored or module in wrapped:
+        return 0
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    inside = sum(_ask(policy, child, ignored, wrapped) for child in module.children())
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
+        wrapped.append(module)
+        return numel
+    return inside
+
+
+def _check_shared_parameters(units: Sequence[Unit]) -> None:
+    owner: dict[nn.Parameter, tuple[Unit, str]] = {}
+    inside = {unit.module for unit in units}
+    for unit in units:
+        prefix = f"{unit.name}." if unit.name else ""
+        for path, module in own_modules(unit.module, inside, prefix):
+            for name, param in module.named_parameters(recurse=False):
+                other, other_name = owner.setdefault(param, (unit, path + name))
+                if other is not unit:
+                    raise ValueError(
+                        f"TorchFSDPPlugin: {other_name!r} in unit {other.name or 'the model'!r} and {path + name!r} in "
+                        f"unit {unit.name or 'the model'!r} are one parameter (tied), and would become two. Let "
+                        "auto_wrap_policy leave both to one unit, for example by wrapping only the layers between them"
+                    )
+
+
+def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A unit's modules with their names in it: all inside, but for other units (or ignored modules) and theirs."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in others:
+            yield from own_modules(child, others, f"{prefix}{name}.")
+
+
+def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, root: bool) -> MixedPrecisionPolicy:
+    """The dtypes of a unit. The model itself casts its inputs unless told otherwise; inner units only when told to."""
+    if mixed_precision is None:
+        return MixedPrecisionPolicy()
+    if isinstance(mixed_precision, MixedPrecisionPolicy):
+        return mixed_precision
+    cast = mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=mixed_precision.param_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype,
+        cast_forward_inputs=cast,
+    )
+
+
+def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
+    """Where shards lie between their uses. CPUOffload, True or a policy; RuntimeError where they are there anyway."""
+    if isinstance(cpu_offload, OffloadPolicy):
+        wanted = isinstance(cpu_offload, CPUOffloadPolicy)
+    else:
+        wanted = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+    if not wanted:
+        return OffloadPolicy()
+    if isinstance(cpu_offload, CPUOffloadPolicy):
+        return cpu_offload
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device) -> DeviceMesh:
+    """The ranks that shard, and those that replicate: [shard] or [replicate, shard]. Collective.
+
+    process_group: None, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
+    """
+    if isinstance(process_group, DeviceMesh):
+        return process_group
+    if isinstance(process_group, (tuple, list)):
+        shard, replicate = process_group
+        return _mesh_of_two(shard, replicate, device)
+    if strategy is ShardingStrategy.NO_SHARD:
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        return _mesh(torch.tensor(ranks).view(-1, 1), device)
+    if strategy in HYBRID:
+        world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        if world % local:
+            raise ValueError(
+                f"TorchFSDPPlugin: {strategy.name} shards over the {local} ranks of a machine (LOCAL_WORLD_SIZE), "
+                f"which do not divide the world of {world}; give process_group=(shard group, replicate group)"
+            )
+        return _mesh(torch.arange(world).view(-1, local), device)
+    if process_group is None:
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("shard",))
+
+
+def _mesh(ranks: torch.Tensor, device: torch.device) -> DeviceMesh:
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _mesh_of_two(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    rows: list[Any] = [None] * dist.get_world_size(replicate)
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    return DeviceMesh.from_group(
+        [replicate, shard], device.type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )

@@ -1,0 +1,147 @@
+"""TorchDDPPlugin: torch's DistributedDataParallel. Every rank keeps the whole model and averages gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from core.booster.checkpoint_io import TorchDDPCheckpointIO
+from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.plugin_base import Boosted
+from core.fp8_communication import all_reduce as fp8_all_reduce
+from core.interface import ModelWrapper, OptimizerWrapper
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class TorchDDPModel(ModelWrapper):
+    """A model in torch's DistributedDataParallel, which is `module`."""
+
+
+class TorchDDPPlugin(DPPluginBase):
+    """Data parallelism by torch. The parameters are those of torch.nn.parallel.DistributedDataParallel:
+
+    broadcast_buffers: give rank 0's buffers to all ranks at each forward (False: at no time). bucket_cap_mb: gradient
+    bucket, MiB. find_unused_parameters: allow parameters that a forward does not use. check_reduction: torch takes it,
+    warns, and ignores it, as its reducer always checks. gradient_as_bucket_view: gradients are views of buckets, one
+    copy less. static_graph: the graph is the same in all iterations. fp8_communication: gradients travel in 8 bits
+    with a scale for each 256 of them (errors: core/fp8_communication.py).
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        fp8_communication: bool = False,
+    ) -> None:
+        super().__init__()
+        if bucket_cap_mb <= 0:
+            raise ValueError(
+                f"bucket_cap_mb is {bucket_cap_mb}; a bucket needs a positive size (torch's default is 25)"
+            )
+        self.ddp_kwargs = {
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        self.fp8_communication = fp8_communication
+
+    def supported_precisions(self) -> list[str]:
+        """All that the Booster knows."""
+        return ["fp32", "fp16", "fp16_apex", "bf16", "fp8"]
+
+    def control_precision(self) -> bool:
+        """The Booster's `mixed_precision` decides."""
+        return False
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Move the model, make its batch norms common to all ranks, wrap it."""
+        if optimizer is not None:
+            self.check_optimizer(model, optimizer)
+        device = self.device()
+        model = with_common_batch_norm(model.to(device), self.world_size)
+        options = dict(self.ddp_kwargs)
+        if options["broadcast_buffers"]:
+            del options["broadcast_buffers"]  # torch's default, and newer versions warn when it is named
+        with warnings.catch_warnings():
+            # The two arguments are the plugin's own, under its users' names.
+            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            warnings.filterwarnings("ignore", message=".*`check_reduction` argument")
+            ddp = TorchDDP(model, **options)
+        if self.fp8_communication:
+            ddp.register_comm_hook(ddp.process_group, average_in_fp8)
+        boosted = TorchDDPModel(ddp)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = OptimizerWrapper(optimizer)
+            optimizer.name_parameters(model)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def control_checkpoint_io(self) -> bool:
+        """One rank writes."""
+        return True
+
+    def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
+        """One rank writes, all read."""
+        return TorchDDPCheckpointIO()
+
+    def support_no_sync(self) -> bool:
+        """By torch's own no_sync."""
+        return True
+
+    def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
+        """Inside, forward and backward reduce nothing. The model may have been wrapped further since."""
+        for module in () if model is None else model.modules():
+            if isinstance(module, TorchDDP):
+                context: AbstractContextManager[None] = module.no_sync()
+                return context
+        raise ValueError(
+            f"no_sync got a {type(model).__name__} that TorchDDPPlugin has not boosted; pass boost's model"
+        )
+
+
+def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of torch's DDP: average a bucket of gradients over the wrapper's own group, in 8 bits.
+
+    It blocks: collectives started from a future's callback could begin in another order on another rank.
+    """
+    gradients = bucket.buffer()
+    fp8_all_reduce(gradients, group, mean=True)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
+
+
+def with_common_batch_norm(model: nn.Module, world_size: int) -> nn.Module:
+    """Batch norms as SyncBatchNorm, where torch has it (not on CPUs); a warning where ranks keep their own."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return model
+    if next(model.parameters()).device.type == "cpu":
+        if world_size > 1:
+            warnings.warn(
+                "torch has no SyncBatchNorm for CPUs, so each rank normalizes by the statistics of its own batch, "
+                "unlike on GPUs; use a norm without batch statistics where that matters",
+                stacklevel=2,
+            )
+        return model
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)

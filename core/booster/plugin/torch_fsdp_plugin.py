@@ -1,0 +1,327 @@
+"""TorchFSDPPlugin: torch's FSDP. Parameters, gradients and optimizer state are split over ranks, by `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
+from core.booster.mixed_precision import FP16TorchMixedPrecision, TorchAMPOptimizer
+from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.fsdp_collectives import FP8AllGather, FP8ReduceScatter
+from core.booster.plugin.fsdp_options import HYBRID, RESHARDED, Unit, mesh_of, offload_of, own_modules, units_of
+from core.booster.plugin.plugin_base import Boosted
+from core.interface import ModelWrapper, OptimizerWrapper
+from core.interface.optimizer import check_max_norm
+from core.optimizer.loss_scaler import DynamicLossScaler
+
+
+class TorchFSDPModel(ModelWrapper):
+    """A model whose units are sharded; `module` is the user's own module, its parameters are DTensors now."""
+
+
+class FSDPOptimizerWrapper(OptimizerWrapper):
+    """An optimizer over shards: norms and overflows are those of the whole gradient. Both are collective."""
+
+    def __init__(self, optim: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        super().__init__(optim)
+        self.groups = groups  # of ranks that shard, and of ranks that replicate
+        self.device = device
+
+    def clip_grad_by_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Scale the whole gradient so that its norm, over all ranks, is at most `max_norm`; return the norm before."""
+        check_max_norm(max_norm)
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        sharded = [grad for grad in grads if isinstance(grad, DTensor)]
+        whole = [grad for grad in grads if not isinstance(grad, DTensor)]  # of ignored modules
+        norms = []
+        for part in (sharded, whole):
+            if part:
+                norm = nn.utils.get_total_norm(part, norm_type)
+                norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self.device))
+        if not norms:
+            return torch.zeros((), device=self.device)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the gradient's norm of order {norm_type} is {total.item()}")
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local.mul_(factor.to(local.device))
+        self._grad_norm = float(total)
+        return total
+
+    def agree_on_overflow(self, found: bool) -> bool:
+        """Did any rank find inf or NaN in its shard?"""
+        flag = torch.tensor(float(found), device=self.device)
+        for group in self.groups:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return bool(flag)
+
+
+class TorchFSDPPlugin(DPPluginBase):
+    """Sharded data parallelism by torch. The parameters are those of FullyShardedDataParallel, on `fully_shard`:
+
+    process_group: ranks to shard over (a pair (shard, replicate) for hybrid strategies; a DeviceMesh); the world.
+    sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),
+        NO_SHARD (every rank keeps everything), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine,
+        replicated between machines).
+    cpu_offload: CPUOffload(offload_params=True) keeps shards and their optimizer state on the host.
+    auto_wrap_policy: which modules are gathered together; None takes the whole model as one.
+    backward_prefetch: BACKWARD_PRE (default) gathers the next unit while this one's backward computes, BACKWARD_POST
+        after it: less memory, less overlap.
+    mixed_precision: MixedPrecision (or a MixedPrecisionPolicy). With fp16 parameters the loss is scaled too.
+    ignored_modules: left alone: neither sharded nor reduced.
+    param_init_fn: materializes one module that lies on the meta device; without it, `to_empty` and
+        `reset_parameters()`.
+    sync_module_states: begin with rank 0's parameters and buffers.
+    fp8_communication: parameters and gradients travel in 8 bits (errors: core/fp8_communication.py).
+    loss_scaler: for fp16 parameters; default DynamicLossScaler(2**16, growth_interval=2000, hysteresis=1).
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = None,
+        mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool = False,
+        fp8_communication: bool = False,
+        *,
+        loss_scaler: DynamicLossScaler | None = None,
+    ) -> None:
+        super().__init__()
+        self.sharding_strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        if not isinstance(self.sharding_strategy, ShardingStrategy):
+            raise TypeError(
+                f"sharding_strategy is {sharding_strategy!r}; expected a torch.distributed.fsdp.ShardingStrategy"
+            )
+        if isinstance(process_group, (tuple, list)) != (self.sharding_strategy in HYBRID) and process_group is not None:
+            raise ValueError(
+                f"sharding_strategy {self.sharding_strategy.name} with process_group {process_group!r}: hybrid "
+                "strategies take a pair (shard group, replicate group), the others one group"
+            )
+        if isinstance(mixed_precision, MixedPrecision) and mixed_precision.keep_low_precision_grads:
+            raise ValueError(
+                "mixed_precision.keep_low_precision_grads=True is not possible with fully_shard, whose gradients have "
+                "the dtype of the sharded parameters; set it to False, or make the model's parameters 16-bit"
+            )
+        if fp8_communication and self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                "fp8_communication has no effect with NO_SHARD, which neither gathers parameters nor scatters "
+                "gradients; use TorchDDPPlugin(fp8_communication=True)"
+            )
+        self.process_group = process_group
+        self.cpu_offload = cpu_offload
+        self.auto_wrap_policy = auto_wrap_policy
+        self.backward_prefetch = backward_prefetch
+        self.mixed_precision = mixed_precision
+        self.ignored_modules = list(ignored_modules or ())
+        self.param_init_fn = param_init_fn
+        self.sync_module_states = sync_module_states
+        self.fp8_communication = fp8_communication
+        self.loss_scaler = loss_scaler
+        if loss_scaler is not None and not self._is_fp16():
+            raise ValueError("loss_scaler is for fp16: give mixed_precision=MixedPrecision(param_dtype=torch.float16)")
+
+    def supported_precisions(self) -> list[str]:
+        """By `mixed_precision` of the plugin: fp32, fp16, bf16; fp8 and autocast by the Booster's."""
+        return ["fp32", "fp16", "bf16", "fp8"]
+
+    def control_precision(self) -> bool:
+        """The plugin's `mixed_precision` decides where it is given, else the Booster's."""
+        return self.mixed_precision is not None
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Shard the model, and let the optimizer's groups hold the shards, with their state and options."""
+        if optimizer is not None:
+            self.check_optimizer(model, optimizer)
+        device = self.device()
+        ignored = {inner for module in self.ignored_modules for inner in module.modules()}
+        units = units_of(model, self.auto_wrap_policy, self.mixed_precision, ignored)
+        mesh = mesh_of(self.process_group, self.sharding_strategy, device)
+        originals = dict(model.named_parameters())
+        tied = _tied_names(model)
+        for unit in units:
+            borders = {other.module for other in units} | ignored
+            self._prepare(unit, borders, mesh, device)
+        for module in self.ignored_modules:
+            module.to(device)
+        _tie(model, tied)
+        ignored_params = {param for module in ignored for param in module.parameters(recurse=False)}
+        for unit in units:
+            self._shard(unit, mesh, device, ignored_params)
+        if optimizer is not None:
+            replace_parameters(optimizer, originals, dict(model.named_parameters()))
+            optimizer = FSDPOptimizerWrapper(optimizer, [mesh.get_group(dim) for dim in range(mesh.ndim)], device)
+            optimizer.name_parameters(model)
+            if self._is_fp16():
+                optimizer = TorchAMPOptimizer(optimizer, self.loss_scaler or FP16TorchMixedPrecision().new_scaler())
+        return TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler
+
+    def _prepare(self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
+        """Give a unit's own tensors memory on the device, rank 0's values and their dtype."""
+        for path, module in own_modules(unit.module, borders, f"{unit.name}."):
+            if any(tensor.is_meta for tensor in own_tensors(module)):
+                self._materialize(path.strip(".") or "the model", module, device)
+            for tensor in own_tensors(module):
+                tensor.data = tensor.data.to(device)
+                if self.sync_module_states:
+                    for dim in reversed(range(mesh.ndim)):  # in the shard group, then in the replicate group
+                        dist.broadcast(tensor.data, group=mesh.get_group(dim), group_src=0)
+            buffer_dtype = getattr(self.mixed_precision, "buffer_dtype", None)
+            for buffer in module.buffers(recurse=False):
+                if buffer_dtype is not None and buffer.is_floating_point():
+                    buffer.data = buffer.data.to(buffer_dtype)
+
+    def _materialize(self, name: str, module: nn.Module, device: torch.device) -> None:
+        if self.param_init_fn is not None:
+            self.param_init_fn(module)
+        elif hasattr(module, "reset_parameters"):
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+        if any(tensor.is_meta for tensor in own_tensors(module)):
+            raise ValueError(
+                f"TorchFSDPPlugin: {name!r} ({type(module).__name__}) has tensors on the meta device "
+                + ("after param_init_fn" if self.param_init_fn else "and no reset_parameters()")
+                + "; let param_init_fn(module) do module.to_empty(device=..., recurse=False) and set its values"
+            )
+
+    def _shard(self, unit: Unit, mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]) -> None:
+        # The model itself is used last in forward and first in backward, so FULL_SHARD keeps it gathered in between.
+        reshard = (unit.name != "" or None) if self.sharding_strategy in RESHARDED else False
+        fully_shard(
+            unit.module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=unit.policy,
+            offload_policy=offload_of(self.cpu_offload, device),
+            ignored_params=ignored,
+        )
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            # A module that prefetches only itself, which it has, leaves the next unit to that unit's own backward.
+            unit.module.set_modules_to_backward_prefetch([unit.module])
+        if self.fp8_communication:
+            unit.module.set_custom_all_gather(FP8AllGather())
+            unit.module.set_custom_reduce_scatter(FP8ReduceScatter())
+
+    def _is_fp16(self) -> bool:
+        return getattr(self.mixed_precision, "param_dtype", None) is torch.float16
+
+    def data_rank(self) -> int:
+        """This rank's place in the group that the model is sharded and replicated over."""
+        shard, replicate = self._groups()
+        return (
+            dist.get_rank(replicate) * dist.get_world_size(shard) + dist.get_rank(shard)
+            if replicate
+            else (dist.get_rank(shard))
+        )
+
+    def data_size(self) -> int:
+        """The size of that group."""
+        shard, replicate = self._groups()
+        return dist.get_world_size(shard) * (dist.get_world_size(replicate) if replicate else 1)
+
+    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        group = self.process_group
+        if isinstance(group, DeviceMesh):
+            return group.get_group(group.ndim - 1), group.get_group(0) if group.ndim == 2 else None
+        if isinstance(group, (tuple, list)):
+            return group[0], group[1]
+        return group, None
+
+    def control_checkpoint_io(self) -> bool:
+        """Shards are gathered, one tensor at a time."""
+        return True
+
+    def get_checkpoint_io(self) -> TorchFSDPCheckpointIO:
+        """Whole tensors in files, shards in memory."""
+        return TorchFSDPCheckpointIO(self.process_group if isinstance(self.process_group, dist.ProcessGroup) else None)
+
+    def support_no_sync(self) -> bool:
+        """Gradients are kept whole until they are reduced."""
+        return True
+
+    def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
+        """Inside, backward keeps whole gradients on every rank and reduces nothing: memory for communication."""
+        for module in () if model is None else model.modules():
+            if isinstance(module, FSDPModule):
+                return _no_sync(module)
+        raise ValueError(
+            f"no_sync got a {type(model).__name__} that TorchFSDPPlugin has not boosted; pass boost's model"
+        )
+
+
+@contextmanager
+def _no_sync(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def replace_parameters(optimizer: Any, originals: dict[str, nn.Parameter], parameters: dict[str, nn.Parameter]) -> None:
+    """Let an optimizer's groups hold the parameters that now have the names of its own; groups and state stay."""
+    name_of = {param: name for name, param in originals.items()}
+    state, optimizer.state = optimizer.state, type(optimizer.state)(dict)
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = group["params"][place] = parameters[name_of[old]]
+            if old in state:
+                optimizer.state[new] = {key: shard_like(value, new) for key, value in state[old].items()}
+
+
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """A module's parameters and buffers, without its children's."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make parameters one that were one before each module was given memory of its own."""
+    for first, *others in tied:
+        param = model.get_parameter(first)
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, param)

@@ -1,0 +1,33 @@
+"""ModelWrapper: a model as a plugin returns it, with the plain module one `unwrap()` away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class ModelWrapper(nn.Module):
+    """Holds a model as `module`. A plugin derives from it to change the forward or what `unwrap` finds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        """The user's own module, under all wrappers: these are the names that checkpoints use."""
+        module = self.module
+        while isinstance(module, (ModelWrapper, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        return module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*args, **kwargs)
+
+
+class AMPModelMixin:
+    """A model whose optimizer keeps master weights of its own."""
+
+    def update_master_params(self) -> None:
+        """Take over weights that were written into the model from outside. Called after a checkpoint is loaded."""

@@ -1,0 +1,51 @@
+"""Five steps with each plugin equal one process on the same global batch."""
+
+import pytest
+
+from core.booster import Booster
+from core.booster.plugin import DPPluginBase, TorchDDPPlugin, TorchFSDPPlugin
+from tests.unit_tests.booster_reference import BOUNDS, MAX_NORM, assert_same_training, train, trained_on_one_process
+from tests.unit_tests.ranks import ranks
+
+PLUGINS = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
+
+
+def new_plugin(name: str) -> DPPluginBase:
+    if name == "torch_fsdp":
+        return TorchFSDPPlugin(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or wants(module))
+    return PLUGINS[name]()
+
+
+def wants(module: object) -> bool:
+    return type(module).__name__ == "Linear"
+
+
+def check(rank: int, world: int, plugin: str, precision: str, accumulate: int, clip: bool) -> None:
+    booster = Booster(mixed_precision=precision, plugin=new_plugin(plugin))
+    model, optimizer, norms = train(booster, rank, accumulate, clip)
+    reference, wanted = trained_on_one_process(world, accumulate, clip)
+    assert_same_training(model, reference, BOUNDS[precision])
+    if clip:
+        assert norms == pytest.approx(wanted, rel=10 * BOUNDS[precision])
+        assert min(wanted) > 1.2 * MAX_NORM, "clipping would change nothing"
+    if precision == "fp16":
+        assert not optimizer.found_inf and optimizer.scaler.value == 2.0**16
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_five_steps_equal_one_process(rank: int, world: int, plugin: str) -> None:
+    for precision, accumulate, clip in (("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, True), ("fp16", 1, True)):
+        check(rank, world, plugin, precision, accumulate, clip)
+
+
+@pytest.mark.nightly
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("clip", [False, True], ids=["whole", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_five_steps_equal_one_process_in_all_combinations(
+    rank: int, world: int, plugin: str, precision: str, accumulate: int, clip: bool
+) -> None:
+    check(rank, world, plugin, precision, accumulate, clip)
