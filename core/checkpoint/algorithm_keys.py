@@ -1,9 +1,9 @@
-"""Which state an algorithm keeps of a parameter: found by letting it take a step on a parameter of its own."""
+"""Which state an algorithm keeps of a parameter: found by letting another one of its class take a first step."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,51 +16,47 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmKeys:
-    """State keys that every param group keeps (`needed`), or any does (`kept`).
+    """Keys of a parameter's state after a step.
 
     scalars: those that are one number a parameter; numbers: those of them that are Python's and no tensors.
     """
 
-    needed: frozenset[str]
     kept: frozenset[str]
-    scalars: frozenset[str]
-    numbers: frozenset[str]
+    scalars: frozenset[str] = frozenset({"step"})
+    numbers: frozenset[str] = frozenset()
 
 
-def algorithm_keys(inner: torch.optim.Optimizer) -> AlgorithmKeys | None:
-    """What a torch optimizer keeps, or None where it cannot be found out. Touches neither its state nor its params."""
-    states = []
-    for group in inner.param_groups:
-        state = _first_state(inner, group)
-        if state is None:
-            return None
-        states.append(state)
-    keys = [frozenset(key for key, value in state.items() if value is not None) for state in states]
-    if not keys:
-        return None
-    values = [(key, value) for state in states for key, value in state.items()]
-    return AlgorithmKeys(
-        frozenset.intersection(*keys),
-        frozenset.union(*keys),
-        frozenset(key for key, value in values if is_number(value)),
-        frozenset(key for key, value in values if isinstance(value, (bool, int, float))),
-    )
+def keys_by_group(inner: torch.optim.Optimizer) -> list[AlgorithmKeys | None]:
+    """What the algorithm of each param group keeps; None where it cannot be found out. Touches nothing of `inner`."""
+    members: list[torch.optim.Optimizer] = getattr(inner, "members", [inner])
+    home = {id(group): member for member in members for group in member.param_groups}
+    return [algorithm_keys(home.get(id(group), inner), group) for group in inner.param_groups]
 
 
-def _first_state(inner: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any] | None:
-    """The state after a step from zero gradients on a small matrix."""
+def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> AlgorithmKeys | None:
+    """What a torch optimizer keeps of the parameters of one of its groups, or None.
+
+    A class that needs more to be built than its groups and defaults says it: `state_keys = ("momentum_buffer",)`.
+    """
+    declared = getattr(member, "state_keys", None)
+    if declared is not None:
+        return AlgorithmKeys(frozenset(declared))
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     param = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     param.grad = torch.zeros_like(param)
-    probe = object.__new__(type(inner))
-    probe.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**group, "params": [param]}]
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        probe.__dict__[hooks] = OrderedDict()  # a user's hook must not hear of it
     try:
+        # Another instance, which knows of no parameter but this one: a copy could hold on to the real ones.
+        takes = inspect.signature(type(member)).parameters
+        options = {name: value for name, value in member.defaults.items() if name in takes}
+        probe: Any = type(member)([{**group, "params": [param]}], **options)
         probe.step()
+        state = dict(probe.state[param])
     except Exception as error:
-        logger.debug("%s took no step on a parameter of its own: %s", type(inner).__name__, error)
+        logger.debug("no other %s could be built and stepped: %s", type(member).__name__, error)
         return None
-    return dict(probe.state[param])
+    held = {key: value for key, value in state.items() if value is not None}
+    return AlgorithmKeys(
+        frozenset(held),
+        frozenset(key for key, value in held.items() if is_number(value)),
+        frozenset(key for key, value in held.items() if isinstance(value, (bool, int, float))),
+    )

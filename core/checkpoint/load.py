@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from core.checkpoint.agreement import Ranks
-from core.checkpoint.algorithm_keys import AlgorithmKeys, algorithm_keys
+from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
 from core.checkpoint.directory import CheckpointDirectory, find_intact
 from core.checkpoint.errors import CheckpointError
-from core.checkpoint.optimizer_pieces import PLACE, WEIGHTS, Entry, entries_of, entry_pieces, leaves
+from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors
 from core.checkpoint.planners import PieceLoadPlanner, blob_keys, read_items, tensor_records
 from core.checkpoint.random_state import random_key, read_random_state, set_random_state
 from core.checkpoint.save import LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
-from core.optimizer.optimizer_state import load_groups, save_groups
+from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -49,6 +49,15 @@ class LoadReport:
     skipped: tuple[str, ...] = ()  # damaged steps that were passed over
 
 
+@dataclass(frozen=True)
+class _Keeps:
+    """What is known of the algorithm that updates a parameter. keys: None where nobody can say."""
+
+    algorithm: str
+    keys: AlgorithmKeys | None
+    was_saved: bool  # by a job that used the same algorithm
+
+
 @dataclass
 class _Plan:
     """What one rank will read, and what it has found to be wrong or worth saying."""
@@ -59,7 +68,7 @@ class _Plan:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)  # names of tensors that this rank holds a part of
-    algorithms: dict[int, AlgorithmKeys | None] = field(default_factory=dict)  # by id(optimizer)
+    keys: dict[tuple[int, str], _Keeps] = field(default_factory=dict)  # by id(optimizer) and its name of a parameter
 
 
 def load_checkpoint(
@@ -91,7 +100,7 @@ def load_checkpoint(
     try:
         chunks = checked_chunks(model_chunks)
         metadata = reader.read_metadata()
-        plan = _plan(chunks, optimizer, metadata)
+        plan = _plan(chunks, optimizer, metadata, directory.meta)
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
     except (ValueError, TypeError, KeyError) as failure:
         error = f"cannot load {directory.path}: {failure}"
@@ -133,13 +142,14 @@ def load_checkpoint(
 # -- what to read ----------------------------------------------------------------------------------------------------
 
 
-def _plan(chunks: list[Any], optimizer: Any, metadata: Metadata) -> _Plan:
+def _plan(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[str, Any]) -> _Plan:
     records = tensor_records(metadata)
     tensors = local_tensors(chunks)
     plan = _Plan()
     for local in tensors:
         _plan_tensor(plan, local, records)
-    plan.algorithms = {id(leaf): algorithm_keys(leaf.optimizer) for leaf in leaves(optimizer)}
+    for leaf in leaves(optimizer):
+        plan.keys |= {(id(leaf), name): keeps for name, keeps in _algorithms(leaf, meta).items()}
     in_file = _state_keys_in(records)
     readable = {id(local) for local, _ in plan.staged}
     for entry in entries_of(optimizer, chunks, tensors):
@@ -178,6 +188,23 @@ def _plan_tensor(plan: _Plan, local: LocalTensor, records: Mapping[str, TensorSt
     plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
 
 
+def _algorithms(leaf: Any, meta: Mapping[str, Any]) -> dict[str, _Keeps]:
+    """By the optimizer's names of parameters."""
+    keys = keys_by_group(leaf.optimizer)
+    labels = [group.get("optimizer", type(leaf.optimizer).__name__) for group in leaf.param_groups]
+    saved = {
+        group.get("optimizer", record["algorithm"])
+        for record in meta.get("optimizer", ())
+        for group in record["param_groups"]
+    }
+    return {
+        leaf.names[id(piece.param)]: _Keeps(labels[run.group], keys[run.group], labels[run.group] in saved)
+        for masters in leaf.masters
+        for run in masters.runs
+        for piece in run.slices
+    }
+
+
 def _state_keys_in(records: Mapping[str, TensorStorageMetadata]) -> dict[str, set[str]]:
     """By parameter the state keys that the file has of it."""
     found: dict[str, set[str]] = {}
@@ -196,28 +223,17 @@ def _plan_entry(
     records: Mapping[str, TensorStorageMetadata],
 ) -> None:
     """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
-    algorithm = plan.algorithms[id(entry.optimizer)]
-    algorithm_name = type(entry.optimizer.optimizer).__name__
+    keeps = plan.keys[id(entry.optimizer), entry.name]
     name, saved = entry.local.slice.name, in_file - {WEIGHTS}
-    wanted = saved if algorithm is None else saved & algorithm.kept
     state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
     if WEIGHTS in entry.state:
         # A file of full precision has no masters beside the weights: they are them.
         key = entry.key(WEIGHTS) if WEIGHTS in in_file else entry.local.key
         state[WEIGHTS] = _staged(plan, entry, WEIGHTS, entry.state[WEIGHTS].dtype, key)
-    lacking = set() if algorithm is None else set(algorithm.needed) - saved
-    if saved and lacking:
-        plan.notes.append(
-            f"{algorithm_name} keeps {sorted(algorithm.kept if algorithm else ())} of a parameter and the checkpoint "
-            f"has {sorted(saved)}: that state starts fresh (first such parameter: {name!r})"
-        )
-        wanted = set()
-    elif saved - wanted:
-        plan.notes.append(f"{algorithm_name} keeps no {sorted(saved - wanted)}, which the checkpoint has; left out")
-    for key in sorted(wanted):
+    for key in sorted(_wanted(plan, keeps, saved)):
         record = records[entry.key(key)]
         dtype = record.properties.dtype
-        is_scalar = not record.size if algorithm is None else key in algorithm.scalars
+        is_scalar = keeps.keys is None or key in keeps.keys.scalars
         if is_scalar and not record.size:
             state[key] = torch.zeros((), dtype=dtype)
             plan.pieces.append(Piece(entry.key(key), (), (), state[key]))
@@ -229,6 +245,24 @@ def _plan_entry(
         else:
             state[key] = _staged(plan, entry, key, dtype, entry.key(key))
     plan.entries.append((entry, state))
+
+
+def _wanted(plan: _Plan, keeps: _Keeps, saved: set[str]) -> set[str]:
+    """The state keys to load: all that the algorithm keeps, where the file has all of them; else none."""
+    if keeps.keys is None:
+        if saved and not keeps.was_saved:
+            plan.notes.append(f"{keeps.algorithm} is not what was saved with: its state starts fresh")
+        return saved if keeps.was_saved else set()
+    kept = set(keeps.keys.kept)
+    if saved and not kept <= saved:
+        plan.notes.append(
+            f"{keeps.algorithm} keeps {sorted(kept)} of a parameter and the checkpoint has {sorted(saved)}: its state "
+            "starts fresh"
+        )
+        return set()
+    if saved - kept:
+        plan.notes.append(f"{keeps.algorithm} keeps no {sorted(saved - kept)}, which the checkpoint has: left out")
+    return saved & kept
 
 
 def _staged(plan: _Plan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
@@ -286,27 +320,13 @@ def _put_in_place(chunks: list[Any], optimizer: Any, plan: _Plan) -> None:
         local.tensor.copy_(staging)
     plan.staged.clear()
     for leaf in leaves(optimizer):
-        leaf.reload_model_params()
-        mine = [(entry, state) for entry, state in plan.entries if entry.optimizer is leaf]
-        known = plan.algorithms[id(leaf)]
-        if known is not None:
-            for _, state in mine:
-                state.update({key: state[key].item() for key in known.numbers if key in state})
-        _load_state(leaf, mine)
-
-
-def _load_state(leaf: Any, mine: list[tuple[Entry, dict[str, Any]]]) -> None:
-    """Hand the ranges back in the form in which the optimizer gave them."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for entry, state in mine:
-        by_name.setdefault(entry.name, []).append(state)
-    if hasattr(leaf, "load_state_by_parameter"):
-        leaf.load_state_by_parameter({name: parts[0] if len(parts) == 1 else parts for name, parts in by_name.items()})
-        return
-    for name, parts in by_name.items():
-        assert len(parts) == 1 and all(key in parts[0] for key in PLACE), f"one range of {name!r}"
-    state = {name: parts[0] for name, parts in by_name.items()}
-    leaf.load_state_dict({"param_groups": save_groups(leaf.param_groups), "state": state})
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for entry, state in plan.entries:
+            if entry.optimizer is leaf:
+                keys = plan.keys[id(leaf), entry.name].keys
+                numbers = () if keys is None else keys.numbers & state.keys()
+                by_name.setdefault(entry.name, []).append({**state, **{key: state[key].item() for key in numbers}})
+        leaf.load_state_by_parameter(by_name)
 
 
 def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ parameter, and so of the whole one; nothing of buckets, runs or shards is left i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,12 +61,12 @@ def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTen
     found = []
     for leaf in leaves(optimizer):
         by_name = {name: by_param[key] for key, name in leaf.names.items() if key in by_param}
-        for name, held in _state_of(leaf).items():
+        for name, held in leaf.state_by_parameter().items():
             if name not in by_name:
                 raise ValueError(
                     f"the optimizer holds state of {name!r}, which is no parameter of the model chunks that were passed"
                 )
-            for entry in held if isinstance(held, (list, tuple)) else [held]:
+            for entry in held:
                 state = {key: value for key, value in entry.items() if key not in PLACE and value is not None}
                 found.append(Entry(leaf, name, by_name[name], entry["offset"], entry["numel"], state))
     return found
@@ -77,14 +77,6 @@ def _params(chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> Iterator[t
     for number, chunk in enumerate(chunks):
         for name, param in module_of(chunk).named_parameters():
             yield param, by_name[number, name]
-
-
-def _state_of(leaf: Any) -> Mapping[str, Any]:
-    if hasattr(leaf, "state_by_parameter"):
-        held: Mapping[str, Any] = leaf.state_by_parameter()
-        return held
-    state: Mapping[str, Any] = leaf.state_dict()["state"]
-    return state
 
 
 def written_entries(entries: Sequence[Entry], chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:

@@ -156,7 +156,7 @@ def _groups(leaf: Any) -> Any:
 def loss_scaler_of(optimizer: Any) -> Any:
     """The one loss scaler of a run, or None."""
     for holder in (optimizer, *leaves(optimizer)):
-        scaler = getattr(holder, "loss_scaler", None)
+        scaler = getattr(holder, "grad_scaler", None)
         if scaler is not None:
             return scaler
     return None
