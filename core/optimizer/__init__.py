@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.master_weights import LOW_PRECISION
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
 
 __all__ = [
+    "ChainedOptimizer",
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",

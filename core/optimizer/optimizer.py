@@ -90,7 +90,8 @@ class MegatronOptimizer:
         for masters in self.masters:
             for run in masters.runs:
                 torch_groups[run.group]["params"].append(run.master)
-        self.optimizer = inner_optimizer(config, torch_groups)
+        runs = [run for masters in self.masters for run in masters.runs]
+        self.optimizer = inner_optimizer(config, torch_groups, runs=runs, groups=self.model_chunks[0].groups)
         self.names = self._qualified_names()
         self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type)
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
@@ -253,6 +254,11 @@ class MegatronOptimizer:
     def state(self) -> Any:
         """The inner optimizer's state by master weight. What is kept in another dtype is in it only during a step."""
         return self.optimizer.state
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The same object as `grad_scaler`, Megatron's name; one for the whole job, None without loss scaling."""
+        return self.grad_scaler
 
     @property
     def is_stub_optimizer(self) -> bool:

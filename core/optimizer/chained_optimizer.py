@@ -1,0 +1,151 @@
+"""ChainedOptimizer: several optimizers that measure, skip, clip and step as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from core.optimizer.clip_grads import GradMeter
+from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.optimizer_state import Entry
+
+# What they must agree on to decide together.
+COMMON = (
+    "clip_grad",
+    "grad_norm_type",
+    "grad_norm_skip_threshold",
+    "log_num_zeros_in_grad",
+    "fp16",
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """Optimizers over different model chunks with one norm, one decision and one loss scale, the first one's.
+
+    `get_megatron_optimizer` needs none: its optimizer holds dense and expert parameters of all chunks. A chain joins
+    models with different configurations, such as an encoder that learns slowly and a decoder:
+
+        optimizer = ChainedOptimizer([get_megatron_optimizer(slow, [encoder]), get_megatron_optimizer(fast, [decoder])])
+
+    Made, and stepped, by every rank of the job together. ValueError for optimizers that could not decide alike.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        self.chained_optimizers = list(chained_optimizers)
+        self._check()
+        first = self.chained_optimizers[0]
+        self.config = first.config
+        self.model_chunks = [chunk for optimizer in self.chained_optimizers for chunk in optimizer.model_chunks]
+        self.everybody = first.everybody
+        self.masters = [masters for optimizer in self.chained_optimizers for masters in optimizer.masters]
+        self.meter = GradMeter(self.masters, self.everybody, norm_type=self.config.grad_norm_type)
+        self.grad_scaler = first.grad_scaler
+        for optimizer in self.chained_optimizers:
+            optimizer.grad_scaler = self.grad_scaler
+        self.steps_skipped = 0
+        self._stats = None
+        self._clip = {}
+
+    def _check(self) -> None:
+        if not self.chained_optimizers:
+            raise ValueError("ChainedOptimizer was given no optimizer; pass a list of at least one")
+        first = self.chained_optimizers[0]
+        seen: dict[int, int] = {}
+        for number, optimizer in enumerate(self.chained_optimizers):
+            for name in COMMON:
+                mine, other = getattr(optimizer.config, name), getattr(first.config, name)
+                if mine != other:
+                    raise ValueError(
+                        f"OptimizerConfig.{name} is {other} in optimizer 0 of the chain and {mine} in optimizer "
+                        f"{number}; they step or skip together, by one norm and one loss scale. Make it equal"
+                    )
+            if optimizer.everybody != first.everybody:
+                raise ValueError(
+                    f"optimizers 0 and {number} of the chain decide over different process groups; make them with the "
+                    "same pg_collection"
+                )
+            for chunk in optimizer.model_chunks:
+                if seen.setdefault(id(chunk), number) != number:
+                    raise ValueError(
+                        f"optimizers {seen[id(chunk)]} and {number} of the chain hold the same model chunk, whose "
+                        "parameters would be updated twice; give each its own"
+                    )
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every optimizer with the common factors; True."""
+        stats = self._measured()
+        self._stats = None
+        begin = 0
+        for optimizer in self.chained_optimizers:
+            end = begin + len(optimizer.masters)
+            optimizer._stats = replace(stats, factors=stats.factors[begin:end])
+            optimizer._clip = self._clip
+            optimizer.step_with_ready_grads()
+            begin = end
+        return True
+
+    def _follow_freezing(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer._follow_freezing()
+
+    # -- what users of Megatron call --------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, in order."""
+        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizers' state by master weight, in one dictionary. Writing to it changes nothing."""
+        return {master: state for optimizer in self.chained_optimizers for master, state in optimizer.state.items()}
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_by_parameter(self) -> dict[str, list[Entry]]:
+        """All optimizers' entries by parameter name. ValueError where two of them have parameters of one name."""
+        entries: dict[str, list[Entry]] = {}
+        for optimizer in self.chained_optimizers:
+            for name, found in optimizer.state_by_parameter().items():
+                if name in entries:
+                    raise ValueError(
+                        f"two optimizers of the chain hold a parameter named {name!r}; use the state of each one of "
+                        "chained_optimizers"
+                    )
+                entries[name] = found
+        return entries
+
+    @torch.no_grad()
+    def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
+        """Each optimizer takes the entries of its own parameters."""
+        self.state_by_parameter()  # names must be unambiguous
+        for optimizer in self.chained_optimizers:
+            optimizer.load_state_by_parameter(entries)
+
+    def state_dict(self) -> Any:
+        """A list of the optimizers' state dicts; the dict itself where there is only one."""
+        states = [optimizer.state_dict() for optimizer in self.chained_optimizers]
+        return states[0] if len(states) == 1 else states
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from what `state_dict` of an equal chain gave."""
+        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        if len(states) != len(self.chained_optimizers):
+            raise ValueError(
+                f"the saved chain holds {len(states)} optimizers and this one {len(self.chained_optimizers)}; build "
+                "the same chain"
+            )
+        for optimizer, state in zip(self.chained_optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
