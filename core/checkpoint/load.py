@@ -224,7 +224,7 @@ def _plan_entry(
 ) -> None:
     """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
     keeps = plan.keys[id(entry.optimizer), entry.name]
-    name, saved = entry.local.slice.name, in_file - {WEIGHTS}
+    saved = in_file - {WEIGHTS}
     state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
     if WEIGHTS in entry.state:
         # A file of full precision has no masters beside the weights: they are them.

@@ -121,9 +121,14 @@ class Job:
             if (mine := leaf.names.get(id(param))) is not None
         }
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """The live state by the optimizer's names."""
-        return {name: entry for leaf in leaves(self.optimizer) for name, entry in leaf.state_dict()["state"].items()}
+    def entries(self) -> list[tuple[str, dict[str, Any]]]:
+        """(the optimizer's name of a parameter, what this rank holds of its state)."""
+        return [
+            (name, entry)
+            for leaf in leaves(self.optimizer)
+            for name, held in leaf.state_by_parameter().items()
+            for entry in held
+        ]
 
     def _specs(self) -> list[Any]:
         return [self.pipeline.stage(stage) for stage in self.pipeline.stages_of(self.groups.rank("pp"))]
@@ -193,15 +198,16 @@ def plant(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
     """Give a job that has stepped its slices of the planted values."""
     for name, tensor in job.named():
         tensor.data.copy_(my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups))
-    for mine, (name, param) in job.by_optimizer_name().items():
-        entry = job.entries().get(mine)
-        if entry is None:
-            continue
-        for key, value in entry.items():
-            if key == "step":
-                value.fill_(7.0)
-            elif key not in ("offset", "numel"):
-                value.copy_(flat_part(job, key, name, param, entry, shapes))
+    names = job.by_optimizer_name()
+    for leaf in leaves(job.optimizer):
+        state = leaf.state_by_parameter()
+        for mine, held in state.items():
+            for entry in held:
+                for key in entry.keys() - {"offset", "numel"}:
+                    entry[key] = torch.tensor(7.0)
+                    if key != "step":
+                        entry[key] = flat_part(job, key, *names[mine], entry, shapes)
+        leaf.load_state_by_parameter(state)
 
 
 def flat_part(
@@ -218,7 +224,7 @@ def assert_planted(job: Job, shapes: dict[str, tuple[int, ...]], keys: set[str])
         expected = my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups)
         assert torch.equal(tensor.data, expected.to(tensor.dtype)), f"{name} on {job.layout}"
     names = job.by_optimizer_name()
-    for mine, entry in job.entries().items():
+    for mine, entry in job.entries():
         name, param = names[mine]
         assert set(entry) - {"offset", "numel"} == keys, f"{name} holds {sorted(entry)}"
         for key in keys:

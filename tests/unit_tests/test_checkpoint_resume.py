@@ -57,8 +57,8 @@ def train(job: Job, first: int, last: int) -> list[Tensor]:
 def state_of(job: Job) -> dict[str, Tensor]:
     """Everything that training changes, copied."""
     state = {name: tensor.detach().clone() for name, tensor in job.named()}
-    for name, entry in job.entries().items():
-        state |= {f"{key}/{name}": torch.as_tensor(value).clone() for key, value in entry.items()}
+    for name, entry in job.entries():
+        state |= {f"{key}/{name}/{entry['offset']}": torch.as_tensor(v).clone() for key, v in entry.items()}
     return state
 
 
