@@ -16,6 +16,7 @@ from core.optimizer.algorithms import Algorithm, label, resolve
 from core.optimizer.backends import make_with_backend
 from core.optimizer.combined_optimizer import CombinedOptimizer
 from core.optimizer.lion import Lion
+from core.optimizer.muon import Muon, layouts_of
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.param_groups import BOOKKEEPING
 
@@ -65,8 +66,19 @@ def _make(
         )
     if algorithm == "lion":
         return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
-    if isinstance(algorithm, str):
-        raise ValueError(f"optimizer {algorithm!r} is not built yet")
+    if algorithm == "muon":
+        return Muon(
+            mine,
+            lr=lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            coefficient_type=config.muon_coefficient_type,
+            ns_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,
+            extra_scale_factor=config.muon_extra_scale_factor,
+            fp32_matmul_prec=config.muon_fp32_matmul_prec,
+            layout_of=layouts_of(runs, groups, split_qkv=config.muon_split_qkv, tp_mode=config.muon_tp_mode),
+        )
     options = config.optimizer_kwargs if label(algorithm) == label(config.optimizer) else {}
     make: Any = algorithm
     return make(mine, lr=lr, **options)

@@ -21,6 +21,8 @@ CHUNK_ELEMENTS = 2048 * 32  # what one block of threads takes; the value both pa
 class KernelAdam(torch.optim.Optimizer):
     """Adam and AdamW with torch's state and formulas; the arithmetic is the kernel's."""
 
+    state_keys = ("step", "exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -21,6 +21,8 @@ class Lion(torch.optim.Optimizer):
     Element by element, so it may see any flat part of a parameter. State: 'exp_avg', m in the parameter's dtype.
     """
 
+    state_keys = ("exp_avg",)
+
     def __init__(
         self,
         params: Iterable[Any],

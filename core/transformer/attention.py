@@ -50,6 +50,9 @@ class SelfAttention(nn.Module):
             pg_collection=pg_collection,
             name=None if name is None else f"{name}.linear_qkv",
         )
+        # An optimizer of matrices may treat the three apart.
+        group_rows = (self.heads_per_group * config.head_size, config.head_size, config.head_size)
+        self.linear_qkv.weight.qkv_split_rows = group_rows  # type: ignore[union-attr]
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * config.head_size,
             config.hidden_size,
