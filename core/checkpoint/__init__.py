@@ -5,6 +5,7 @@ from core.checkpoint.errors import CheckpointError, CheckpointNotFound
 from core.checkpoint.load import LoadReport, load_checkpoint
 from core.checkpoint.save import save_checkpoint
 from core.checkpoint.saver import CheckpointSaver, SaveReport
+from core.checkpoint.stop_signal import StopSignal
 
 __all__ = [
     "CheckpointError",
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointSaver",
     "LoadReport",
     "SaveReport",
+    "StopSignal",
     "find_intact",
     "latest_step",
     "list_steps",

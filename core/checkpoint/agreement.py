@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from core.checkpoint.errors import CheckpointError
@@ -35,6 +36,16 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says True; one all-reduce of four bytes."""
+        if self.world == 1:
+            return flag
+        backend = dist.get_backend(self.group)
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        total = torch.tensor(int(flag), dtype=torch.int32, device=device)
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(total.item())
+
     def global_rank(self, rank: int) -> int:
         """The number by which the job knows a rank of this group."""
         return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
@@ -58,7 +69,7 @@ class Ranks:
     def agree(self, error: str | None) -> None:
         """Raise one CheckpointError on all ranks when any rank has an error to tell."""
         errors = self.gather(error)
-        if any(text is not None for text in errors):
+        if errors.count(None) < len(errors):
             raise CheckpointError(self.joined(errors))
 
     def joined(self, errors: Sequence[str | None]) -> str:
