@@ -129,7 +129,7 @@ def _meta(
         "content_format": CONTENT_FORMAT,
         "step": step,
         "layout": layout_of(chunks),
-        "versions": {"core": core.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **versions(),
         "optimizer": [
             {"algorithm": type(leaf.optimizer).__name__, "param_groups": _groups(leaf)} for leaf in leaves(optimizer)
         ],
@@ -151,6 +151,11 @@ def _meta(
 def _groups(leaf: Any) -> Any:
     """Hyperparameters for the record, and for who asks for them; what is no number or name is kept as text."""
     return json.loads(json.dumps(plain(save_groups(leaf.param_groups)), default=str))
+
+
+def versions() -> dict[str, Any]:
+    """What wrote the file."""
+    return {"versions": {"core": core.__version__, "torch": torch.__version__, "python": platform.python_version()}}
 
 
 def loss_scaler_of(optimizer: Any) -> Any:

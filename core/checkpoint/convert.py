@@ -1,0 +1,223 @@
+"""`python -m core.checkpoint convert`: checkpoints from and to files that other programs read. One process, no ranks.
+
+convert runs/checkpoints weights.pt                     the newest step as a plain state_dict
+convert runs/checkpoints hf --to safetensors            safetensors with an index, 5 GB a file
+convert weights.pt runs/start                           a checkpoint that every layout loads (step 0)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from core.checkpoint.directory import find_intact
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece
+from core.checkpoint.plain_files import (
+    PLAIN_SUFFIXES,
+    SafetensorsFiles,
+    StateDictFile,
+    WholeTensors,
+    write_safetensors,
+    write_state_dict,
+)
+from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, tensor_records
+from core.checkpoint.root_directory import list_committed
+from core.checkpoint.save import CONTENT_FORMAT, versions
+from core.checkpoint.saver import CheckpointSaver
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class CheckpointTensors:
+    """A checkpoint's tensors, each put together from its chunks when it is asked for.
+
+    masters: give the master weights, where there are any, for the parameters.
+    """
+
+    def __init__(self, root: Path, step: int | None = None, *, masters: bool = False) -> None:
+        self.directory = find_intact(root, step)
+        self.reader: StorageReader = self.directory.reader()
+        self.metadata: Metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.records = tensor_records(self.metadata)
+        self.masters = masters
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.records
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        record = self._record(key)[1]
+        return record.size.numel() * record.properties.dtype.itemsize
+
+    def read(self, key: str) -> Tensor:
+        """One whole tensor."""
+        stored, record = self._record(key)
+        whole = torch.zeros(record.size, dtype=record.properties.dtype)
+        planner = PieceLoadPlanner([Piece(stored, tuple(record.size), (0,) * whole.dim(), whole)], [])
+        planner.set_up_planner({}, self.metadata, is_coordinator=True)
+        self.reader.read_data(self.reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        return whole
+
+    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
+        master = key.replace(f"{MODEL}.", f"{OPTIMIZER}.master.", 1) if key.startswith(f"{MODEL}.") else key
+        stored = master if self.masters and master in self.records else key
+        return stored, self.records[stored]
+
+
+class Cast:
+    """Tensors in another floating point dtype."""
+
+    def __init__(self, source: WholeTensors, dtype: torch.dtype) -> None:
+        self.source = source
+        self.dtype = dtype
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.source.keys()
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor, at most: the source's or what it becomes."""
+        return self.read(key).nbytes
+
+    def read(self, key: str) -> Tensor:
+        """One tensor."""
+        tensor = self.source.read(key)
+        return tensor.to(self.dtype) if tensor.is_floating_point() and key.startswith(f"{MODEL}.") else tensor
+
+
+def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str) -> Path:
+    """A committed checkpoint of whole tensors, which any layout loads. Holds all tensors at once."""
+    pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key in source.keys() for t in [source.read(key)]]  # noqa: SIM118
+    planner = PieceSavePlanner(pieces, {})
+
+    def fill(writer: StorageWriter) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+
+    meta = {"content_format": CONTENT_FORMAT, "step": step, "layout": {}, "converted_from": origin} | versions()
+    with CheckpointSaver(root) as saver:  # refuses a step that is there already
+        report = saver.save(step, fill, meta=meta)
+    assert report.directory is not None, "a synchronous save has ended, or raised"
+    return report.directory
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '5GB' (decimal), '5GiB' or '5000000'. ValueError on anything else, or less than a byte."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = (
+        int(float(match.group(1)) * UNITS[match.group(2).upper()]) if match and match.group(2).upper() in UNITS else 0
+    )
+    if size < 1:
+        raise ValueError(f"{text!r} is no size; write for example 5GB, 500MiB or a number of bytes")
+    return size
+
+
+def kind_of(path: Path) -> str | None:
+    """'checkpoint', 'state_dict' or 'safetensors', by what lies at a path or by its name; None if nothing tells."""
+    if path.suffix in PLAIN_SUFFIXES:
+        return "state_dict"
+    if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
+        return "safetensors"
+    if path.is_dir() and (list_committed(path) or (path / "commit.json").exists()):
+        return "checkpoint"
+    return None
+
+
+def open_source(path: Path, step: int | None = None, *, masters: bool = False) -> WholeTensors:
+    """The tensors at a path. CheckpointError where nothing that can be read lies there."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    kind = kind_of(path)
+    if kind is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint directory, no safetensors file or directory, and no file ending in "
+            f"{', '.join(PLAIN_SUFFIXES)}"
+        )
+    if kind != "checkpoint" and (masters or step is not None):
+        raise CheckpointError(f"{path} is a {kind} file; --step and --masters are for checkpoints")
+    if kind == "state_dict":
+        return StateDictFile(path)
+    if kind == "safetensors":
+        return SafetensorsFiles(path)
+    if (path / "commit.json").exists():  # one step's directory
+        number = re.fullmatch(r"step_(\d+)\..*", path.name)
+        if number is None or (step is not None and step != int(number.group(1))):
+            raise CheckpointError(f"{path} is one step's directory; leave --step out, or give the directory above it")
+        newest = [found for found in list_committed(path.parent) if found.step == int(number.group(1))]
+        if newest and newest[-1].path.name != path.name:
+            raise CheckpointError(f"{path} was replaced by {newest[-1].path.name}, a later commit of the same step")
+        return CheckpointTensors(path.parent, int(number.group(1)), masters=masters)
+    return CheckpointTensors(path, step, masters=masters)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.description = "Turn a checkpoint into files that other programs read, or such files into a checkpoint."
+    parser.add_argument("source", type=Path, help="checkpoint root or step, .pt/.pth/.bin, or safetensors")
+    parser.add_argument("target", type=Path, help="a file ending in .pt/.pth/.bin, or a directory")
+    parser.add_argument("--to", choices=("checkpoint", "state_dict", "safetensors"), help="what to write at the target")
+    parser.add_argument("--step", type=int, help="of a source checkpoint: this step instead of the newest intact one")
+    parser.add_argument("--as-step", type=int, default=0, help="of a target checkpoint (default 0)")
+    parser.add_argument("--masters", action="store_true", help="fp32 master weights in place of 16-bit parameters")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="cast weights")
+    parser.add_argument("--optimizer", action="store_true", help="state_dict: also the optimizer's state, by name")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default 5GB)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert; 0, or 1 after one line on stderr."""
+    try:
+        print(convert(options))
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(options: argparse.Namespace) -> str:
+    """What was written, in a sentence. Raises CheckpointError, ValueError or OSError before the target exists."""
+    source_path, target = options.source, options.target
+    kind = options.to or ("state_dict" if target.suffix in PLAIN_SUFFIXES else None)
+    if kind is None:
+        from_checkpoint = source_path.exists() and kind_of(source_path) == "checkpoint"
+        if from_checkpoint:
+            raise ValueError(f"what is {target} to be? Say --to safetensors, or name a file ending in .pt")
+        kind = "checkpoint"
+    if kind == "state_dict" and target.suffix not in PLAIN_SUFFIXES:
+        raise ValueError(f"{target}: name a state_dict file with one of {', '.join(PLAIN_SUFFIXES)}")
+    if options.optimizer and kind == "safetensors":
+        raise ValueError("safetensors files hold weights alone; --optimizer is for a state_dict")
+    occupied = target.exists() and (target.is_file() or any(target.iterdir()))
+    if occupied and kind != "checkpoint":
+        raise ValueError(f"{target} exists; move it away, or choose another target")
+    limit = parse_size(options.max_shard_size)
+    source = open_source(source_path, options.step, masters=options.masters)
+    count = sum(key.startswith(f"{MODEL}.") for key in source.keys())  # noqa: SIM118
+    if not count:
+        raise CheckpointError(f"{source_path} holds no weights")
+    if options.dtype is not None:
+        source = Cast(source, DTYPES[options.dtype])
+    if kind == "state_dict":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_state_dict(target, source, optimizer=options.optimizer)
+        return f"{target}: {count} tensors"
+    if kind == "safetensors":
+        files = write_safetensors(target, source, max_shard_bytes=limit)
+        return f"{target}: {count} tensors in {len(files)} file{'s' * (len(files) > 1)}"
+    directory = write_checkpoint(target, source, step=options.as_step, origin=source_path.name)
+    return f"{directory}: {count} tensors, step {options.as_step}"

@@ -1,0 +1,212 @@
+"""Whole tensors by name in files that other programs read: torch.save of a state_dict, and safetensors with an index.
+
+A source gives names, and one tensor at a time; so neither reading nor writing safetensors holds a whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.pieces import MODEL, OPTIMIZER
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+class WholeTensors(Protocol):
+    """Tensors by their names in a checkpoint: 'model.<name>', 'optimizer.<key>.<name>'."""
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor, without reading it."""
+
+    def read(self, key: str) -> Tensor:
+        """One whole tensor, contiguous, on the CPU, that shares memory with no other."""
+
+
+class StateDictFile:
+    """A file of torch.save: a state_dict, or {'model': one, 'optimizer': {name: {key: tensor}}}."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{path} is no file of torch.save with tensors only: {error}") from None
+        self.tensors = dict(_flattened(path, found))
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.tensors
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        return self.tensors[key].nbytes
+
+    def read(self, key: str) -> Tensor:
+        """One tensor, copied out of the file."""
+        return self.tensors[key].detach().clone(memory_format=torch.contiguous_format)
+
+
+def _flattened(path: Path, found: Any) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a state_dict, names with tensors")
+    whole = isinstance(found.get(MODEL), Mapping)
+    weights = found[MODEL] if whole else found
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{path}: {name!r} is a {type(value).__name__} and no tensor; expected a state_dict, or "
+                "{'model': state_dict, 'optimizer': {name: {key: tensor}}}"
+            )
+        yield f"{MODEL}.{name}", value
+    for name, state in found.get(OPTIMIZER, {}).items() if whole else ():
+        for key, value in state.items():
+            yield f"{OPTIMIZER}.{key}.{name}", value
+
+
+class SafetensorsFiles:
+    """A safetensors file, or a directory of them with an index, as `save_pretrained` of transformers writes it."""
+
+    def __init__(self, path: Path) -> None:
+        safe_open = _safetensors("safetensors").safe_open
+        if path.is_dir():
+            index = path / INDEX_NAME
+            single = path / SINGLE_NAME
+            if index.exists():
+                names = json.loads(index.read_text())["weight_map"]
+                files = {name: path / file for name, file in names.items()}
+            elif single.exists():
+                files = dict.fromkeys(_names_in(safe_open, single), single)
+            else:
+                raise CheckpointError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+        else:
+            files = dict.fromkeys(_names_in(safe_open, path), path)
+        self._stack = contextlib.ExitStack()
+        self._open: dict[Path, Any] = {}
+        for file in dict.fromkeys(files.values()):
+            if not file.exists():
+                raise CheckpointError(f"{path / INDEX_NAME} names {file.name}, which is missing")
+            self._open[file] = self._stack.enter_context(_opened(safe_open, file))
+        self.files = {f"{MODEL}.{name}": (self._open[file], name) for name, file in files.items()}
+        for key, (file, name) in self.files.items():
+            if name not in file.keys():  # noqa: SIM118  the file is no dictionary
+                raise CheckpointError(f"{path}: the index says that {key!r} is in a file that does not hold it")
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.files
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        file, name = self.files[key]
+        found = file.get_slice(name)
+        bits = re.search(r"\d+", found.get_dtype())  # 'BF16', 'F8_E4M3', 'BOOL'
+        return math.prod(found.get_shape()) * (int(bits.group()) // 8 if bits else 1)
+
+    def read(self, key: str) -> Tensor:
+        """One tensor."""
+        file, name = self.files[key]
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _opened(safe_open: Any, file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except Exception as error:  # the package's own error class has moved between its versions
+        raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+
+
+def _names_in(safe_open: Any, file: Path) -> list[str]:
+    with _opened(safe_open, file) as opened:
+        return list(opened.keys())
+
+
+def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = False) -> None:
+    """torch.save of a state_dict; with `optimizer` of {'model': it, 'optimizer': {name: {key: tensor}}}.
+
+    The file appears complete or not at all. Holds all tensors at once.
+    """
+    weights = {key.partition(".")[2]: source.read(key) for key in source.keys() if key.startswith(f"{MODEL}.")}  # noqa: SIM118
+    content: dict[str, Any] = dict(weights)
+    if optimizer:
+        state: dict[str, dict[str, Tensor]] = {}
+        for key in source.keys():  # noqa: SIM118
+            if key.startswith(f"{OPTIMIZER}."):
+                _, state_key, name = key.split(".", 2)
+                state.setdefault(name, {})[state_key] = source.read(key)
+        content = {MODEL: weights, OPTIMIZER: state}
+    partial = path.with_name(f".{path.name}.partial")
+    torch.save(content, partial)
+    os.replace(partial, path)
+
+
+def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes: int) -> list[str]:
+    """Files of at most `max_shard_bytes` (or one tensor), with an index where there are several; their names.
+
+    The directory appears complete or not at all. Holds one file's tensors at a time.
+    """
+    save_file = _safetensors("safetensors.torch").save_file
+    keys = [key for key in source.keys() if key.startswith(f"{MODEL}.")]  # noqa: SIM118
+    sizes = {key: source.nbytes(key) for key in keys}
+    shards = split_by_size(sizes, max_shard_bytes)
+    names = [SINGLE_NAME]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    for file, shard in zip(names, shards, strict=True):
+        tensors = {key.partition(".")[2]: source.read(key) for key in shard}
+        save_file(tensors, str(partial / file), metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    if directory.exists():
+        directory.rmdir()  # it was seen to be empty
+    os.replace(partial, directory)
+    return names
+
+
+def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, cut into runs of at most `limit` bytes; a larger one stands alone. At least one run."""
+    runs: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if runs[-1] and used + size > limit:
+            runs.append([])
+            used = 0
+        runs[-1].append(name)
+        used += size
+    return runs
+
+
+def _safetensors(module: str) -> Any:
+    """The package of an extra, or an error that says how to get it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CheckpointError(
+            f"safetensors files need the package 'safetensors', which could not be imported ({error}); install it "
+            "with: pip install 'gradient-core[safetensors]'"
+        ) from None
