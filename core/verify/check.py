@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.distributed.guards import ReplicaDriftError, check_replicas
+from core.pipeline_parallel import PipelineRunner
 from core.process_groups import ProcessGroups
-from core.verify.diagnosis import RankPart, explain
-from core.verify.gathered import cast, on_tensors, own_slice, slicing_axis, valid_mask, whole_gradients
-from core.verify.job import Job, LossFn
-from core.verify.reference import ModelFn, Reference, compute_reference
+from core.verify.causes import cause_of_bias, cause_of_gradient
+from core.verify.gathered import Held, cast, on_tensors
+from core.verify.job import Job, LossFn, PipelineJob, PlainJob, SplitFn
+from core.verify.reference import Expected, ModelFn, Reference
 from core.verify.report import Comparison, GradientReport
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -26,11 +28,10 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch
 # against this share of the whole instead.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 DEFAULT_WRAPPER = DistributedDataParallelConfig(initial_weights="broadcast")
-SAMPLE = 65536  # elements of a wrong gradient that the diagnosis looks at
 
 
 def check_gradients(
-    model_fn: ModelFn,
+    model_fn: Callable[[], nn.Module | PipelineRunner],
     loss_fn: LossFn,
     batch: Any,
     *,
@@ -42,18 +43,23 @@ def check_gradients(
     microbatches: int = 1,
     steps: int = 2,
     bound: float | None = None,
+    split_fn: SplitFn | None = None,
     pg_collection: ProcessGroups | None = None,
     title: str = "",
     ranks: int | None = None,
 ) -> GradientReport:
     """Compare every gradient of a model in the running layout with those of one process that splits nothing.
 
-    model_fn: builds this rank's model, plain or wrapped in DistributedDataParallel already. loss_fn(model, part): the
-    mean loss over a part of the batch; with `config.calculate_per_token_loss` (sum of losses, number of tokens). batch:
-    the whole global batch, equal on all ranks: a tensor, or nested tuples, lists, dicts of tensors whose first
-    dimension counts samples. Data-parallel ranks take equal parts in rank order, cut once more into `microbatches`.
+    model_fn: builds this rank's model, plain or wrapped in DistributedDataParallel already; or a PipelineRunner over
+    its wrapped stages. loss_fn(model, part): the mean loss over a part of the batch; with
+    `config.calculate_per_token_loss` (sum of losses, number of tokens). A pipeline's forward step computes its loss
+    itself, and loss_fn serves the reference alone. batch: the whole global batch, equal on all ranks: a tensor, or
+    nested tuples, lists, dicts of tensors whose first dimension counts samples. Data-parallel ranks take equal parts in
+    rank order, cut once more into `microbatches`. split_fn: a microbatch -> what this context-parallel rank holds of it
+    (get_batch_on_this_cp_rank).
     reference_fn: builds the model without any splitting; `model_fn` where that does not split. It gets the layout's
-    weights. config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
+    weights; what it calls a stage's parameters, modules say (`global_names`, see core.distributed.global_slices).
+    config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
     and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
     compared after each of so many steps without an update. bound: on the relative error; 1e-10 in fp64, 1e-5 in fp32.
     ranks: outside of a process group, start so many processes on gloo; everything passed must then be importable and
@@ -81,6 +87,7 @@ def check_gradients(
             "microbatches": microbatches,
             "steps": steps,
             "bound": bound,
+            "split_fn": split_fn,
             "title": title,
         }
         with RankPool(ranks) as pool:
@@ -92,19 +99,35 @@ def check_gradients(
             "ranks=4 to let check_gradients start processes of its own"
         )
     with _groups(pg_collection) as groups:
-        if groups.size("pp") > 1:
-            raise ValueError("check_gradients runs forward and backward in one piece and knows no pipeline stages yet")
         model = model_fn()
-        ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
-        device = ddp.plan.device
-        compute = next(ddp.module.parameters()).dtype
-        batch = on_tensors(lambda t: cast(t, dtype and compute, device), batch)
-        job = Job(ddp, loss_fn, batch, microbatches, getattr(ddp.config, "calculate_per_token_loss", False))
-        build = _reference_builder(model_fn, reference_fn, ddp, came_wrapped=model is ddp)
-        reference = compute_reference(job, build, reference_dtype)
+        _check_axes(groups, model, split_fn)
+        job: Job
+        if isinstance(model, PipelineRunner):
+            job = PipelineJob(model, microbatches, split_fn)
+        else:
+            ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
+            job = PlainJob(ddp, loss_fn, microbatches, split_fn)
+        compute = job.model.dtype
+        batch = on_tensors(lambda t: cast(t, dtype and compute, job.model.device), batch)
+        build = _reference_builder(model_fn, reference_fn, job, model)
+        reference = Reference(job, build, reference_dtype, loss_fn)
         limit = BOUNDS.get(compute, 1e-2) if bound is None else bound
         title = title or f"{dist.get_world_size()} ranks"
-        return _compare(job, reference, limit, NOISE.get(compute, 1e-2), steps, title)
+        return compare(job, reference, batch, bound=limit, noise=NOISE.get(compute, 1e-2), steps=steps, title=title)
+
+
+def _check_axes(groups: ProcessGroups, model: Any, split_fn: SplitFn | None) -> None:
+    if groups.size("pp") > 1 and not isinstance(model, PipelineRunner):
+        raise ValueError(
+            f"pipeline_model_parallel_size is {groups.size('pp')}, and model_fn gave a {type(model).__name__}: how "
+            "stages run is the schedule's affair. Let model_fn return a PipelineRunner over the wrapped stages, and "
+            "pass reference_fn, which builds the whole model"
+        )
+    if groups.size("cp") > 1 and split_fn is None:
+        raise ValueError(
+            f"context_parallel_size is {groups.size('cp')}, so a rank holds a part of each sequence, and only you know "
+            "which tensors of the batch have one; pass split_fn=get_batch_on_this_cp_rank, or a function like it"
+        )
 
 
 @contextmanager
@@ -137,140 +160,128 @@ def _wrapped(
 
 
 def _reference_builder(
-    model_fn: ModelFn, reference_fn: ModelFn | None, ddp: DistributedDataParallel, *, came_wrapped: bool
+    model_fn: Callable[[], Any], reference_fn: ModelFn | None, job: Job, model: nn.Module | PipelineRunner
 ) -> ModelFn:
     if reference_fn is not None:
         return reference_fn
-    if any(slicing_axis(ddp, name, param) for name, param in ddp.module.named_parameters()):
+    if isinstance(model, PipelineRunner):
+        raise ValueError("this model comes in stages; pass reference_fn, which builds it whole")
+    if job.model.is_split:
         raise ValueError(
-            "this model is split over tensor parallelism; pass reference_fn, which builds it without any splitting"
+            "this model is split over tensor or expert parallelism; pass reference_fn, which builds it without any "
+            "splitting"
         )
     # Wrapping is collective and the reference is built on one rank only: a model that came wrapped is copied.
-    return (lambda: copy.deepcopy(ddp.module)) if came_wrapped else model_fn
+    (chunk,) = job.model.chunks
+    return (lambda: copy.deepcopy(chunk.module)) if model is chunk else model_fn
 
 
-def _compare(job: Job, reference: Reference, bound: float, noise: float, steps: int, title: str) -> GradientReport:
-    names = list(job.ddp.contracts)
-    norms = {name: float(grad.double().norm()) for name, grad in reference.grads.items()}
-    floor = noise * sum(norm**2 for norm in norms.values()) ** 0.5
+def compare(
+    job: Job, reference: Reference, batch: Any, *, bound: float, noise: float, steps: int, title: str
+) -> GradientReport:
+    """Run steps and compare each with the reference. Collective over the world."""
     largest, loss_error, digests = 0.0, 0.0, []
     wrong: list[Comparison] = []
     cause = ""
     details: tuple[str, ...] = ()
+    expected: Expected | None = None
+    norms: dict[str, float] = {}
     for step in range(steps):
-        loss = job.step()
+        if expected is None or reference.moves:
+            expected = reference.step(batch)
+            norms = {name: float(grad.double().norm()) for name, grad in expected.grads.items()}
+        floor = noise * sum(norm**2 for norm in norms.values()) ** 0.5
+        biases = {held.key: held.tensor.clone() for held in job.model.biases}
+        loss = job.step(batch)
         # The sum of many losses of either sign can be small: measured against one at least.
-        loss_error = max(loss_error, abs(loss - reference.loss) / max(abs(reference.loss), 1.0))
-        got = whole_gradients(job.ddp)
+        loss_error = max(loss_error, abs(loss - expected.loss) / max(abs(expected.loss), 1.0))
+        got = job.model.gradients()
         digests.append(_digest(got))
         mine = [
-            _comparison(job, name, step, got[name], reference.grads[name], max(norms[name], floor)) for name in names
+            _comparison(job, held, step, got[held.key], expected.grads[held.name], max(norms[held.name], floor))
+            for held in job.model.trained
         ]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        largest = max([largest, *(c.error for rank in everyone for c in rank)])
+        mine_of_biases = [_bias_comparison(held, step, expected.biases[held.name]) for held in job.model.biases]
+        everyone = _from_all([mine, mine_of_biases])
+        order = {name: number for number, name in enumerate([*expected.grads, *expected.biases])}
+        largest = max([largest, *(c.error for rank in everyone for kind in rank for c in kind)])
         wrong = sorted(
-            (c for rank in everyone for c in rank if not c.error <= bound), key=lambda c: (names.index(c.name), c.rank)
+            (c for rank in everyone for kind in rank for c in kind if not c.error <= bound),
+            key=lambda c: (order[c.name], c.rank),
         )
         if wrong:
-            cause, details = _diagnose(job, reference, got, wrong)
+            moved = {held.key: held.tensor - biases[held.key] for held in job.model.biases}
+            for held in job.model.biases:  # so that a backward of the diagnosis chooses the same experts
+                held.tensor.copy_(biases[held.key])
+            wrong_names = list(dict.fromkeys(c.name for c in wrong))
+            if wrong_names[0] in expected.biases:
+                cause, details = cause_of_bias(job, batch, wrong_names[0], moved)
+            else:
+                cause, details = cause_of_gradient(job, reference, expected, batch, got, wrong_names)
             if step > 0:
                 cause += f" (only from step {step} on: the steps before left something behind)"
             break
-    if not loss_error <= bound:
+        drift = _drift(job)
+        if drift:
+            wrong, cause = wrong or [], f"every gradient is right, and the drift guard raises: {drift}"
+            loss_error = float("inf")
+            break
+    if not loss_error <= bound and not cause.startswith("every gradient"):
         then = f"; of the gradients: {cause}" if cause else ""
         cause = f"the forward passes differ already, relative error of the loss {loss_error:.3g}{then}"
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, digests)
     return GradientReport(
         title=title,
         bound=bound,
-        parameters=len(names),
+        parameters=len(norms),
         largest_error=largest,
         loss_error=loss_error,
         wrong=tuple(wrong),
         cause=cause,
-        unmoved=tuple(name for name in names if norms[name] == 0.0),
-        digest=hashlib.sha256(repr(everything).encode()).hexdigest()[:16],
+        unmoved=tuple(name for name, norm in norms.items() if norm == 0.0),
+        digest=hashlib.sha256(repr(_from_all(digests)).encode()).hexdigest()[:16],
         details=details,
     )
 
 
-def _comparison(job: Job, name: str, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:
-    param = job.ddp.module.get_parameter(name)
-    want = own_slice(job.ddp, name, param, whole).double()
+def _from_all(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:
+    want = held.slice_of(whole).double()
     have = got.detach().cpu().double()
     if have.shape != want.shape:
         raise ValueError(
-            f"rank {dist.get_rank()}: the gradient of {name!r} is {list(have.shape)} and this rank's slice of the "
-            f"reference {list(want.shape)}"
+            f"rank {dist.get_rank()}: the gradient of {held.place.local_name!r} is {list(have.shape)} and this rank's "
+            f"slice of the reference {list(want.shape)}"
         )
     size = float(want.norm())
     error = float((have - want).norm()) / scale if scale > 0 else float(have.norm())
     ratio = float((have * want).sum()) / size**2 if size > 0 else float("nan")
-    return Comparison(name, dist.get_rank(), step, error, ratio)
+    return Comparison(held.name, dist.get_rank(), step, error, ratio)
 
 
-def _digest(grads: dict[str, Tensor]) -> str:
+def _bias_comparison(held: Held, step: int, want: Tensor) -> Comparison:
+    have, want = held.tensor.detach().cpu().double(), want.double()
+    size = float(want.norm())
+    error = float((have - want).norm()) / max(size, 1e-30)
+    return Comparison(held.name, dist.get_rank(), step, error, float((have * want).sum()) / max(size, 1e-30) ** 2)
+
+
+def _digest(grads: dict[tuple[int, str], Tensor]) -> str:
     digest = hashlib.sha256()
     for grad in grads.values():
         digest.update(grad.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _diagnose(
-    job: Job, reference: Reference, got: dict[str, Tensor], wrong: list[Comparison]
-) -> tuple[str, tuple[str, ...]]:
-    """The likely cause of the first wrong gradient. One more backward, without any reduction. Collective."""
-    ddp, name = job.ddp, wrong[0].name
-    valid = valid_mask(ddp, name)
-    ddp.zero_grad_buffer()
-    job.backward(reduce=False)
-    param: Any = ddp.module.get_parameter(name)
-    local = param.main_grad.detach().cpu().double().reshape(-1).clone()
-    ddp.zero_grad_buffer()
-    want = own_slice(ddp, name, param, reference.grads[name]).double().reshape(-1)
-    have = got[name].cpu().double().reshape(-1)
-    chosen = slice(None, None, -(-have.numel() // SAMPLE))
-    mine = RankPart(dist.get_rank(), _place(ddp.groups), local[chosen], have[chosen], want[chosen], valid[chosen])
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
-        answer[0] = explain(
-            parts,
-            _sizes(ddp.groups),
-            _suspects(ddp, {c.name for c in wrong}),
-            tokens=reference.tokens,
-            microbatches=job.microbatches,
-        )
-    dist.broadcast_object_list(answer, src=0)
-    cause, details = answer[0]
-    return cause, details
-
-
-AXES = {"dp": "dp_cp", "tp": "tp", "pp": "pp", "ep": "ep"}  # words of the diagnosis -> fields of ProcessGroups
-INSTANCE_AXES = {"optimizer instances": "inter_dp_cp", "dp inside an instance": "intra_dp_cp"}
-
-
-def _axes(groups: ProcessGroups) -> dict[str, str]:
-    return {**AXES, **(INSTANCE_AXES if groups.size("inter_dp_cp") > 1 else {})}
-
-
-def _place(groups: ProcessGroups) -> dict[str, int]:
-    return {axis: groups.rank(field) for axis, field in _axes(groups).items()}
-
-
-def _sizes(groups: ProcessGroups) -> dict[str, int]:
-    return {axis: groups.size(field) for axis, field in _axes(groups).items()}
-
-
-def _suspects(ddp: DistributedDataParallel, wrong: set[str]) -> list[str]:
-    """The axes over which all wrong parameters are reduced and no right one is."""
-    reduced = {
-        name: {"dp" if contract.data_group == "dp_cp" else "ep", *contract.partial_over, *contract.averaged_over}
-        for name, contract in ddp.contracts.items()
-    }
-    blamed = set.intersection(*(reduced[name] for name in wrong))
-    cleared = set().union(*(axes for name, axes in reduced.items() if name not in wrong))
-    return sorted(blamed - cleared) or sorted(blamed)
+def _drift(job: Job) -> str:
+    """What the engine's guard against drifting copies says: nothing, where gradients are right. Collective."""
+    found = ""
+    try:
+        check_replicas([bucket for chunk in job.model.chunks for bucket in chunk.reducer.order], job.groups)
+    except ReplicaDriftError as error:
+        found = str(error)
+    return next((text for text in _from_all(found) if text), "")

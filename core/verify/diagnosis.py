@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DATA_AXES = ("dp", "cp", "ep", "optimizer instances", "dp inside an instance")  # gradients are averaged over these
+# Gradients are averaged over these.
+DATA_AXES = (
+    *("dp", "cp", "ep", "expert dp", "optimizer instances", "dp inside an instance", "expert dp inside an instance"),
+)
 SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
 
 
@@ -29,6 +32,7 @@ class RankPart:
     reduced: Tensor  # [sample] after the last one
     expected: Tensor  # [sample] of the reference
     valid: Tensor  # [sample] bool: the elements that this rank is to have reduced
+    auxiliary: Tensor | None = None  # [sample] what auxiliary losses add to `expected`, where there are any
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ def explain(
     sizes: ranks along each axis. suspects: the axes over which every wrong parameter is reduced and no right one.
     tokens: of the whole batch, where the loss is per token.
     """
+    weight = _weight_of_auxiliary(parts)
+    if weight is not None:
+        factor = name_factor(weight, sizes, [], tokens=tokens, microbatches=microbatches)
+        return f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss: {factor}", ()
     classes = _representatives(parts)
     columns = sorted(set(classes.values()))
     by_rank = {part.rank: part for part in parts}
@@ -106,6 +114,58 @@ def explain(
     if not wrong:
         return "each rank's part is there as often as it should be; the difference is smaller than a part", ()
     return _name(wrong, mixtures, parts, classes, sizes, suspects, tokens, microbatches), tuple(details)
+
+
+def _weight_of_auxiliary(parts: Sequence[RankPart]) -> float | None:
+    """How much auxiliary losses count, where another weight of theirs alone explains what is wrong on every rank."""
+    weights = []
+    for part in parts:
+        if part.auxiliary is None or not bool(part.valid.any()):
+            continue
+        due, excess = part.auxiliary[part.valid], (part.reduced - part.expected)[part.valid]
+        size = float(due @ due)
+        if size == 0.0 or float(due.norm()) < SAME * float(part.expected[part.valid].norm()):
+            continue
+        weight = 1.0 + float(excess @ due) / size
+        if _same(weight, 1.0) or float((excess - (weight - 1.0) * due).norm()) > SAME * float(excess.norm()):
+            return None
+        weights.append(weight)
+    return weights[0] if weights and all(_same(weight, weights[0]) for weight in weights) else None
+
+
+@dataclass(frozen=True)
+class BiasPart:
+    """What one rank has of a router: its place on each axis, its own counts of tokens, by how much its bias moved."""
+
+    rank: int
+    place: Mapping[str, int]
+    counts: Sequence[int]
+    moved: Sequence[float]
+
+
+def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
+    """Whose counts moved a router's bias. rate: by how much it is to move, up or down."""
+    axes = [axis for axis in parts[0].place if len({part.place[axis] for part in parts}) > 1]
+    for left_out in (chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)):
+        for factor in (1.0, 2.0, 0.5, 0.0, -1.0):
+            if all(_moved_by(part, parts, left_out, rate * factor) for part in parts):
+                how = [f"by counts that are not added over {' and '.join(left_out)}"] if left_out else []
+                how += [f"{factor:g} times as far as moe_router_bias_update_rate says"] if factor != 1.0 else []
+                if how:
+                    return f"the router's bias moved {' and '.join(how)}"
+                return "this step's counts give the right bias, so those of another step were left among them"
+    return "the router's bias did not move by this step's counts: others were left among them, or ranks disagree"
+
+
+def _moved_by(part: BiasPart, parts: Sequence[BiasPart], left_out: Sequence[str], rate: float) -> bool:
+    """Did it move by the counts of the ranks that share its place on these axes?"""
+    added = [other.counts for other in parts if all(other.place[a] == part.place[a] for a in left_out)]
+    totals = [sum(counts) for counts in zip(*added, strict=True)]
+    mean = sum(totals) / len(totals)
+    want = [rate * ((total < mean) - (total > mean)) for total in totals]
+    return all(
+        math.isclose(a, b, rel_tol=SAME, abs_tol=SAME * abs(rate) + 1e-9) for a, b in zip(part.moved, want, strict=True)
+    )
 
 
 def name_factor(

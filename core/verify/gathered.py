@@ -1,8 +1,9 @@
-"""Put together again what a layout has split: shards of the data group, slices of the tensor-parallel group."""
+"""Put together again what a layout has split: shards of the data group, slices of tensor and expert groups, stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,134 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
+from core.distributed.boxes import Box, Index
 from core.distributed.bucket import Bucket
-from core.distributed.gradient_contract import data_group_of
-from core.tensor_parallel import tensor_parallel_join, tensor_parallel_slice
+from core.distributed.global_slices import GlobalSlice, buffer_slices, global_slices
+from core.distributed.gradient_contract import GradientContract
+
+BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one tensor of the whole model."""
+
+    place: GlobalSlice
+    chunk: int
+    tensor: Tensor
+    contract: GradientContract | None = None  # None: it is not trained
+
+    @property
+    def name(self) -> str:
+        """In the whole model."""
+        return self.place.name
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Tells it from every other tensor of this rank, copies of the same one included."""
+        return self.chunk, self.place.local_name
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of something that has the whole tensor's shape; zeros where it holds padding."""
+        return slice_of(self.place, whole)
+
+
+def slice_of(place: GlobalSlice, whole: Tensor) -> Tensor:
+    """What a rank holds of a whole tensor; zeros where it holds padding."""
+    part = whole.new_zeros(place.local_shape)
+    for box in place.boxes:
+        part[_area(box.local_offset, box)] = whole[_area(box.global_offset, box)]
+    return part
+
+
+def _area(offset: Index, box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offset, box.size, strict=True))
+
+
+class WrappedModel:
+    """The wrapped chunks of one rank, and what they hold of the whole model."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self.chunks = list(chunks)
+        self.groups = chunks[0].groups
+        self.device = chunks[0].plan.device
+        self.held: list[Held] = []
+        self.biases: list[Held] = []
+        for number, chunk in enumerate(chunks):
+            params = dict(chunk.module.named_parameters())
+            for name, place in global_slices(chunk.module, self.groups).items():
+                self.held.append(Held(place, number, params[name], chunk.contracts.get(name)))
+            for name, place in buffer_slices(chunk.module, self.groups).items():
+                if name.rpartition(".")[2] == BIAS:
+                    self.biases.append(Held(place, number, chunk.module.get_buffer(name)))
+
+    @property
+    def trained(self) -> list[Held]:
+        """The parameters that have gradients, in the order of chunks and of registration."""
+        return [held for held in self.held if held.contract is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter."""
+        return next((held.tensor.dtype for held in self.held), torch.float32)
+
+    @property
+    def is_split(self) -> bool:
+        """Does this rank hold less than the whole of some parameter?"""
+        return any(held.place.shape != held.place.local_shape for held in self.held)
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        """Reduced gradients by `Held.key`, copied; where they are sharded, from all ranks' shards. Collective."""
+        grads: dict[tuple[int, str], Tensor] = {}
+        for number, chunk in enumerate(self.chunks):
+            for bucket in buckets_of(chunk):
+                flat = _whole_bucket(bucket)
+                for slot in bucket.layout.slots:
+                    start = slot.start - bucket.layout.start
+                    grads[number, slot.name] = flat[start : start + slot.end - slot.start].view(slot.shape)
+        return {held.key: grads[held.key] for held in self.trained}
+
+    def valid_mask(self, held: Held) -> Tensor:
+        """[numel] bool on the CPU: the elements of a parameter whose reduced gradient this rank holds."""
+        for bucket in buckets_of(self.chunks[held.chunk]):
+            for slot in bucket.layout.slots:
+                if slot.name == held.place.local_name:
+                    low, high = bucket.valid_range
+                    place = torch.arange(slot.start, slot.end) - bucket.layout.start
+                    return (place >= low) & (place < high)
+        raise KeyError(f"parameter {held.place.local_name!r} is in no bucket")
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Parameters and router biases by name, put together, on the CPU; on rank 0, elsewhere nothing.
+
+        Collective over the world. Raises ValueError there where copies of one parameter differ.
+        """
+        first = [held for held in (*self.held, *self.biases) if held.place.replica == 0]
+        mine = [(held.place, held.tensor.detach().cpu()) for held in first]
+        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, everyone, dst=0)
+        return {} if everyone is None else _assembled(everyone)
+
+
+def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
+    for rank, pieces in enumerate(everyone):
+        for place, tensor in pieces:
+            whole = weights.setdefault(place.name, torch.zeros(place.shape, dtype=tensor.dtype))
+            known = written.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
+            for box in place.boxes:
+                there, values = _area(box.global_offset, box), tensor[_area(box.local_offset, box)]
+                if bool((known[there] & (whole[there] != values)).any()):
+                    raise ValueError(
+                        f"rank {rank}: the copy of parameter {place.name!r} has other values than the one of an "
+                        "earlier stage; start all copies alike"
+                    )
+                whole[there], known[there] = values, True
+    for name, known in written.items():
+        if not bool(known.all()):
+            raise ValueError(f"no rank holds some elements of parameter {name!r}: see core.distributed.global_slices")
+    return weights
 
 
 def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
@@ -21,95 +147,36 @@ def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
         yield from buffer.buckets
 
 
-def whole_gradients(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Reduced gradients by name, copied; where they are sharded, from all ranks' shards. Collective."""
-    grads: dict[str, Tensor] = {}
-    for bucket in buckets_of(ddp):
-        flat = bucket.grad.clone()
-        if not bucket.full:
-            low, high = bucket.shard_range
-            shards = [torch.empty_like(flat[low:high]) for _ in range(dist.get_world_size(bucket.groups.shard))]
-            dist.all_gather(shards, flat[low:high].contiguous(), group=bucket.groups.shard)
-            flat = torch.cat(shards)
-        for slot in bucket.layout.slots:
-            start = slot.start - bucket.layout.start
-            grads[slot.name] = flat[start : start + slot.end - slot.start].view(slot.shape)
-    return {name: grads[name] for name in ddp.contracts}
-
-
-def valid_mask(ddp: DistributedDataParallel, name: str) -> Tensor:
-    """[numel] bool on the CPU: the elements of a parameter whose reduced gradient this rank holds."""
-    for bucket in buckets_of(ddp):
-        for slot in bucket.layout.slots:
-            if slot.name == name:
-                low, high = bucket.valid_range
-                place = torch.arange(slot.start, slot.end) - bucket.layout.start
-                return (place >= low) & (place < high)
-    raise KeyError(f"parameter {name!r} is in no bucket")
-
-
-def slicing_axis(ddp: DistributedDataParallel, name: str, param: nn.Parameter) -> str | None:
-    """The group whose ranks hold different slices of a parameter, frozen ones included: 'tp', 'expt_tp' or None."""
-    axis = "tp" if data_group_of(param) == "dp_cp" else "expt_tp"
-    if name in ddp.contracts:
-        return axis if axis in ddp.contracts[name].sharded_over else None
-    sliced = getattr(param, "tensor_model_parallel", False) and ddp.groups.size(axis) > 1
-    return axis if sliced else None
-
-
-def whole_weights(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Weights by name, tensor-parallel slices joined; padding is still at the end. Collective over that group."""
-    weights = {}
-    for name, param in ddp.module.named_parameters():
-        weight = param.detach()
-        axis = slicing_axis(ddp, name, param)
-        if axis is not None:
-            group = ddp.groups.require(axis)
-            slices = [torch.empty_like(weight) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(slices, weight.contiguous(), group=group)
-            weight = tensor_parallel_join(slices, _split_dim(param, name), getattr(param, "partition_stride", 1))
-        weights[name] = weight
-    return weights
-
-
-def own_slice(ddp: DistributedDataParallel, name: str, param: nn.Parameter, whole: Tensor) -> Tensor:
-    """This rank's tensor-parallel slice of something that has the whole parameter's shape."""
-    axis = slicing_axis(ddp, name, param)
-    if axis is None:
-        return whole
-    size, rank = ddp.groups.size(axis), ddp.groups.rank(axis)
-    return tensor_parallel_slice(whole, _split_dim(param, name), size, rank, getattr(param, "partition_stride", 1))
-
-
-def _split_dim(param: nn.Parameter, name: str) -> int:
-    dim = getattr(param, "partition_dim", -1)
-    if dim is None or not 0 <= dim < param.dim():
-        raise ValueError(
-            f"parameter {name!r} is tensor_model_parallel and its partition_dim is {dim!r}; to put it together the "
-            f"oracle needs the dimension it is split along, 0 to {param.dim() - 1}"
-        )
-    return int(dim)
+def _whole_bucket(bucket: Bucket) -> Tensor:
+    """Its gradients, also those in other ranks' shards, with every factor that is left to the optimizer."""
+    if bucket.full:
+        return bucket.grad * bucket.pending_scale
+    mine = bucket.owned_grad.contiguous()
+    shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(bucket.groups.shard))]
+    dist.all_gather(shards, mine, group=bucket.groups.shard)
+    return torch.cat(shards) * bucket.pending_scale
 
 
 def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a model that splits nothing; what padding added at the end of a dimension is left out."""
+    """Copy weights into a model that splits nothing. ValueError where it is another model."""
     params = dict(reference.named_parameters())
-    if params.keys() != weights.keys():
-        odd = sorted(params.keys() ^ weights.keys())
+    biases = {name: buffer for name, buffer in reference.named_buffers() if name.rpartition(".")[2] == BIAS}
+    targets = {**params, **biases}
+    if targets.keys() != weights.keys():
+        odd = sorted(targets.keys() ^ weights.keys())
         raise ValueError(
             f"the reference and the model differ in parameter {odd[0]!r} ({len(odd)} names in all); reference_fn must "
             "build the same model without any splitting"
         )
     with torch.no_grad():
-        for name, param in params.items():
-            weight = weights[name]
-            if weight.dim() != param.dim() or any(w < p for w, p in zip(weight.shape, param.shape, strict=True)):
+        for name, target in targets.items():
+            if weights[name].shape != target.shape:
                 raise ValueError(
-                    f"parameter {name!r} is {list(weight.shape)} put together and {list(param.shape)} in the reference"
+                    f"parameter {name!r} is {list(weights[name].shape)} put together and {list(target.shape)} in the "
+                    "reference; if it is padded, its layer must say so (partition_length, core.distributed."
+                    "global_slices)"
                 )
-            for dim, length in enumerate(param.shape):
-                weight = weight.narrow(dim, 0, length)
-            param.copy_(weight)
+            target.copy_(weights[name])
 
 
 def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -126,3 +193,18 @@ def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 def cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """A tensor on a device; in the given dtype if it is a floating point one and a dtype is given."""
     return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
+def piece_of(batch: Any, pieces: int, number: int) -> Any:
+    """One of so many equal parts of a batch, along the first dimension of its tensors."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] % pieces:
+            raise ValueError(
+                f"a tensor of the batch has shape {list(tensor.shape)}; its first dimension must divide into {pieces} "
+                "= data-parallel ranks x microbatches equal parts"
+            )
+        length = tensor.shape[0] // pieces
+        return tensor[number * length : (number + 1) * length]
+
+    return on_tensors(cut, batch)

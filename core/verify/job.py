@@ -1,11 +1,10 @@
-"""Job: a wrapped model, its part of the global batch, and the steps that are run to look at their gradients."""
+"""Job: a wrapped model, whole or in stages, and the steps that are run to look at their gradients."""
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,68 +12,118 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.verify.gathered import on_tensors
+from core.moe import auxiliary_loss_scale
+from core.pipeline_parallel import PipelineRunner
+from core.verify.gathered import WrappedModel, piece_of
 
 LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
+SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of its context-parallel group holds of it
 
 
-@dataclass
-class Job:
-    """The wrapped model and its part of the batch."""
+class Job(ABC):
+    """The model of this rank, and how a step runs through it."""
 
-    ddp: DistributedDataParallel
-    loss_fn: LossFn
-    batch: Any
-    microbatches: int
-    per_token: bool
+    def __init__(self, model: WrappedModel, microbatches: int, split_fn: SplitFn | None) -> None:
+        self.model = model
+        self.groups = model.groups
+        self.microbatches = microbatches
+        self.split_fn = split_fn
+        self.per_token = bool(getattr(model.chunks[0].config, "calculate_per_token_loss", False))
 
-    def parts(self) -> list[Any]:
-        """This data rank's microbatches."""
-        groups = self.ddp.groups
-        axis = "dp" if groups.dp is not None else "dp_cp"
-        pieces = groups.size(axis) * self.microbatches
-        first = groups.rank(axis) * self.microbatches
-        return [
-            on_tensors(functools.partial(_piece, pieces=pieces, number=number), self.batch)
-            for number in range(first, first + self.microbatches)
-        ]
+    @abstractmethod
+    def step(self, batch: Any) -> float:
+        """A whole step on the global batch, up to whole gradients; the global loss. Collective."""
 
-    def backward(self, *, reduce: bool) -> tuple[float, int]:
-        """All microbatches of a step: (this rank's loss, its number of tokens)."""
-        total, tokens = 0.0, 0
-        parts = self.parts()
-        for number, part in enumerate(parts):
-            last = reduce and number == len(parts) - 1
-            with nullcontext() if last else self.ddp.no_sync():
-                loss, count = split_loss(self.loss_fn(self.ddp, part), self.per_token)
-                loss = loss if self.per_token else loss / self.microbatches
-                loss.backward()
-            total += float(loss.detach())
-            tokens += count
-        return total, tokens
+    @abstractmethod
+    def backward(self, batch: Any) -> None:
+        """All microbatches without any reduction: every rank keeps its own gradients."""
 
-    def step(self) -> float:
-        """A whole step; the global loss. Collective."""
-        self.ddp.zero_grad_buffer()
-        loss, tokens = self.backward(reduce=True)
-        if self.per_token:
-            finalize_model_grads([self.ddp], num_tokens=torch.tensor(tokens, device=self.ddp.plan.device))
-        else:
-            finalize_model_grads([self.ddp])
-        data = self.ddp.groups.require("dp_cp")
-        sums = torch.tensor([loss, float(tokens)], dtype=torch.float64, device=self.ddp.plan.device)
+    def parts(self, batch: Any) -> list[Any]:
+        """This rank's microbatches of the global batch."""
+        axis = "dp" if self.groups.dp is not None else "dp_cp"
+        first = self.groups.rank(axis) * self.microbatches
+        pieces = self.groups.size(axis) * self.microbatches
+        parts = [piece_of(batch, pieces, number) for number in range(first, first + self.microbatches)]
+        return parts if self.split_fn is None else [self.split_fn(part) for part in parts]
+
+    def clear(self) -> None:
+        """Zero all gradients."""
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+
+    def global_loss(self, loss: float, tokens: float) -> float:
+        """From each data rank's mean loss, or sum and number of tokens. Collective over the data group."""
+        data = self.groups.require("dp_cp")
+        sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self.model.device)
         dist.all_reduce(sums, group=data)
         return float(sums[0] / (sums[1].clamp(min=1) if self.per_token else dist.get_world_size(data)))
 
 
-def _piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] % pieces:
-        raise ValueError(
-            f"a tensor of the batch has shape {list(tensor.shape)}; its first dimension must divide into {pieces} = "
-            "data-parallel ranks x microbatches equal parts"
-        )
-    length = tensor.shape[0] // pieces
-    return tensor[number * length : (number + 1) * length]
+class PlainJob(Job):
+    """Forward and backward in one piece."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, loss_fn: LossFn, microbatches: int, split_fn: SplitFn | None = None
+    ) -> None:
+        super().__init__(WrappedModel([ddp]), microbatches, split_fn)
+        self.ddp = ddp
+        self.loss_fn = loss_fn
+
+    def step(self, batch: Any) -> float:
+        """See Job."""
+        self.clear()
+        loss, tokens = self._run(batch, reduce=True)
+        if self.per_token:
+            finalize_model_grads([self.ddp], num_tokens=torch.tensor(tokens, device=self.model.device))
+        else:
+            finalize_model_grads([self.ddp])
+        return self.global_loss(loss, float(tokens))
+
+    def backward(self, batch: Any) -> None:
+        """See Job."""
+        self.clear()
+        self._run(batch, reduce=False)
+
+    def _run(self, batch: Any, *, reduce: bool) -> tuple[float, int]:
+        """(this rank's loss, its number of tokens)."""
+        total, tokens = 0.0, 0
+        parts = self.parts(batch)
+        for number, part in enumerate(parts):
+            last = reduce and number == len(parts) - 1
+            with nullcontext() if last else self.ddp.no_sync():
+                loss, count = split_loss(self.loss_fn(self.ddp, part), self.per_token)
+                weight = 1.0 if self.per_token else 1.0 / self.microbatches
+                with auxiliary_loss_scale(weight):
+                    (loss * weight).backward()
+            total += float(loss.detach()) * weight
+            tokens += count
+        return total, tokens
+
+
+class PipelineJob(Job):
+    """A pipeline's stages, under its schedule; the runner's forward step computes the loss."""
+
+    def __init__(self, runner: PipelineRunner, microbatches: int, split_fn: SplitFn | None = None) -> None:
+        super().__init__(WrappedModel(runner.chunks), microbatches, split_fn)
+        self.runner = runner
+        self.per_token = runner.per_token
+
+    def step(self, batch: Any) -> float:
+        """See Job."""
+        self.clear()
+        outcome = self.runner.step(self.parts(batch))
+        if outcome.num_tokens is None:
+            return self.global_loss(float(outcome.loss), 0.0)
+        tokens = float(outcome.num_tokens)
+        return self.global_loss(float(outcome.loss) * tokens, tokens)
+
+    def backward(self, batch: Any) -> None:
+        """See Job."""
+        self.clear()
+        with ExitStack() as nothing_leaves:
+            for chunk in self.model.chunks:
+                nothing_leaves.enter_context(chunk.no_sync())
+            self.runner.step(self.parts(batch), finalize=False)
 
 
 def split_loss(result: Any, per_token: bool) -> tuple[Tensor, int]:

@@ -95,8 +95,7 @@ class RankPool:
         """Call an importable function on `world` ranks of a fresh group; what rank 0 returned, or RankFailure."""
         if not 1 <= world <= self.ranks:
             raise ValueError(f"{world} ranks were asked of a pool of {self.ranks}")
-        while len(self.workers) < self.ranks:  # all at once: they import torch side by side
-            self.workers.append(self._start())
+        self._fill()
         workers = self.workers[:world]
         self.tasks += 1
         healthy = False
@@ -114,11 +113,21 @@ class RankPool:
                 del self.workers[:world]
         return results[0]
 
+    def start(self) -> None:
+        """Start all processes now, and wait until they are ready; `run` does it where it is needed."""
+        self._fill()
+        for worker in self.workers:
+            worker.wait_until_ready()
+
     def close(self) -> None:
         """End all processes. May be called twice."""
         for worker in self.workers:
             _end(worker)
         self.workers.clear()
+
+    def _fill(self) -> None:
+        while len(self.workers) < self.ranks:  # all at once: they import torch side by side
+            self.workers.append(self._start())
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()

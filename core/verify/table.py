@@ -1,17 +1,41 @@
-"""Runs a table of layouts, prints a line for each, and one with the verdict."""
+"""Runs tables of layouts: a heading for each group, a line for each layout as soon as it is known, and the verdict."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from core.verify.gpt import check_gpt
 from core.verify.layouts import Layout
 from core.verify.rank_pool import RankFailure, RankPool
-from core.verify.report import GradientReport
+from core.verify.report import Report
+from core.verify.training import train_gpt
 
-Runner = Callable[[Layout, str], GradientReport]
+Groups = Mapping[str, Sequence[Layout]]  # heading -> layouts
+Runner = Callable[[Layout, str], Report]  # (layout, kind: a dtype or an optimizer)
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with each layout. kinds: the dtypes, or with `steps` the optimizers that train so many of them."""
+
+    kinds: Sequence[str]
+    steps: int = 0
+
+    def task(self, layout: Layout, kind: str) -> tuple[Callable[..., Report], tuple[Any, ...], dict[str, Any]]:
+        """The function that each rank calls, and its arguments."""
+        if self.steps:
+            return train_gpt, (layout, "fp64"), {"optimizer": kind, "steps": self.steps}
+        return check_gpt, (layout, kind), {}
+
+    def run(self, layout: Layout, kind: str) -> Report:
+        """On this rank, in the running process group."""
+        function, arguments, options = self.task(layout, kind)
+        return function(*arguments, **options)
 
 
 @dataclass
@@ -27,14 +51,14 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Was every gradient right, and were bits equal where they must be?"""
+        """Was every layout right, and were bits equal where they must be?"""
         return not self.wrong and self.right > 0
 
-    def note_bits(self, layout: Layout, dtype: str, digest: str) -> str:
+    def note_bits(self, layout: Layout, kind: str, digest: str) -> str:
         """Compare with the layouts of the same family that have run; the difference in words, or nothing."""
-        if layout.family is None:
+        if layout.family is None or not digest:
             return ""
-        key = layout.family, dtype
+        key = layout.family, kind
         self.family_members[key] = self.family_members.get(key, 0) + 1
         seen = self.families.setdefault(key, {})
         if seen and digest not in seen:
@@ -45,53 +69,66 @@ class Verdict:
         return ""
 
     def summary(self) -> str:
-        """One line."""
+        """One line, and one for each layout that is wrong."""
         total = self.right + len(self.wrong)
-        errors = ", ".join(f"{dtype} {error:.2g}" for dtype, error in self.largest.items())
-        compared = [key for key, count in self.family_members.items() if count > 1]
+        errors = ", ".join(f"{kind} {error:.2g}" for kind, error in self.largest.items())
+        compared = sum(count > 1 for count in self.family_members.values())
+        bits = f"; bits compared in {compared} families" if compared else ""
         word = "PASSED" if self.ok else "FAILED"
-        return (
-            f"{word}: {self.right} of {total} layouts right; largest relative error {errors or 'none'}; bits compared "
-            f"in {len(compared)} families; {self.seconds:.0f} s"
+        line = (
+            f"{word}: {self.right} of {total} layouts right; largest relative error {errors or 'none'}{bits}; "
+            f"{self.seconds:.0f} s"
         )
+        return "\n".join([*(f"WRONG  {layout}" for layout in self.wrong), line])
 
 
-def run_table(layouts: Sequence[Layout], dtypes: Sequence[str], run: Runner, write: Callable[[str], None]) -> Verdict:
-    """Check each layout in each dtype, writing a line as soon as it is known, and the summary last."""
+def run_table(groups: Groups, kinds: Sequence[str], run: Runner, write: Write) -> Verdict:
+    """Check each layout in each kind, writing a line as soon as it is known, and the summary last."""
     verdict = Verdict()
     begun = time.perf_counter()
-    width = max((len(str(layout)) for layout in layouts), default=0)
-    for dtype in dtypes:
+    for heading, layouts in groups.items():
+        write(f"{heading}: {len(layouts)} layout{'s' if len(layouts) != 1 else ''}")
         for layout in layouts:
-            start = time.perf_counter()
-            try:
-                report = run(layout, dtype)
-                trouble = "" if report.ok else str(report)
-                trouble = trouble or verdict.note_bits(layout, dtype, report.digest)
-                verdict.largest[dtype] = max(verdict.largest.get(dtype, 0.0), report.largest_error)
-                error = f"{report.largest_error:.1e}"
-            except RankFailure as failure:
-                trouble, error = str(failure), "no result"
-            seconds = time.perf_counter() - start
-            write(f"{'WRONG' if trouble else 'right'}  {dtype}  {str(layout):<{width}}  {error:>9}  {seconds:5.1f} s")
-            if trouble:
-                write(f"  {trouble}")
-                verdict.wrong.append(f"{dtype} {layout}")
-            else:
-                verdict.right += 1
+            _run_layout(layout, kinds, run, verdict, write)
     verdict.seconds = time.perf_counter() - begun
     write(verdict.summary())
     return verdict
 
 
-def run_on_own_ranks(
-    layouts: Sequence[Layout], dtypes: Sequence[str], write: Callable[[str], None], *, limit_s: float
-) -> Verdict:
-    """The table on processes of this machine; at most `limit_s` a layout."""
-    with RankPool(max((layout.world for layout in layouts), default=1)) as pool:
-        return run_table(
-            layouts,
-            dtypes,
-            lambda layout, dtype: pool.run(check_gpt, layout.world, (layout, dtype), limit_s=limit_s),
-            write,
-        )
+def _run_layout(layout: Layout, kinds: Sequence[str], run: Runner, verdict: Verdict, write: Write) -> None:
+    start = time.perf_counter()
+    troubles: list[str] = []
+    errors: list[str] = []
+    for kind in kinds:
+        try:
+            report = run(layout, kind)
+        except RankFailure as failure:
+            troubles.append(f"{kind}: {failure}")
+            errors.append(f"{kind} no result")
+            continue
+        trouble = "" if report.ok else str(report)
+        trouble = trouble or verdict.note_bits(layout, kind, report.digest)
+        troubles += [trouble] if trouble else []
+        verdict.largest[kind] = max(verdict.largest.get(kind, 0.0), report.largest_error)
+        errors.append(f"{kind} {report.largest_error:.1e}")
+    word = "WRONG" if troubles else "right"
+    write(f"  {word}  {'  '.join(errors)}  {time.perf_counter() - start:5.1f} s  {layout}")
+    for trouble in troubles:
+        write(f"    {trouble}")
+    if troubles:
+        verdict.wrong.append(str(layout))
+    else:
+        verdict.right += 1
+
+
+def run_on_own_ranks(groups: Groups, work: Work, write: Write, *, limit_s: float) -> Verdict:
+    """The table on processes of this machine; at most `limit_s` for one layout in one kind."""
+    with RankPool(max((layout.world for layouts in groups.values() for layout in layouts), default=1)) as pool:
+        pool.start()
+        return run_table(groups, work.kinds, partial(_run_in_pool, pool, work, limit_s), write)
+
+
+def _run_in_pool(pool: RankPool, work: Work, limit_s: float, layout: Layout, kind: str) -> Report:
+    function, arguments, options = work.task(layout, kind)
+    report: Report = pool.run(function, layout.world, arguments, options, limit_s=limit_s)
+    return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,9 +16,10 @@ from core.distributed import DistributedDataParallelConfig
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Handle
 from core.model_parallel_config import ModelParallelConfig
+from core.models import GPTModel
 from core.verify import GradientReport, Layout, WrongGradientError, check_gradients
 from core.verify.gpt import check_gpt
-from core.verify.layouts import FULL, QUICK
+from core.verify.tables import DENSE, HOUSES, QUICK, SINGLE, pairwise
 from tests.unit_tests.rank_codes import mutate_reductions, mutate_scale, somewhere
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net
@@ -31,15 +33,12 @@ INSTANCES = Layout(dp=4, strategy="optim", instances=2)
 TOKENS = Layout(dp=4, per_token=True, microbatches=2)
 
 
-def rows(world: int) -> list[Layout]:
-    return [layout for layout in QUICK if layout.world == world]
-
-
-@ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-def test_quick_table_is_right(rank: int, world: int, dtype: str) -> None:
+def check_rows(layouts: Sequence[Layout], world: int, dtype: str) -> None:
+    """Those of so many ranks are right, and have the same bits where they must."""
     families: dict[Layout, set[str]] = {}
-    for layout in rows(world):
+    for layout in layouts:
+        if layout.world != world:
+            continue
         report = check_gpt(layout, dtype)
         assert report.ok, str(report)
         assert report.bound == {"fp64": 1e-10, "fp32": 1e-5}[dtype]
@@ -49,35 +48,27 @@ def test_quick_table_is_right(rank: int, world: int, dtype: str) -> None:
     assert all(len(digests) == 1 for digests in families.values()), families
 
 
-@ranks(8, timeout_s=120)
-def test_quick_table_is_right_on_eight_ranks(rank: int, world: int) -> None:
-    for layout in rows(world):
-        report = check_gpt(layout)
-        assert report.ok, str(report)
+@ranks(1, 2, 3, 4, timeout_s=120)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_quick_table_is_right(rank: int, world: int, dtype: str) -> None:
+    check_rows(QUICK, world, dtype)
 
 
-@ranks(1, 2, 3, 4, 6, 8, timeout_s=900)
+@ranks(8, timeout_s=170)
+def test_the_full_house_is_right(rank: int, world: int) -> None:
+    check_rows(QUICK, world, "fp64")
+
+
+FULL = {"dense": lambda: DENSE, "single": lambda: SINGLE, "pairs": lambda: pairwise()[0], "houses": lambda: HOUSES}
+
+
+@ranks(1, 2, 3, 4, 6, 8, timeout_s=1200)
+@pytest.mark.timeout(1300)
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-def test_full_table_is_right(rank: int, world: int, dtype: str) -> None:
-    families: dict[Layout, set[str]] = {}
-    for layout in FULL:
-        if layout.world == world:
-            report = check_gpt(layout, dtype)
-            assert report.ok, str(report)
-            if layout.family is not None:
-                families.setdefault(layout.family, set()).add(report.digest)
-    assert families and all(len(digests) == 1 for digests in families.values()), families
-
-
-def test_full_table_covers_what_it_promises() -> None:
-    assert {layout.world for layout in FULL} >= {1, 2, 3, 4, 6, 8}
-    for field in ("sp", "overlap", "per_token", "average", "fusion", "recompute", "deterministic"):
-        assert {getattr(layout, field) for layout in FULL} == {False, True}, field
-    assert {layout.strategy for layout in FULL} == {"no_shard", "optim"}
-    assert {layout.instances for layout in FULL} == {1, 2}
-    assert len(set(FULL)) == len(FULL)
-    assert set(rows(4)) and len({str(layout) for layout in FULL}) == len(FULL)
+@pytest.mark.parametrize("part", FULL)
+def test_full_table_is_right(rank: int, world: int, part: str, dtype: str) -> None:
+    check_rows(FULL[part](), world, dtype)
 
 
 # --- spoilt reductions ------------------------------------------------------------------------------------------------
@@ -339,21 +330,23 @@ def test_a_wrong_backward_of_a_layer_is_told_apart_from_wrong_reductions(rank: i
 @ranks(2)
 def test_frozen_parameters_that_are_split_are_put_together_for_the_reference(rank: int, world: int) -> None:
     from core.process_groups import ProcessGroups
-    from core.verify.gpt import build, global_batch, model_config, token_mean
+    from core.verify.gpt import global_batch, model_config, prepare, token_mean, whole_config
+
+    layout = Layout(tp=2, sp=True)
 
     def frozen_below(config: Any, groups: ProcessGroups) -> nn.Module:
-        model = build(config, groups)
+        model = GPTModel(config, groups)
+        prepare(model, layout, groups)
         model.decoder.layers[0].requires_grad_(False)
         return model
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    config = model_config(Layout(tp=2, sp=True), torch.float64)
-    plain = model_config(Layout(), torch.float64)
+    config = model_config(layout, torch.float64)
     report = check_gradients(
         lambda: frozen_below(config, parallel_state.get_process_groups()),
         token_mean,
-        global_batch(),
-        reference_fn=lambda: frozen_below(plain, ProcessGroups()),
+        global_batch(layout),
+        reference_fn=lambda: frozen_below(whole_config(layout), ProcessGroups()),
         config=config,
     )
     report.raise_if_wrong()
@@ -435,7 +428,61 @@ def test_the_bound_follows_the_dtype_of_a_wrapped_model(rank: int, world: int) -
 
 
 @ranks(2)
-def test_pipeline_stages_are_refused(rank: int, world: int) -> None:
+def test_stages_without_a_schedule_are_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    with pytest.raises(ValueError, match="no pipeline stages yet"):
+    with pytest.raises(ValueError, match="Let model_fn return a PipelineRunner over the wrapped stages"):
         check_gradients(Net, mean_loss, samples())
+
+
+@ranks(2)
+def test_a_split_sequence_needs_to_know_what_is_split(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    with pytest.raises(ValueError, match="pass split_fn=get_batch_on_this_cp_rank"):
+        check_gradients(Net, mean_loss, samples())
+
+
+def summed_tokens(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    losses = model(batch["tokens"], batch["labels"])
+    return losses.sum(), torch.tensor(losses.numel())
+
+
+@ranks(4)
+def test_a_users_pipeline_with_a_split_sequence_is_checked(rank: int, world: int) -> None:
+    from core.context_parallel import get_batch_on_this_cp_rank
+    from core.pipeline_parallel import (
+        PipelineRunner,
+        build_gpt_stages,
+        gpt_activations,
+        gpt_forward_step,
+        plan_pipeline,
+        wrap_stages,
+    )
+    from core.process_groups import ProcessGroups
+    from core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, context_parallel_size=2)
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 13}
+    sizes |= {"init_method_std": 0.3, "max_sequence_length": 8, "params_dtype": torch.float64}
+    config = TransformerConfig(
+        **sizes, pipeline_model_parallel_size=2, context_parallel_size=2, calculate_per_token_loss=True
+    )
+    layout = plan_pipeline(2, 2, microbatches=3)
+
+    def stages() -> PipelineRunner:
+        chunks = wrap_stages(config, DistributedDataParallelConfig(), build_gpt_stages(config, layout))
+        return PipelineRunner(chunks, layout, gpt_forward_step, gpt_activations(config, 2, 8))
+
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, 13, (2, 6, 8), generator=generator)
+    report = check_gradients(
+        stages,
+        summed_tokens,
+        {"tokens": tokens, "labels": labels},
+        reference_fn=lambda: GPTModel(TransformerConfig(**sizes), ProcessGroups()),
+        microbatches=3,
+        split_fn=get_batch_on_this_cp_rank,
+    )
+    report.raise_if_wrong()
+    assert report.parameters > 15
+    with pytest.raises(ValueError, match="comes in stages; pass reference_fn"):
+        check_gradients(stages, summed_tokens, tokens, microbatches=3, split_fn=get_batch_on_this_cp_rank)

@@ -37,22 +37,26 @@ def report(layout: Layout, dtype: str, **changes: Any) -> GradientReport:
 
 def test_last_line_is_the_summary() -> None:
     lines: list[str] = []
-    verdict = run_table([Layout(), Layout(dp=2)], ["fp64", "fp32"], report, lines.append)
-    assert verdict.ok and len(lines) == 5
-    assert lines[-1].startswith("PASSED: 4 of 4 layouts right; largest relative error fp64 3e-16, fp32 3e-16")
+    groups = {"one": [Layout()], "two": [Layout(dp=2), Layout(tp=2)]}
+    verdict = run_table(groups, ["fp64", "fp32"], report, lines.append)
+    assert verdict.ok and len(lines) == 6
+    assert lines[0] == "one: 1 layout" and lines[2] == "two: 2 layouts"
+    assert lines[3].split("  ")[1:4] == ["right", "fp64 3.0e-16", "fp32 3.0e-16"] and "dp2" in lines[3]
+    assert lines[-1].startswith("PASSED: 3 of 3 layouts right; largest relative error fp64 3e-16, fp32 3e-16; ")
 
 
 def test_a_wrong_layout_is_counted_and_explained() -> None:
     lines: list[str] = []
     wrong = Layout(dp=2)
     verdict = run_table(
-        [Layout(), wrong],
+        {"both": [Layout(), wrong]},
         ["fp64"],
         lambda layout, dtype: report(layout, dtype, loss_error=1.0 if layout == wrong else 0.0, cause="a cause"),
         lines.append,
     )
     assert not verdict.ok and "a cause" in "\n".join(lines)
-    assert lines[-1].startswith("FAILED: 1 of 2 layouts right")
+    assert lines[-1].splitlines()[0] == f"WRONG  {wrong}"
+    assert lines[-1].splitlines()[1].startswith("FAILED: 1 of 2 layouts right")
 
 
 def test_a_layout_without_result_is_wrong() -> None:
@@ -60,8 +64,8 @@ def test_a_layout_without_result_is_wrong() -> None:
         raise RankFailure("rank 1 of 2: gone")
 
     lines: list[str] = []
-    assert not run_table([Layout(dp=2)], ["fp64"], fails, lines.append).ok
-    assert "gone" in lines[1]
+    assert not run_table({"one": [Layout(dp=2)]}, ["fp64"], fails, lines.append).ok
+    assert "no result" in lines[1] and "gone" in lines[2]
 
 
 def test_different_bits_in_one_family_are_wrong() -> None:
@@ -70,11 +74,14 @@ def test_different_bits_in_one_family_are_wrong() -> None:
     assert family[0].family == family[1].family != other.family
     lines: list[str] = []
     verdict = run_table(
-        [*family, other], ["fp64"], lambda layout, dtype: report(layout, dtype, digest=str(layout)), lines.append
+        {"all": [*family, other]},
+        ["fp64"],
+        lambda layout, dtype: report(layout, dtype, digest=str(layout)),
+        lines.append,
     )
     assert not verdict.ok and len(verdict.wrong) == 1
     assert "bits differ from those of [dp2 tp1 no_shard deterministic]" in "\n".join(lines)
-    assert run_table([*family, other], ["fp64"], report, lines.append).ok
+    assert run_table({"all": [*family, other]}, ["fp64"], report, lines.append).ok
 
 
 def test_an_empty_table_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +119,7 @@ def test_command_runs_under_torchrun() -> None:
         *("-m", "core.verify", "--only", "dp2", "--dtypes", "fp64"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line[:6] for line in done.stdout.splitlines()] == ["right ", "PASSED"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["a", "right", "PASSED:"]
 
 
 def test_the_program_in_the_docs_runs(tmp_path: Path) -> None:
