@@ -54,16 +54,16 @@ class Ranks:
         """Let rank 0 act; its answer, or its CheckpointError, on every rank."""
         answer: T | None = None
         error: str | None = None
+        cause: Exception | None = None
         if self.rank == 0:
             try:
                 answer = act()
-            except CheckpointError as failure:
-                error = str(failure)
-            except Exception as failure:  # the others are waiting in the gather: they must hear of it first
-                error = f"{type(failure).__name__}: {failure}"
+            except Exception as failure:  # whatever it is: the others are waiting in the gather
+                cause = failure
+                error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
         answer, error = self.gather((answer, error))[0]
         if error is not None:
-            raise CheckpointError(error)
+            raise CheckpointError(error) from cause
         return answer  # type: ignore[return-value]
 
     def agree(self, error: str | None) -> None:

@@ -57,7 +57,9 @@ def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
         name = MANIFEST_NAME
         return commit, read_manifest(commit, (directory / MANIFEST_NAME).read_bytes())
     except FileNotFoundError:
-        return Damage(name, "is missing")
+        if directory.is_dir():
+            return Damage(name, "is missing")
+        return Damage(name, "is missing with its whole directory; do all ranks see the same file system?")
     except OSError as error:
         return Damage(name, f"cannot be read: {explain(error, directory)}")
     except ManifestError as error:

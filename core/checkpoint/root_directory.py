@@ -23,7 +23,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+import weakref
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,6 +83,9 @@ class SharedHold:
             self._descriptor = None
 
 
+_open_roots: weakref.WeakSet[RootDirectory] = weakref.WeakSet()
+
+
 class RootDirectory:
     """What rank 0 of a job does to the root. Every method that changes it needs the lock."""
 
@@ -90,22 +93,17 @@ class RootDirectory:
         # A symlinked root is followed once: repointing the link in mid-run must not split one save over two places.
         self.path = Path(os.path.realpath(root))
         self._lock: int | None = None
+        _open_roots.add(self)
 
     def create(self) -> None:
-        """Make the root, durably, and find out whether one can write there."""
+        """Make the root, durably."""
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for place in missing:
                 sync_directory(place.parent)
-            probe = self.path / f"{TOKEN}-probe-{secrets.token_hex(4)}"
-            write_durably(probe, b"probe", 0)
-            probe.unlink()
         except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints cannot be saved to {self.path}: {explain(error, self.path)}. "
-                "Give a directory that this user may write to."
-            ) from error
+            raise self._unwritable(error) from error
 
     def lock(self, timeout_s: float) -> None:
         """Become the one job that saves here; CheckpointError naming the other one when it does not leave in time.
@@ -117,7 +115,7 @@ class RootDirectory:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise CheckpointError(f"Cannot lock {self.path}: {explain(error, path)}.") from error
+            raise self._unwritable(error) from error
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +128,8 @@ class RootDirectory:
                 os.close(descriptor)
                 raise CheckpointError(
                     f"Another job saves its checkpoints to {self.path}: {holder}. Two jobs in one root would delete "
-                    "each other's checkpoints; end that job, close its CheckpointSaver, or give another directory."
+                    "each other's checkpoints; end that job (and its children: they may hold the lock), close its "
+                    "CheckpointSaver, or give another directory."
                 ) from None
             except OSError as error:
                 os.close(descriptor)
@@ -142,6 +141,26 @@ class RootDirectory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
         self._lock = descriptor
+
+    def put_token(self) -> tuple[str, str]:
+        """(name, text) of a new file, which every rank should see."""
+        name, text = f"{TOKEN}-{secrets.token_hex(8)}", f"{socket.gethostname()} {secrets.token_hex(8)}"
+        try:
+            write_durably(self.path / name, text.encode(), 0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return name, text
+
+    def sees_token(self, name: str, text: str, timeout_s: float) -> bool:
+        """Whether the file of `put_token` is here too; network file systems may take a while to show it."""
+        until = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.path / name).read_text() == text:
+                    return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(RETRY_S)
 
     def unlock(self) -> None:
         """Let another job save here."""
@@ -201,6 +220,12 @@ class RootDirectory:
         self._mend_latest()
         return cleaned
 
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"Checkpoints cannot be saved to {self.path}: {explain(error, self.path)}. "
+            "Give a directory that this user may write to."
+        )
+
     def _mend_latest(self) -> None:
         """After a crash between the commit and `latest`: let it name the newest commit again."""
         newest = list_committed(self.path)[-1:]
@@ -220,42 +245,18 @@ def read_latest(root: Path) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def token_in(root: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of a new file in the root, which processes on the same file system can read."""
-    name, text = f"{TOKEN}-{secrets.token_hex(8)}", f"{socket.gethostname()} {secrets.token_hex(8)}"
-    path = root / name
-    write_durably(path, text.encode(), 0)
-    try:
-        yield name, text
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def sees_token(root: Path, name: str, text: str, timeout_s: float) -> bool:
-    """Whether the file of `token_in` is here too; network file systems may take a while to show it."""
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            if (root / name).read_text() == text:
-                return True
-        except OSError:
-            pass
-        if time.monotonic() >= until:
-            return False
-        time.sleep(RETRY_S)
-
-
 def _is_abandoned(saving: Path) -> bool:
     """Whether no process holds the token of this save."""
     try:
-        descriptor = os.open(saving / TOKEN, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(saving / TOKEN, os.O_RDWR | os.O_CLOEXEC)  # to write: NFS wants that of an exclusive lock
     except FileNotFoundError:  # ended between making the directory and its token: nobody has been told of it
         return True
+    except OSError:  # another user's
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except BlockingIOError:
+    except OSError:  # held, or nobody can say
         return False
     finally:
         os.close(descriptor)
@@ -268,3 +269,12 @@ def _delete(directory: Path) -> None:
             reach("during deletion", 0)
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     directory.rmdir()
+
+
+def _forget_locks_in_child() -> None:
+    """A forked child (of a data loader, say) shares its parent's lock and would hold it when the parent is gone."""
+    for root in _open_roots:
+        root.unlock()
+
+
+os.register_at_fork(after_in_child=_forget_locks_in_child)

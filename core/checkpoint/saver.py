@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes
 from core.checkpoint.pending_save import PendingSave
-from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed, sees_token, token_in
+from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
 from core.checkpoint.save_points import set_hook_from
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
@@ -195,13 +195,10 @@ class CheckpointSaver:
 
     def _require_shared_root(self) -> None:
         """CheckpointError on all ranks, naming those that do not see what rank 0 writes."""
-        if self.ranks.world == 1:
-            return
+        name, text = self.ranks.on_first(self.root.put_token)
+        sees = self.ranks.gather(self.root.sees_token(name, text, SHARED_LIMIT_S))
         if self.ranks.rank == 0:
-            with token_in(self.root.path) as token:
-                sees = self._all_see(token)
-        else:
-            sees = self._all_see(None)
+            (self.root.path / name).unlink(missing_ok=True)
         hosts = self.ranks.hosts()
         blind = [rank for rank, seen in enumerate(sees) if not seen]
         if blind:
@@ -210,10 +207,6 @@ class CheckpointSaver:
                 f"All ranks must save to one file system, and ranks {named} do not see in {self.root.path} what rank "
                 f"{self.ranks.global_rank(0)} ({hosts[0]}) writes there. Give a directory that all machines share."
             )
-
-    def _all_see(self, token: tuple[str, str] | None) -> list[bool]:
-        name, text = self.ranks.gather(token)[0] or ("", "")
-        return self.ranks.gather(sees_token(self.root.path, name, text, SHARED_LIMIT_S))
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
         """A directory for the save, held by every rank. Collective."""
@@ -276,10 +269,16 @@ class CheckpointSaver:
 
     def _fill(self, save: PendingSave, fill: Callable[[StorageWriter], None]) -> None:
         start_s = time.monotonic()
+        error: str | None = None
         try:
             fill(save.writer)
-        except CheckpointException as error:
-            raise _storage_error(error, self.ranks) from error
+        except CheckpointException as failure:
+            error = _storage_error(failure, self.ranks)
+        except CheckpointError as failure:
+            error = str(failure)
+        errors = self.ranks.gather(error)
+        if any(errors):  # what dcp.save says, it says on all ranks in the same words
+            raise CheckpointError(error if error and len(set(errors)) == 1 else self.ranks.joined(errors))
         save.snapshot_s = time.monotonic() - start_s
         if not save.writer.was_used:
             raise ValueError("`fill` did not call dcp.save with the writer it was given; nothing is saved.")
@@ -372,7 +371,7 @@ def _checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _storage_error(error: CheckpointException, ranks: Ranks) -> CheckpointError:
+def _storage_error(error: CheckpointException, ranks: Ranks) -> str:
     """What storage had to say, by rank; any other error of dcp.save is not ours, and is passed on as it is."""
     texts: list[str | None] = [None] * ranks.world
     for rank, (failure, _) in error.failures.items():
@@ -382,4 +381,4 @@ def _storage_error(error: CheckpointException, ranks: Ranks) -> CheckpointError:
             texts[rank] = str(failure)
         else:
             raise error
-    return CheckpointError(ranks.joined(texts))
+    return ranks.joined(texts)

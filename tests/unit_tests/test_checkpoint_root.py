@@ -266,3 +266,30 @@ def test_a_reader_beside_a_saver_that_deletes_always_finds_an_intact_checkpoint(
         reader.join()
     assert not failures, failures
     assert len(set(found)) > 3 and found == sorted(found)
+
+
+def _job_with_a_child(root: str, ready: Any) -> None:
+    directory = RootDirectory(root)
+    directory.lock(1.0)
+    child = os.fork()
+    if child == 0:  # a data loader's worker, say
+        time.sleep(60)
+        os._exit(0)
+    ready.send(child)
+    time.sleep(60)
+
+
+def test_a_child_of_a_killed_job_does_not_keep_the_lock(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    job = multiprocessing.get_context("fork").Process(target=_job_with_a_child, args=(str(tmp_path), theirs))
+    job.start()
+    child = ours.recv()
+    with pytest.raises(CheckpointError, match=f"Another job .*: process {job.pid} on "):
+        RootDirectory(tmp_path).lock(0.1)
+    os.kill(job.pid, signal.SIGKILL)
+    job.join()
+    try:
+        os.kill(child, 0)  # it lives
+        RootDirectory(tmp_path).lock(1.0)
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from core.checkpoint import errors, save_points, saver
 from core.checkpoint.agreement import Ranks
+from core.checkpoint.damage import open_manifest
 from core.checkpoint.directory import find_intact, list_steps
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.root_directory import RootDirectory, list_committed
@@ -449,3 +450,33 @@ def test_the_root_lock_is_for_one_job_only_and_the_kernel_frees_it(tmp_path: Pat
     first.unlock()
     second.lock(0.1)
     second.unlock()
+
+
+@ranks(2)
+def test_a_rank_that_does_not_see_the_checkpoints_is_told_so_when_loading(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "machine0"
+    with CheckpointSaver(root) as open_saver:
+        save_step(open_saver, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:  # the same path leads to another disk here
+            elsewhere = open_manifest(tmp_path / "machine1" / "step_00000001.0001")
+            patch.setattr("core.checkpoint.directory.open_manifest", lambda path: elsewhere)
+        with pytest.raises(CheckpointError, match=r"whole directory; do all ranks see the same.*\[found by rank 1\]"):
+            find_intact(root)
+
+
+@ranks(2)
+def test_a_fill_that_plans_on_each_rank_alone_is_refused_on_all(rank: int, world: int, tmp_path: Path) -> None:
+    def alone(writer: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state_of(1, rank), storage_writer=writer, no_dist=True)
+
+    with CheckpointSaver(tmp_path) as open_saver:
+        with pytest.raises(
+            CheckpointError, match="rank 1: .*coordinator elsewhere than on rank 0 of the saver's group"
+        ):
+            open_saver.save(1, alone, meta={})
+        assert save_step(open_saver, 2).committed
