@@ -158,9 +158,10 @@ class ProcessGroups:
         options share one group (one for gradients and one for the rest, see Note [Lanes]); all ranks of the world as
         'intra_dist_opt' are the default group unless another kind already spans them.
 
-        timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields; on gloo itself
-        they are the same groups. options: stream priority and communicator settings of a kind, NCCL only.
-        Where creation fails, what was created so far is destroyed before the error leaves.
+        timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields, groups of their
+        own even on gloo, as agreements travel over them while gradients are under way. options: stream priority and
+        communicator settings of a kind, NCCL only. Where creation fails, what was created so far is destroyed before
+        the error leaves.
         """
         options = options or {}
         backends = set(_backends())
@@ -172,7 +173,7 @@ class ProcessGroups:
                     as_gloo = backends == {"gloo"} or twin_of is not None
                     asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
                     # See Note [Lanes]; a group of one rank sends nothing.
-                    lane = len(ranks) > 1 and (name in GRADIENT_KINDS or twin_of is not None)
+                    lane = len(ranks) > 1 and name in GRADIENT_KINDS
                     key = (tuple(ranks), as_gloo, asked, lane)
                     if key in shared:
                         group = shared[key]
@@ -233,7 +234,8 @@ def _next_build() -> int:
 # A communicator pairs the n-th collective of one rank with the n-th of another. When a bucket of gradients leaves
 # during backward depends on a rank's own arrivals, so on a communicator that backward also uses for activations
 # (all-to-all of experts, ring of a split sequence) ranks could pair a bucket with an exchange. Groups that carry
-# gradients therefore share with one another, and not with groups of equal ranks that carry activations.
+# gradients therefore share with one another, and not with groups of equal ranks that carry activations. The gloo twins
+# carry agreements, which all ranks reach between two backwards: they are of the second kind.
 
 
 # Note [Names of groups]

@@ -79,6 +79,7 @@ class Bucket:
     ) -> None:
         self.layout = layout
         self.grad = grad  # [layout.numel], a view of the buffer
+        self.dtype, self.device = grad.dtype, grad.device
         self.param_data = param_data  # [layout.numel] of the parameters where they are sharded, else None
         self.params = params
         self.contracts = contracts
@@ -90,8 +91,7 @@ class Bucket:
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
         self.op: Op = "mean" if average else "sum"
-        offset = layout.start
-        self.views = [grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in layout.slots]
+        self.views = self._views()  # of each parameter's gradient
         self._shard_range = 0, layout.numel
         if sharded:
             self._shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
@@ -104,6 +104,15 @@ class Bucket:
         self.event = BucketEvent(layout.index, layout.describe(), grad.numel() * grad.element_size())
 
     # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _views(self) -> list[torch.Tensor]:
+        offset = self.layout.start
+        return [self.grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in self.layout.slots]
+
+    @property
+    def homes(self) -> list[torch.Tensor]:
+        """For each parameter the memory that must stay where it is as long as the model is wrapped."""
+        return self.views
 
     @property
     def shard_range(self) -> tuple[int, int]:
@@ -121,13 +130,19 @@ class Bucket:
         """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
         return (0, self.layout.numel) if self.full else self.shard_range
 
+    @property
+    def valid_grad(self) -> torch.Tensor:
+        """The gradients in the valid range, flat."""
+        low, high = self.valid_range
+        return self.grad[low:high]
+
     def valid_part(self, index: int) -> torch.Tensor:
         """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
         slot = self.layout.slots[index]
         low, high = self.valid_range
         start = max(slot.start - self.layout.start, low)
         end = min(slot.end - self.layout.start, high)
-        return self.grad[start : max(start, end)]
+        return self.valid_grad[start - low : max(start, end) - low]
 
     def attach(self) -> None:
         """Make every trainable parameter's `.grad` its view of the buffer."""
@@ -241,7 +256,7 @@ class Bucket:
     @torch.no_grad()
     def add_late(self, late: list[tuple[int, torch.Tensor]], collectives: Collectives) -> None:
         """Reduce gradients that came after the launch, and add them. Collective: all ranks of the data group."""
-        extra = torch.zeros_like(self.grad)
+        extra = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         for index, grad in late:
             slot = self.layout.slots[index]
             dense = grad.to_dense() if grad.is_sparse else grad
@@ -251,7 +266,7 @@ class Bucket:
         self.reduce(extra, collectives).wait()
         self.add_instances(extra, collectives).wait()
         low, high = self.valid_range
-        self.grad[low:high].add_(extra[low:high])
+        self.valid_grad.add_(extra[low:high])
 
     def learn(self) -> None:
         """Expect next time what was seen this time, so that a bucket leaves as soon as its last gradient is there.
@@ -268,8 +283,7 @@ class Bucket:
                 "finish_grad_sync or finalize_model_grads"
             )
         if self.state is not BucketState.ACCUMULATING:
-            low, high = self.valid_range
-            self.grad[low:high].mul_(factor)
+            self.valid_grad.mul_(factor)
             return
         self.grad.mul_(factor)
         for param, view in zip(self.params, self.views, strict=True):

@@ -8,20 +8,26 @@ import torch.distributed as dist
 
 from core.distributed.grad_buffer import GradBuffer
 from core.distributed.model_plan import ModelPlan
+from core.distributed.streamed_bucket import POOL_BUCKETS
 from core.process_groups import ProcessGroups
 
 
-def describe_model(plan: ModelPlan, buffers: Sequence[GradBuffer], groups: ProcessGroups) -> str:
+def describe_model(
+    plan: ModelPlan, buffers: Sequence[GradBuffer], groups: ProcessGroups, reduce_microbatches: str = "last"
+) -> str:
     """Buffers, their buckets and their parameters as text, one line each."""
     lines = []
     for number, buffer in enumerate(buffers):
         key = buffer.layout.key
         ranks = dist.get_process_group_ranks(groups.require(key.data_group))
         where = f"sharded over {buffer.layout.shards}" if buffer.sharded else "replicated"
+        nbytes = buffer.grad_data.element_size() * buffer.numel
         lines.append(
             f"buffer {number}: parameters {key.param_dtype}, gradients {key.grad_dtype}, {buffer.numel} elements "
-            f"({buffer.grad_data.element_size() * buffer.numel} bytes), {where}, data group {key.data_group} {ranks}"
+            f"({nbytes} bytes), {where}, data group {key.data_group} {ranks}"
         )
+        if buffer.pool is not None:
+            lines += _streamed(buffer, nbytes, reduce_microbatches)
         for bucket in buffer.buckets:
             layout = bucket.layout
             padding = layout.numel - layout.numel_unpadded
@@ -37,3 +43,16 @@ def describe_model(plan: ModelPlan, buffers: Sequence[GradBuffer], groups: Proce
     for name, param in plan.frozen.items():
         lines.append(f"frozen: {name} {list(param.shape)}")
     return "\n".join(lines)
+
+
+def _streamed(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
+    """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
+    kept = buffer.grad_data.numel() * buffer.grad_data.element_size()
+    pool = POOL_BUCKETS * max((bucket.event.nbytes for bucket in buffer.buckets), default=0)
+    sent = nbytes - kept  # (shards - 1) / shards
+    return [
+        f"  kept {kept} bytes, and at most {pool} for {POOL_BUCKETS} buckets that fill and travel; accumulating k > 1 "
+        f"microbatches, reduce_microbatches={chosen!r}:",
+        f"    'last' keeps {nbytes} bytes more until the last and sends {sent} a step; 'every' keeps no more and sends "
+        f"k x {sent}",
+    ]

@@ -90,12 +90,16 @@ class DistributedDataParallel(nn.Module):
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
         self.nan_watch = NonFiniteWatch(order) if ddp_config.check_for_nan_in_grad else None
         self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None
+        wire_is_free = not self._wire_carries_activations(all_buffers)
         self.reducer = GradReducer(
             order,
             self.collectives,
             self._control_groups(order),
             ModelWatch(module, self.plan, order).problems,
-            overlap=ddp_config.overlap_grad_reduce and not self._wire_carries_activations(all_buffers),
+            in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and wire_is_free,
+            wait_at_once=not ddp_config.overlap_grad_reduce,
+            many_rounds=ddp_config.reduces_every_microbatch and wire_is_free,
+            round_group=self._round_group() if wire_is_free else None,
             watch=self.nan_watch,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
@@ -180,6 +184,7 @@ class DistributedDataParallel(nn.Module):
             scale=self._scale_before(data_group),
             average=self.ddp_config.average_in_collective,
             scale_later=self.ddp_config.scale_in_optimizer,
+            streamed=self.ddp_config.shards_gradients,
             device=self.plan.device,
         )
 
@@ -196,6 +201,27 @@ class DistributedDataParallel(nn.Module):
                 group = getattr(self.groups, twin) or self.groups.require(name)
                 control.append(ControlGroup(name, group, buckets))
         return control
+
+    def _round_group(self) -> dist.ProcessGroup | None:
+        """Where every microbatch is reduced: the group on which ranks hear of each other's microbatches."""
+        if not self.ddp_config.reduces_every_microbatch or self.groups.size("dp_cp") == 1:
+            return None
+        group = self.groups.dp_cp_gloo
+        ranks = self.groups.ranks("dp_cp")
+        if group is None or group is self.groups.require("dp_cp"):
+            raise ValueError(
+                f"reduce_microbatches='every' needs a second group of the ranks {ranks}, on which they hear of each "
+                "other's microbatches while gradients travel; pass dp_cp_gloo in ProcessGroups "
+                "(initialize_model_parallel makes it unless create_gloo_process_groups=False), or set "
+                "reduce_microbatches='last'"
+            )
+        if self.expert_parallel_buffers and not set(self.groups.ranks("expt_dp")) <= set(ranks):
+            raise ValueError(
+                f"reduce_microbatches='every': the experts' data group {self.groups.ranks('expt_dp')} has ranks "
+                f"outside of the dense one, {ranks}, which may have another number of microbatches; set "
+                "reduce_microbatches='last', or expert_tensor_parallel_size to tensor_model_parallel_size"
+            )
+        return group
 
     def _wire_carries_activations(self, buffers: list[GradBuffer]) -> bool:
         """Would backward mix buckets with exchanges of activations? See Note [Lanes] in core/process_groups.py.
@@ -324,7 +350,8 @@ class DistributedDataParallel(nn.Module):
 
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
-        return describe_model(self.plan, [*self.buffers, *self.expert_parallel_buffers], self.groups)
+        buffers = [*self.buffers, *self.expert_parallel_buffers]
+        return describe_model(self.plan, buffers, self.groups, self.ddp_config.reduce_microbatches)
 
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from core.distributed.gradient_contract import GradSyncRule
 
-STRATEGIES = ("no_shard", "optim")
+STRATEGIES = ("no_shard", "optim", "optim_grads")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,11 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32. While buckets are in flight it
         keeps a second copy of them, as deterministic_reduction does.
     average_in_collective: let the collective divide.
-    data_parallel_sharding_strategy: 'no_shard' or 'optim'.
+    data_parallel_sharding_strategy: 'no_shard', 'optim' (the optimizer's state is sharded) or 'optim_grads' (gradients
+        too: whole ones exist only while a bucket fills and travels, so backward reduces with or without overlap).
+    reduce_microbatches: with 'optim_grads' under accumulation, keep whole gradients until the 'last' microbatch (they
+        travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic; what
+        was reduced can no longer be cleared through `.grad`). `describe()` prints the bytes of both.
 
     initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
@@ -56,6 +60,7 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
+    reduce_microbatches: Literal["last", "every"] = "last"
 
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
     check_replicas: bool = False
@@ -70,6 +75,8 @@ class DistributedDataParallelConfig:
                 f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
                 f"{', '.join(STRATEGIES)}"
             )
+        if self.reduce_microbatches not in ("every", "last"):
+            raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
         for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -106,4 +113,14 @@ class DistributedDataParallelConfig:
     @property
     def sharded(self) -> bool:
         """Is the optimizer's state sharded over data parallelism?"""
-        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy == "optim"
+        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Does a rank keep only its shard of a reduced gradient?"""
+        return self.data_parallel_sharding_strategy == "optim_grads"
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Does each backward reduce, also inside no_sync?"""
+        return self.shards_gradients and self.reduce_microbatches == "every"

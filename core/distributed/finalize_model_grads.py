@@ -206,5 +206,5 @@ def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> 
     for chunk in chunks:
         if chunk.large_watch is not None:
             chunk.large_watch.look()
-        if chunk.ddp_config.check_replicas:
-            check_replicas(chunk.reducer.order, groups)
+    if any(chunk.ddp_config.check_replicas for chunk in chunks):
+        check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.order], groups)

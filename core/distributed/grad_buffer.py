@@ -1,10 +1,12 @@
 """GradBuffer: the memory. One contiguous tensor a (parameter dtype, gradient dtype, data group); gradients are views
-of it.
+of it, or its parts are what is left of them after their reduction.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketGroups
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BufferLayout
+from core.distributed.streamed_bucket import BucketPool, StreamedBucket
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -23,7 +26,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class GradBuffer:
-    """Storage that follows a BufferLayout. `grad_data` [numel]; `param_data` [numel] where the optimizer is sharded."""
+    """Storage that follows a BufferLayout.
+
+    grad_data: [numel], or where gradients are sharded too (`streamed`) this rank's shards alone, [numel / shards].
+    param_data: [numel] where the optimizer is sharded, else None.
+    """
 
     def __init__(
         self,
@@ -36,43 +43,51 @@ class GradBuffer:
         scale: float,
         average: bool,
         scale_later: bool,
+        streamed: bool,
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.groups = groups
         self.sharded = sharded
         grad_dtype = dtype_named(layout.key.grad_dtype)
-        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        kept_by = layout.shards if streamed else 1  # each element of a gradient is kept by one rank in so many
+        self.grad_data = torch.zeros(layout.numel // kept_by, dtype=grad_dtype, device=device)
         self.param_data = (
             torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device) if sharded else None
         )
+        self.pool: BucketPool | None = None
+        if streamed:
+            largest = max((plan.numel for plan in layout.buckets), default=0)
+            self.pool = BucketPool(largest, grad_dtype, device)
         self.buckets: list[Bucket] = []
         for plan in layout.buckets:
             members = [params[slot.name] for slot in plan.slots]
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
-            grad = self.grad_data.data[plan.start : plan.end]
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
-            bucket = Bucket(
-                plan,
-                grad,
-                members,
-                [contracts[slot.name] for slot in plan.slots],
-                groups,
-                sharded=sharded,
-                scale=scale,
-                average=average,
-                scale_later=scale_later,
-                param_data=param_data,
-            )
+            common: Any = {
+                "params": members,
+                "contracts": [contracts[slot.name] for slot in plan.slots],
+                "groups": groups,
+                "scale": scale,
+                "average": average,
+                "scale_later": scale_later,
+            }
+            memory = self.grad_data.data[plan.start // kept_by : plan.end // kept_by]
+            bucket: Bucket
+            if self.pool is not None:
+                bucket = StreamedBucket(plan, memory, self.pool, param_data=param_data, **common)
+            else:
+                bucket = Bucket(plan, memory, sharded=sharded, param_data=param_data, **common)
             self.buckets.append(bucket)
-            for slot, param, view in zip(plan.slots, members, bucket.views, strict=True):
+            for slot, param in zip(plan.slots, members, strict=True):
                 param.grad = None
                 param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
                 if param_data is not None:
                     home = param_data[slot.start - plan.start : slot.end - plan.start].view(slot.shape)
                     home.copy_(param.data)
                     param.data = home
-                param.main_grad = view
+            for param, view in itertools.zip_longest(members, bucket.views):
+                param.main_grad = view  # None where gradients are streamed: there is no lasting one
             bucket.attach()
 
     @property

@@ -3,6 +3,10 @@
 Buckets are launched in that order and in no other, whatever order their gradients arrive in; what backward never made
 complete is launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and nobody waits
 for it.
+
+Where gradients are sharded a step may have several rounds, each a launch of every bucket: the end of a backward ends
+one. What is added in which round does not matter, only that all ranks have equally many. So each round is announced on
+another communicator, where a rank that has done its own hears of further ones and takes part with nothing to add.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
 from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
 from core.distributed.guards import NonFiniteWatch
 from core.distributed.shared_wire import SharedWire
+from core.distributed.streamed_bucket import StreamedBucket
 
 
 @dataclass(slots=True)
@@ -54,6 +59,9 @@ class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words.
+    in_backward: launch buckets during backward; wait_at_once: and wait for each, so that nothing overlaps.
+    many_rounds: every backward is a round; else there is one a step, in its last backward. round_group: on which rounds
+    are announced, a communicator that carries no gradients; None where there is only one rank.
     """
 
     def __init__(
@@ -63,7 +71,10 @@ class GradReducer:
         control: Sequence[ControlGroup],
         problems: Callable[[], list[str]],
         *,
-        overlap: bool,
+        in_backward: bool,
+        wait_at_once: bool = False,
+        many_rounds: bool = False,
+        round_group: dist.ProcessGroup | None = None,
         watch: NonFiniteWatch | None = None,
     ) -> None:
         self.order = list(order)
@@ -74,7 +85,13 @@ class GradReducer:
         self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         for wire in self.wires:
             wire.join(self)
-        self.overlap = overlap
+        self.in_backward = in_backward
+        self.streamed = [bucket for bucket in order if isinstance(bucket, StreamedBucket)]
+        self.wait_at_once = wait_at_once and bool(self.streamed)
+        self.many_rounds = many_rounds
+        self.round_group = round_group
+        self.announced: list[tuple[torch.Tensor, dist.Work]] = []  # rounds of this step
+        self.backward_watched = False  # will the end of the running backward be told?
         self.watch = watch
         self.next = 0  # index into `order` of the bucket to launch next
         self.noted = 0  # index of the first launched bucket that was not seen done
@@ -102,8 +119,10 @@ class GradReducer:
         self.dirty = True
         if self.watch is not None:
             self.watch.look(bucket, index)
-        if self.overlap and self.no_sync_depth == 0:
+        if self.in_backward and (self.no_sync_depth == 0 or self.many_rounds):
             self.synced_backward = True
+            if self.many_rounds and not self.backward_watched:
+                self._begin_round()
             if self.noted < self.next and self.order[self.noted].note_done():
                 self.noted += 1
             if bucket.arrive(index) or self.next_is_ready:
@@ -131,9 +150,69 @@ class GradReducer:
                 member._launch_next()
 
     def _launch_next(self) -> None:
-        self.order[self.next].launch(self.collectives, force_all_reduce=self.force_all_reduce)
+        bucket = self.order[self.next]
+        if self.next == 0 and self.round_group is not None:
+            self._announce_round()
+        bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce)
+        self._count_launch(bucket)
+
+    def _count_launch(self, bucket: Bucket) -> None:
         self.next += 1
         self.launches += 1
+        if self.streamed:
+            self._stream_on(bucket)
+
+    # -- gradients that are sharded ---------------------------------------------------------------------------------
+
+    def _stream_on(self, launched: Bucket) -> None:
+        if self.wait_at_once and isinstance(launched, StreamedBucket):
+            launched.absorb()
+        following = self.order[self.next] if self.next < len(self.order) else None
+        if isinstance(following, StreamedBucket):
+            following.may_fill = True
+
+    def _begin_round(self) -> None:
+        """The first gradient of a backward: a round begins, unless one was left open by a backward without an end."""
+        if self.next == len(self.order):
+            self._reset_round()
+        self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
+
+    def _reset_round(self) -> None:
+        if any(count for bucket in self.order for count in bucket.arrivals):
+            for bucket in self.order:
+                bucket.learn()
+        for bucket in self.streamed:
+            bucket.next_round()
+        self.next = self.noted = 0
+        if self.streamed:
+            self.streamed[0].may_fill = True
+
+    def _end_round(self) -> None:
+        """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
+        self.backward_watched = False
+        if self.open and all(wire.is_own([self]) for wire in self.wires):
+            while self.next < len(self.order):
+                self._launch_next()
+
+    def _announce_round(self) -> None:
+        assert self.round_group is not None
+        flag = torch.ones(1, dtype=torch.int64, device=control_device(self.round_group))
+        self.announced.append((flag, agree_max(flag, self.round_group)))
+
+    def _follow_rounds(self) -> None:
+        """Take part in rounds that other ranks still have, having had more backwards. Collective."""
+        while self.round_group is not None:
+            flag = torch.zeros(1, dtype=torch.int64, device=control_device(self.round_group))
+            agree_max(flag, self.round_group).wait()
+            if not int(flag[0]):
+                break
+            self._reset_round()
+            for bucket in self.order:  # announced by another rank
+                bucket.launch(self.collectives)
+                self._count_launch(bucket)
+        for _, work in self.announced:
+            work.wait()
+        self.announced.clear()
 
     def unit(self) -> list[GradReducer]:
         """This reducer and the chunks it is linked with, in launch order."""
@@ -162,7 +241,10 @@ class GradReducer:
 
     def _any_attached(self) -> bool:
         return any(
-            param.grad is view for bucket in self.order for param, view in zip(bucket.params, bucket.views, strict=True)
+            param.grad is view
+            for bucket in self.order
+            if bucket.views  # streamed ones have none
+            for param, view in zip(bucket.params, bucket.views, strict=True)
         )
 
     def begin(self) -> None:
@@ -174,6 +256,9 @@ class GradReducer:
         self.report = self.step_report()
         self.collectives.traffic.reset()
         self.next = self.noted = 0
+        self.backward_watched = False
+        if self.streamed:
+            self.streamed[0].may_fill = True
         self.force_all_reduce = False
         self.dirty = self.synced_backward = self.forward_seen = self.begun_unasked = False
         self.open = True
@@ -194,7 +279,7 @@ class GradReducer:
             unasked = not any(bucket.full for bucket in self.order)
             self.begin()
             self.begun_unasked = unasked
-        if force_all_reduce and self.next > 0 and not self.force_all_reduce:
+        if force_all_reduce and self.next > 0 and not self.force_all_reduce and not self.streamed:
             launched = next((b for b in self.order[: self.next] if b.sharded), None)
             if launched is not None:
                 raise SyncError(
@@ -217,6 +302,7 @@ class GradReducer:
         if not self.open:
             return
         begun = time.perf_counter()
+        self._follow_rounds()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
         agreement = _Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
         try:
@@ -230,6 +316,8 @@ class GradReducer:
             bucket.complete()
             if id(bucket) in late:
                 bucket.add_late(bucket.late_gradients(), self.collectives)
+            if self.force_all_reduce and isinstance(bucket, StreamedBucket):
+                bucket.gather_whole(self.collectives)
             if then is not None:
                 then(bucket)
         if any(count for bucket in self.order for count in bucket.arrivals):
@@ -246,6 +334,7 @@ class GradReducer:
         """
         if self.open and self.synced_backward:
             self.start()
+            self._follow_rounds()
         self.drain()
         self.begin()
 
@@ -311,6 +400,21 @@ def _needs_zero(bucket: Bucket) -> bool:
     exact_mean = abs(factor - 1.0) < 1e-9
     has_rules = any(contract.rules for contract in bucket.contracts)
     return bucket.sharded or bucket.scale_later or not exact_mean or has_rules
+
+
+def _call_after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
+    """Have a method called when the running backward pass has ended; False where none is running."""
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
+        return False
+    return True
 
 
 class _Agreement:

@@ -15,6 +15,8 @@ from core.process_groups import ProcessGroups
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1
 
+Finding = tuple[int, int, str]  # (order of importance, rank, what): the smallest of all ranks is told to all
+
 
 class NonFiniteGradientError(RuntimeError):
     """A NaN or an infinity stood in a gradient on some rank; raised on all ranks."""
@@ -34,7 +36,7 @@ class NonFiniteWatch:
         self.order = list(order)
         self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(order))}
         self.names = [bucket.contracts[i].name for bucket, i in _all_params(order)]
-        device = self.order[0].grad.device if self.order else torch.device("cpu")
+        device = self.order[0].device if self.order else torch.device("cpu")
         self.first_bad = torch.full((len(self.names),), UNSEEN, dtype=torch.int64, device=device)
         self.arrivals = [0] * len(self.names)
         self.backwards = 0
@@ -70,9 +72,23 @@ class NonFiniteWatch:
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
     """Raise NonFiniteGradientError on every rank if a gradient was or became non-finite on any of them.
 
+    Collective: every rank of the job.
+    """
+    finding = _first_of_all(_find_bad(watches), groups)
+    if finding is None:
+        return
+    _, rank, message = finding
+    raise NonFiniteGradientError(
+        f"rank {rank}: {message}. No rank may step on it; zero the gradients and skip the batch, or look for the cause "
+        "on that rank (learning rate, loss scale, a division by zero)"
+    )
+
+
+def _first_of_all(finding: Finding | None, groups: ProcessGroups) -> Finding | None:
+    """The smallest finding of any rank; None where no rank has one.
+
     Collective over the data, the tensor and the pipeline group in turn, which together reach every rank.
     """
-    finding = _find_bad(watches)
     reach = [groups.require(name) for name in ("dp_cp", "tp", "pp") if groups.size(name) > 1]
     anywhere = int(finding is not None)
     for group in reach:
@@ -80,18 +96,14 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
         agree_max(flag, group).wait()
         anywhere = int(flag[0])
     if not anywhere:
-        return
+        return None
     findings = [finding]
     for group in reach:
         findings = [item for gathered in gather_objects(findings, group) for item in gathered]
-    _, rank, message = min(item for item in findings if item is not None)
-    raise NonFiniteGradientError(
-        f"rank {rank}: {message}. No rank may step on it; zero the gradients and skip the batch, or look for the cause "
-        "on that rank (learning rate, loss scale, a division by zero)"
-    )
+    return min(item for item in findings if item is not None)
 
 
-def _find_bad(watches: Sequence[NonFiniteWatch]) -> tuple[int, int, str] | None:
+def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
     """(0 where backward made it, 1 where it came later; rank; what), so that the minimum over ranks is the cause."""
     rank = dist.get_rank()
     for watch in watches:
@@ -118,10 +130,9 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> tuple[int, int, str] | None:
 
 def _largest(bucket: Bucket) -> torch.Tensor:
     """Largest magnitude among the valid gradients of a bucket, 0-dim fp32: not finite if one of them is not."""
-    low, high = bucket.valid_range
-    if low == high:
-        return torch.zeros((), device=bucket.grad.device)
-    return torch.linalg.vector_norm(bucket.grad[low:high], ord=float("inf")).to(torch.float32)
+    if bucket.valid_grad.numel() == 0:
+        return torch.zeros((), device=bucket.device)
+    return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(torch.float32)
 
 
 class LargeGradientWatch:
@@ -134,9 +145,8 @@ class LargeGradientWatch:
     def look(self) -> None:
         """Compare this step's norms with the largest ones so far. Reads one number a bucket from the device."""
         for n, bucket in enumerate(self.order):
-            low, high = bucket.valid_range
-            precise = torch.promote_types(bucket.grad.dtype, torch.float32)
-            norm = float(torch.linalg.vector_norm(bucket.grad[low:high], dtype=precise)) * float(bucket.pending_scale)
+            precise = torch.promote_types(bucket.dtype, torch.float32)
+            norm = float(torch.linalg.vector_norm(bucket.valid_grad, dtype=precise)) * float(bucket.pending_scale)
             if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
                 warnings.warn(
                     f"rank {dist.get_rank()}: the gradient norm of {bucket.event.name} is {norm:.3g}, "
@@ -147,11 +157,11 @@ class LargeGradientWatch:
 
 
 def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Raise ReplicaDriftError on all ranks of a group whose copies of a parameter got different gradients.
+    """Raise ReplicaDriftError on all ranks if the copies of a parameter in some group got different gradients.
 
-    Compared are, for each parameter and each group that replicates it, a norm and a random projection of the valid
-    slice, in fp64. Data-parallel replicas are compared where gradients are not sharded. Collective over each of those
-    groups.
+    order: the buckets of all chunks of this rank, as copies may lie in other chunks on other ranks. Compared are, for
+    each parameter and each group that replicates it, a norm and a random projection of the valid slice, in fp64.
+    Data-parallel replicas are compared where gradients are not sharded. Collective: every rank of the job.
     """
     by_group: dict[str, list[tuple[Bucket, int]]] = {}
     for bucket, i in _all_params(order):
@@ -160,26 +170,34 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
             by_group.setdefault(name, []).append((bucket, i))
         if bucket.full:
             by_group.setdefault(contract.data_group, []).append((bucket, i))
+    drift: Finding | None = None
     for name in sorted(by_group):
         if groups.size(name) > 1:
-            _compare_over(name, by_group[name], groups.require(name))
+            found = _compare_over(name, by_group[name], groups.require(name))
+            # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
+            drift = drift or (None if found is None else (0, dist.get_rank(), found))
+    drift = _first_of_all(drift, groups)
+    if drift is not None:
+        raise ReplicaDriftError(drift[2])
 
 
-def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> None:
+def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
+    """The first difference in words."""
     sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 2]
     everyone = gather_objects(sketches.cpu(), group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks[1:], everyone[1:], strict=True):
         for n, (bucket, i) in enumerate(served):
-            tolerance = 1e-2 if bucket.grad.element_size() == 2 else 1e-5
+            tolerance = 1e-2 if bucket.dtype.itemsize == 2 else 1e-5
             size = max(float(everyone[0][n, 0]), float(other[n, 0]))
             if not bool(((other[n] - everyone[0][n]).abs() <= tolerance * size).all()):
-                raise ReplicaDriftError(
+                return (
                     f"the gradient of {bucket.contracts[i].name!r} differs between ranks {ranks[0]} and {rank} of "
                     f"group {name!r} {ranks}: norms {float(everyone[0][n, 0]):.6g} and {float(other[n, 0]):.6g}. Both "
                     "hold a copy of this parameter; a reduction is missing in its contract (see ddp.describe()), or "
                     "the ranks saw different inputs"
                 )
+    return None
 
 
 def _sketch(part: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,12 @@ def plan_model(
             "calculate_per_token_loss divides by the number of tokens of the whole batch, so gradients must be summed; "
             "set average_in_collective=False"
         )
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if ddp_config.reduces_every_microbatch and chunks is not None:
+        raise ValueError(
+            "reduce_microbatches='every' reduces at the end of every backward, and with virtual pipeline chunks ranks "
+            "may differ in which chunks had one; set reduce_microbatches='last'"
+        )
     named = dict(module.named_parameters())
     params = {name: param for name, param in named.items() if param.requires_grad}
     for name, param in params.items():
@@ -134,8 +140,8 @@ def plan_model(
             ddp_config.num_buckets,
             numel=sum(spec.numel for spec in members),
             data_ranks=groups.size("dp_cp"),
-            overlap=ddp_config.overlap_grad_reduce,
-            one_bucket=one_bucket,
+            overlap=ddp_config.overlap_grad_reduce or ddp_config.shards_gradients,
+            one_bucket=one_bucket and not ddp_config.shards_gradients,
         )
         buffers.append(
             plan_buffer(

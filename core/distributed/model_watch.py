@@ -23,7 +23,7 @@ class ModelWatch:
         self.homes = [
             (contract.name, param, view, view.data_ptr(), param.data_ptr() if bucket.sharded else None, param.dtype)
             for bucket in order
-            for param, view, contract in zip(bucket.params, bucket.views, bucket.contracts, strict=True)
+            for param, view, contract in zip(bucket.params, bucket.homes, bucket.contracts, strict=True)
         ]
 
     def problems(self) -> list[str]:

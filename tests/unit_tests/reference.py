@@ -82,11 +82,10 @@ def whole_grads(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     grads = {}
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         for bucket in buffer.buckets:
-            flat = bucket.grad.clone()
+            flat = bucket.valid_grad.clone()
             if not bucket.full:
-                low, high = bucket.shard_range
-                shards = [torch.empty_like(flat[low:high]) for _ in range(dist.get_world_size(bucket.groups.shard))]
-                dist.all_gather(shards, flat[low:high].contiguous(), group=bucket.groups.shard)
+                shards = [torch.empty_like(flat) for _ in range(dist.get_world_size(bucket.groups.shard))]
+                dist.all_gather(shards, flat, group=bucket.groups.shard)
                 flat = torch.cat(shards)
             for slot in bucket.layout.slots:
                 start = slot.start - bucket.layout.start

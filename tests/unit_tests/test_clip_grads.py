@@ -108,7 +108,7 @@ def expected_norm(everyone: list[Place]) -> tuple[float, int]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_is_counted_once_and_clipped_alike(rank: int, world: int, layout: str, strategy: str) -> None:
     sizes = LAYOUTS[layout]
@@ -145,7 +145,7 @@ def test_every_element_is_counted_once_and_clipped_alike(rank: int, world: int, 
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_nan_in_an_uncounted_copy_is_seen_by_all_stages(rank: int, world: int, strategy: str) -> None:
     sizes = LAYOUTS["tp2_pp2"]
     parallel_state.initialize_model_parallel(**sizes)
@@ -188,7 +188,7 @@ def test_the_coefficient_never_enlarges() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_copies_in_virtual_pipeline_chunks_count_once(rank: int, world: int, strategy: str) -> None:
     """All chunks of all stages hold copies of one parameter; layers of equal names in two chunks are two parameters."""
     parallel_state.initialize_model_parallel(

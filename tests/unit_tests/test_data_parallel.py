@@ -8,7 +8,7 @@ from core.distributed import finalize_model_grads
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-STRATEGIES = ("no_shard", "optim")
+STRATEGIES = ("no_shard", "optim", "optim_grads")
 
 
 @ranks(1, 2, 3, 4, 8)

@@ -80,7 +80,7 @@ DIFFERENCES: dict[Callable[[], nn.Module], list[str]] = {
 
 
 @ranks(3)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_the_first_difference_is_named_on_every_rank_within_two_seconds(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for build, words in DIFFERENCES.items():
@@ -165,7 +165,7 @@ def test_different_initial_weights_are_named_or_repaired_or_left(rank: int, worl
                 model.third.bias += 1.0
         return model
 
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         with pytest.raises(LayoutMismatch, match="'second.weight' starts with other values on rank 1 than on rank 0"):
             wrap(build(), data_parallel_sharding_strategy=strategy)
         model = build()
@@ -211,7 +211,7 @@ def test_weights_that_differ_by_a_permutation_or_a_sign_are_found(rank: int, wor
 def test_an_exception_on_one_rank_inside_a_step_does_not_wedge_the_next(rank: int, world: int) -> None:
     """Rank 1's forward fails in the middle of a step; both ranks drop the step and go on."""
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         model = make_net()
         expected = mean_over_ranks(model, world)
         ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=1)

@@ -14,7 +14,7 @@ from core.tensor_parallel.layers import ColumnParallelLinear
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ from core.distributed import finalize_model_grads
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, check_steps, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 class OddShapes(nn.Module):
@@ -86,7 +86,7 @@ def test_bucket_options_change_the_buckets_and_not_the_gradients(rank: int, worl
         "no bucketing": {"bucket_size": 1, "disable_bucketing": True},
         "padded for bandwidth": {"bucket_size": 60, "pad_buckets_for_high_nccl_busbw": True},
     }
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         for name, option in options.items():
             model = make_net()
             plain = copy.deepcopy(model)
@@ -142,7 +142,7 @@ class Mixed(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_each_dtype_has_a_buffer_and_all_are_reduced(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for in_fp32 in (False, True):
@@ -202,7 +202,7 @@ def test_twenty_thousand_parameters_wrap_in_linear_time_and_train(rank: int, wor
         assert torch.equal(grads, torch.full((count, 3), 1.5))  # the mean of 1 and 2
         return spent
 
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         small, large = seconds_to_wrap(5_000, strategy), seconds_to_wrap(20_000, strategy)
         assert large < 10 * small + 0.5, f"{strategy}: {small:.2f} s for 5 000 and {large:.2f} s for 20 000 parameters"
 
@@ -211,6 +211,8 @@ def test_twenty_thousand_parameters_wrap_in_linear_time_and_train(rank: int, wor
 def test_gradients_are_views_of_the_buffer_and_main_grad_is_grad(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:
+        if strategy == "optim_grads":
+            continue
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap)
         (buffer,) = ddp.buffers
         memory = buffer.grad_data.untyped_storage().data_ptr()

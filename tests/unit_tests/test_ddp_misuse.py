@@ -14,7 +14,7 @@ from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 from tests.unit_tests.test_ddp_experts import Experts, expert_loss, expert_reference
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 def right_or_refused(ddp: DistributedDataParallel, expected: dict[str, torch.Tensor], act: Callable[[], Any]) -> None:
@@ -147,7 +147,7 @@ def test_moves_that_change_nothing_are_harmless(rank: int, world: int) -> None:
 def test_a_parameter_that_came_after_the_wrap_is_refused_by_name(rank: int, world: int, how: str) -> None:
     """It has no place in a buffer: every rank would train its own copy."""
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy)
         loss_of(ddp, rank, 0).backward()
         finalize_model_grads([ddp])
@@ -195,7 +195,7 @@ def pair_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 @ranks(3)
 @pytest.mark.parametrize("finalize", ["together", "apart"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_two_wrapped_models_in_one_loss_do_not_mix_their_buckets(
     rank: int, world: int, finalize: str, strategy: str
 ) -> None:

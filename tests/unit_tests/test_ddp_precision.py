@@ -12,7 +12,7 @@ from core.distributed import finalize_model_grads
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, check_steps, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 class Weight(nn.Module):
@@ -65,7 +65,7 @@ def test_bf16_gradients_accumulate_and_reduce_in_fp32(rank: int, world: int) -> 
 
 
 @ranks(4, 3)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_bf16_on_the_wire_is_added_in_fp32(rank: int, world: int, strategy: str) -> None:
     """The result is the fp64 sum of the bf16 values, rounded once; a sum in bf16 is not."""
     parallel_state.initialize_model_parallel()

@@ -13,7 +13,7 @@ from core.distributed import finalize_model_grads
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, check_steps, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 def data(rank: int, step: int, columns: int = 6) -> torch.Tensor:

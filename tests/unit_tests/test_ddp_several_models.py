@@ -81,7 +81,7 @@ LOSSES = [some_modalities, images_first, own_order, used_twice]
 def test_models_that_ranks_use_differently_are_reduced_right(rank: int, world: int, finalize: str) -> None:
     parallel_state.initialize_model_parallel()
     plain = Family(Stack(1), Stack(2), Stack(3))
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         for loss in LOSSES:
             options: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True}
             wrapped = [wrap(copy.deepcopy(model), bucket_size=1, **options) for model in plain.models]
@@ -108,7 +108,7 @@ def fake_or_real(family: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_two_models_trained_in_turn_with_the_others_gradients_dropped(rank: int, world: int, strategy: str) -> None:
     """A GAN's step: the generator's loss also fills the critic's gradients, which are zeroed and not finalized."""
     parallel_state.initialize_model_parallel()

@@ -12,7 +12,7 @@ from core.distributed import DistributedDataParallel, SyncError, finalize_model_
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
-SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim") for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
 
 def by_torch_optimizer(ddp: DistributedDataParallel) -> None:
@@ -84,7 +84,7 @@ def test_every_way_of_zeroing_begins_a_new_step(
                 finalize_model_grads([ddp])
                 assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (2 * step, 2 * step + 1)))
                 for param in ddp.parameters():
-                    assert (param.grad is param.main_grad) == (strategy == "no_shard")
+                    assert (param.grad is not None and param.grad is param.main_grad) == (strategy == "no_shard")
 
 
 @ranks(2)
@@ -108,7 +108,7 @@ def test_clearing_one_gradient_between_microbatches_is_what_the_user_said(rank: 
 @ranks(2)
 def test_a_gradient_of_the_users_own_is_reduced_in_its_place(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy)
         for step in range(2):
             ddp.zero_grad_buffer()
@@ -153,7 +153,7 @@ def test_freezing_after_the_wrap_on_all_ranks_leaves_zeros_and_thawing_them_work
 @pytest.mark.parametrize("overlap", [False, True])
 def test_freezing_on_one_rank_only_is_refused_by_name_on_all(rank: int, world: int, overlap: bool) -> None:
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=30)
         if rank == 1:
             ddp.module.norm.weight.requires_grad_(False)

@@ -115,7 +115,7 @@ def sparse_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("zero", ["set_to_none", "buffer"])
 def test_sparse_embedding_gradients_are_reduced(rank: int, world: int, zero: str) -> None:
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         for overlap in (False, True):
             ddp = wrap(Sparse(), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=1)
             for step in range(3):
@@ -139,7 +139,7 @@ def test_sparse_embedding_gradients_are_reduced(rank: int, world: int, zero: str
 def test_autograd_grad_and_frozen_inputs_do_not_disturb_a_step(rank: int, world: int) -> None:
     """torch.autograd.grad fires no hooks and leaves gradients alone; a no_grad forward neither."""
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         model = make_net()
         expected = mean_over_ranks(model, world)
         ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=30)
@@ -166,7 +166,7 @@ def test_gradient_penalty_through_create_graph(rank: int, world: int) -> None:
         (slope,) = torch.autograd.grad(value, x, create_graph=True)
         return value + slope.pow(2).sum()
 
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         model = make_net()
         expected = mean_over_ranks(model, world, (0,), loss)
         ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=30)
@@ -180,7 +180,7 @@ def test_gradient_penalty_through_create_graph(rank: int, world: int) -> None:
 @ranks(2)
 def test_state_dicts_have_the_modules_names_and_load_into_the_buffers(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy)
         other = make_net(seed=77)
         assert list(ddp.state_dict()) == list(other.state_dict())
@@ -198,7 +198,7 @@ def test_state_dicts_have_the_modules_names_and_load_into_the_buffers(rank: int,
 def test_hooks_of_the_users_own_see_their_gradients_and_may_change_them(rank: int, world: int) -> None:
     """A tensor hook runs before the accumulation, so what it returns is what is reduced."""
     parallel_state.initialize_model_parallel()
-    for strategy in ("no_shard", "optim"):
+    for strategy in ("no_shard", "optim", "optim_grads"):
         model = make_net()
         expected = mean_over_ranks(model, world)
         model.second.weight.register_hook(lambda grad: 2 * grad)

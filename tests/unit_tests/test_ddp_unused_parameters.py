@@ -50,7 +50,7 @@ class LossWith:
 
 
 @ranks(3)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_unused_parameters_contribute_zeros(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):
@@ -79,7 +79,7 @@ def test_unused_parameters_with_two_optimizer_instances(rank: int, world: int, o
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_an_unused_parameter_does_not_keep_the_gradient_of_the_step_before(
     rank: int, world: int, strategy: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_bucket_that_waits_for_an_unused_parameter_leaves_in_the_next_backward
 
 
 @ranks(3)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_rank_without_a_backward_takes_part_in_the_reduction(rank: int, world: int, strategy: str) -> None:
     """A rank whose batch ran out calls finalize alone; every other rank's step comes out right, in every step."""
     parallel_state.initialize_model_parallel()
@@ -136,7 +136,7 @@ def test_a_rank_without_a_backward_takes_part_in_the_reduction(rank: int, world:
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_rank_without_a_backward_after_set_to_none_takes_part_too(rank: int, world: int, strategy: str) -> None:
     """Its `.grad` are None and a forward ran: that is a new step, though no gradient arrives on this rank."""
     parallel_state.initialize_model_parallel()

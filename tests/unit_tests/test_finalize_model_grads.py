@@ -22,7 +22,7 @@ from tests.unit_tests.rank_codes import ODD, Bag, check, digits, step
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
-both_strategies = pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+both_strategies = pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 
 
 def start(config: ModelParallelConfig | None = None, **changes: Any) -> ModelParallelConfig:

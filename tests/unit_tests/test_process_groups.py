@@ -77,13 +77,13 @@ def test_kinds_with_equal_ranks_share_one_group(rank: int) -> None:
     for name in FIELDS:
         if getattr(groups, name) is not None:
             members = tuple(groups.ranks(name))
-            carries_gradients = len(members) > 1 and (name in GRADIENT_KINDS or name in GLOO_TWINS)
+            carries_gradients = len(members) > 1 and name in GRADIENT_KINDS
             by_ranks.setdefault((members, carries_gradients), set()).add(id(getattr(groups, name)))
     assert all(len(objects) == 1 for objects in by_ranks.values())
     assert len({group for objects in by_ranks.values() for group in objects}) == len(by_ranks)
     assert {len(members) for members, _ in by_ranks} == {1, 2, 4}
-    # itself, tp, dp; all four for activations (tp_dp) and as optimizer instance, which is the default group
-    assert len(groups.created) == len(by_ranks) - 1 == 4
+    # itself, tp, dp and its gloo twin; all four for activations (tp_dp) and as optimizer instance, the default group
+    assert len(groups.created) == len(by_ranks) - 1 == 5
 
 
 @ranks(4)
@@ -96,7 +96,7 @@ def test_gradients_never_share_a_group_with_activations(rank: int) -> None:
     ):
         groups = build(grid)
         carriers = {id(getattr(groups, name)) for name in GRADIENT_KINDS if groups.size(name) > 1}
-        others = set(FIELDS) - GRADIENT_KINDS - set(GLOO_TWINS)
+        others = set(FIELDS) - GRADIENT_KINDS
         assert carriers and not carriers & {id(getattr(groups, name)) for name in others}
         groups.destroy()
 
@@ -136,10 +136,12 @@ def test_the_number_of_creations_does_not_grow_with_the_world():
 
 
 @ranks(2)
-def test_gloo_twins_are_the_groups_themselves_on_gloo_and_absent_when_not_wanted(rank: int) -> None:
+def test_gloo_twins_are_other_groups_of_the_same_ranks_and_absent_when_not_wanted(rank: int) -> None:
     groups = build(RankGrid(2))
     for twin, name in GLOO_TWINS.items():
-        assert getattr(groups, twin) is getattr(groups, name) is not None
+        assert getattr(groups, twin) is not getattr(groups, name)
+        assert groups.ranks(twin) == groups.ranks(name)
+    assert len({id(getattr(groups, twin)) for twin in GLOO_TWINS}) == 1
     groups.destroy()
     groups = build(RankGrid(2), gloo_twins=False)
     assert all(getattr(groups, twin) is None for twin in GLOO_TWINS)

@@ -1,0 +1,251 @@
+"""StreamedBucket: a bucket of which only this rank's shard is kept (strategy 'optim_grads', ZeRO-2, arXiv:1910.02054).
+
+Its gradients are whole only while they fill and travel, in memory borrowed from a small pool. Every reduction adds to
+the shard, so a step may have several: one a microbatch, or one at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import nn
+
+from core.distributed.bucket import Bucket, BucketGroups, BucketState, SyncError
+from core.distributed.collectives import Collectives, Handle
+from core.distributed.gradient_contract import GradientContract
+from core.distributed.param_layout import BucketLayout
+
+POOL_BUCKETS = 2  # one that fills and one that travels
+
+
+class BucketPool:
+    """Memory for a few whole buckets of one buffer. Kept between steps, as fresh pages cost more than a reduction."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self.device = device
+        self.allocated = 0
+        self.free: list[torch.Tensor] = []
+        self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in use or not."""
+        return self.allocated * self.numel * self.dtype.itemsize
+
+    @property
+    def has_room(self) -> bool:
+        """Can a bucket be had without waiting for the wire?"""
+        return bool(self.free) or self.allocated < POOL_BUCKETS
+
+    def acquire(self) -> torch.Tensor:
+        """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up."""
+        while not self.has_room and self.in_flight:
+            self.in_flight[0].absorb()
+        if self.free:
+            return self.free.pop()
+        self.allocated += 1
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give back what `acquire` gave."""
+        self.free.append(memory)
+
+
+class StreamedBucket(Bucket):
+    """`grad` and `views` exist from the first gradient that moves in until the reduction has been added to the shard.
+
+    Within a step: ACCUMULATING --launch--> IN_FLIGHT, and next_round brings it back to ACCUMULATING.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        shard: torch.Tensor,
+        pool: BucketPool,
+        params: list[nn.Parameter],
+        contracts: list[GradientContract],
+        groups: BucketGroups,
+        *,
+        scale: float,
+        average: bool,
+        scale_later: bool,
+        param_data: torch.Tensor,
+    ) -> None:
+        self.shard = shard  # [numel / shards], kept
+        self.pool = pool
+        self.memory: torch.Tensor | None = None  # the pool's
+        super().__init__(
+            layout,
+            shard[:0],
+            params,
+            contracts,
+            groups,
+            sharded=True,
+            scale=scale,
+            average=average,
+            scale_later=scale_later,
+            param_data=param_data,
+        )
+        self.event.nbytes = layout.numel * shard.element_size()
+        self.filled = [False] * len(params)  # has its view a gradient?
+        self.empty = True  # has nothing been added to the shard in this step?
+        self.may_fill = False  # is it this bucket's turn to hold memory while its gradients come?
+        self.gaps = self._gaps()
+
+    def _views(self) -> list[torch.Tensor]:
+        return [] if self.memory is None else super()._views()
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        gaps, end = [], 0
+        for slot in self.layout.slots:
+            gaps.append((end, slot.start - self.layout.start))
+            end = slot.end - self.layout.start
+        gaps.append((end, self.layout.numel))
+        return [(low, high) for low, high in gaps if low < high]
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def homes(self) -> list[torch.Tensor]:
+        return [self.shard] * len(self.params)
+
+    @property
+    def owned_grad(self) -> torch.Tensor:
+        return self.shard
+
+    @property
+    def valid_grad(self) -> torch.Tensor:
+        return self.grad if self.full else self.shard
+
+    def _borrow(self) -> None:
+        if self.memory is not None:
+            return
+        self.memory = self.pool.acquire()
+        self.grad = self.memory[: self.layout.numel]
+        self.views = self._views()
+        for low, high in self.gaps:
+            self.grad[low:high].zero_()  # else what other buckets left there would be added again and again
+
+    def _give_back(self) -> None:
+        if self.memory is not None:
+            self.pool.release(self.memory)
+        self.memory = None
+        self.grad = self.shard[:0]
+        self.views = []
+        self.filled = [False] * len(self.params)
+
+    def attach(self) -> None:
+        """`.grad` is None: autograd makes a fresh one, which moves into the pool's memory when it is complete."""
+        if self.full:
+            super().attach()
+            return
+        for param in self.params:
+            param.grad = None
+
+    def reset(self) -> None:
+        super().reset()
+        if self in self.pool.in_flight:
+            self.pool.in_flight.remove(self)
+        self._give_back()
+        self.empty = True
+        self.may_fill = False
+
+    # -- a round ----------------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> bool:
+        complete = super().arrive(index)
+        if self.may_fill and self.state is BucketState.ACCUMULATING and (self.memory is not None or self.pool.has_room):
+            self._borrow()
+            self._move(index)
+        return complete
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        self._borrow()
+        for index in range(len(self.params)):
+            self._move(index)
+
+    @torch.no_grad()
+    def _move(self, index: int) -> None:
+        """Add a gradient to its view, or zero the view of one that never came; `.grad` is free for the next one."""
+        param, view = self.params[index], self.views[index]
+        grad = param.grad if param.requires_grad else None
+        param.grad = None
+        if grad is None:
+            if not self.filled[index]:
+                view.zero_()
+            return
+        dense = grad.to_dense() if grad.is_sparse else grad
+        if self.filled[index]:
+            view.add_(dense)
+        else:
+            view.copy_(dense)
+        self.filled[index] = True
+
+    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False) -> None:
+        """Start the reduce-scatter. Whole gradients, where they are asked for, are gathered in the end."""
+        super().launch(collectives)
+        self.pool.in_flight.append(self)
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Wait for the reduce-scatter, add its result to the shard, and give the memory back."""
+        if self.memory is None or self.state is not BucketState.IN_FLIGHT:
+            return
+        self.handle.wait()
+        self.handle = Handle()
+        self.pool.in_flight.remove(self)
+        low, high = self.shard_range
+        if self.empty:
+            self.shard.copy_(self.grad[low:high])
+        else:
+            self.shard.add_(self.grad[low:high])
+        self.empty = False
+        self._give_back()
+
+    def next_round(self) -> None:
+        """Accumulate again, on top of what the shard holds."""
+        self.absorb()
+        self.state = BucketState.ACCUMULATING
+        self.arrivals = [0] * len(self.params)
+        self.pending = sum(count > 0 for count in self.expected)
+
+    # -- the end of a step ------------------------------------------------------------------------------------------
+
+    def join_instances(self, collectives: Collectives) -> None:
+        self._expect(BucketState.IN_FLIGHT, "joined")
+        self.note_done()
+        self.event.wait_start_s = time.perf_counter()
+        self.absorb()
+        if self.groups.replica is not None:
+            self.handle = collectives.all_reduce(self.shard, self.groups.replica, self.op)
+
+    def close(self) -> None:
+        super().close()
+        if self.full:  # the sync rules have worked on the whole gradient
+            low, high = self.shard_range
+            self.shard.copy_(self.grad[low:high])
+
+    def gather_whole(self, collectives: Collectives) -> None:
+        """Put together every rank's shard, so that the whole bucket is valid until the next step."""
+        self._borrow()
+        low, high = self.shard_range
+        self.grad[low:high].copy_(self.shard)
+        collectives.all_gather(self.grad, self.groups.shard).wait()
+        self.full = True
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        if self.state is BucketState.IN_FLIGHT and self.memory is not None:
+            raise SyncError(
+                f"{self.event.name} is in flight and cannot be scaled; scale after finish_grad_sync or "
+                "finalize_model_grads"
+            )
+        self.shard.mul_(factor)
+        self.grad.mul_(factor)
+        for param in self.params:
+            if param.grad is not None and not self.full:
+                param.grad.mul_(factor)
