@@ -3,10 +3,11 @@
 Backends know no 8-bit floats, so bytes are sent as uint8. Sums are made in fp32 on the rank that owns the part, from
 numbers as they arrived: an all-reduce rounds twice (each rank's contribution, then the sum), however many ranks.
 
-How far off: rounding x changes it by at most |x| / 16 plus its block's largest number / 2**19 (e4m3 has 3 bits of
-mantissa; its smallest step is 2**-9 of 448). So the mean g of the ranks' g_r arrives with an error of at most
+How far off: rounding x changes it by at most |x| / 16, or by its block's largest number / 2**18 where that is more
+(e4m3 has 3 bits of mantissa; its smallest step is 2**-9, of 448). So the mean g of the ranks' g_r arrives with an error
+of at most
 
-    1/16 mean|g_r| + 1/16 |g + that error| + small  <=  0.13 mean|g_r| + (largest of the two blocks) / 2**18
+    1/16 mean|g_r| + 1/16 |g + that error| + small  <=  0.13 mean|g_r| + (largest number of a block) / 2**17
 
 A block that holds inf or NaN arrives as NaN on every rank, so a loss scaler sees it.
 """
@@ -64,7 +65,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
 def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
     """Sum, or average, `tensor` [n * size] over `group`; `output` [n] is this rank's part. Collective, blocking.
 
-    Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**19.
+    Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**18.
     """
     size = dist.get_world_size(group)
     own = _sum_of_parts(_padded(tensor.view(size, -1)), group, size)
@@ -76,7 +77,7 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `output` [n * size] with every rank's `tensor` [n], which may be a part of it. Collective, blocking.
 
-    Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**19.
+    Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**18.
     """
     size = dist.get_world_size(group)
     packed = quantize(_padded(tensor.view(1, -1))).flatten()

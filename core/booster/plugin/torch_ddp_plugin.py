@@ -90,7 +90,8 @@ class TorchDDPPlugin(DPPluginBase):
             warnings.filterwarnings("ignore", message=".*`check_reduction` argument")
             ddp = TorchDDP(model, **options)
         if self.fp8_communication:
-            ddp.register_comm_hook(ddp.process_group, average_in_fp8)
+            # torch reads the hook's annotations, and here they are text; a lambda has none.
+            ddp.register_comm_hook(ddp.process_group, lambda group, bucket: average_in_fp8(group, bucket))
         boosted = TorchDDPModel(ddp)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)

@@ -203,7 +203,8 @@ class TorchFSDPPlugin(DPPluginBase):
                 if self.sync_module_states:
                     for dim in reversed(range(mesh.ndim)):  # in the shard group, then in the replicate group
                         dist.broadcast(tensor.data, group=mesh.get_group(dim), group_src=0)
-            buffer_dtype = getattr(self.mixed_precision, "buffer_dtype", None)
+            exempt = isinstance(module, tuple(getattr(self.mixed_precision, "_module_classes_to_ignore", ())))
+            buffer_dtype = None if exempt else getattr(self.mixed_precision, "buffer_dtype", None)
             for buffer in module.buffers(recurse=False):
                 if buffer_dtype is not None and buffer.is_floating_point():
                     buffer.data = buffer.data.to(buffer_dtype)
