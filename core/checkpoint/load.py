@@ -6,6 +6,7 @@ read into memory of its own; and only when every rank has all of it, put it in p
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -115,12 +116,11 @@ def load_checkpoint(
     except CheckpointException as failure:
         raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
 
-    _put_in_place(chunks, optimizer, plan)
     meta = directory.meta
+    ranks.agree(_load_numbers(directory, scheduler, loss_scaler_of(optimizer)))
+    _put_in_place(chunks, optimizer, plan)
     for leaf, saved in zip(leaves(optimizer), groups, strict=False):
         load_groups(leaf.param_groups, saved)
-    _load_plain(scheduler, meta.get("scheduler"))
-    _load_plain(loss_scaler_of(optimizer), meta.get("loss_scaler"))
     if random_name is not None:
         set_random_state(read_random_state(planner.blobs[random_name]))
     notes = tuple(dict.fromkeys(note for found in ranks.gather(plan.notes) for note in found))
@@ -351,6 +351,18 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
     return found
 
 
-def _load_plain(target: Any, state: Any) -> None:
-    if target is not None and state is not None:
-        target.load_state_dict(state)
+def _load_numbers(directory: CheckpointDirectory, scheduler: Any, scaler: Any) -> str | None:
+    """Give scheduler and loss scaler their states; why they refuse, and then both are as before."""
+    undo = []
+    for name, target in (("scheduler", scheduler), ("loss_scaler", scaler)):
+        state = directory.meta.get(name)
+        if target is None or state is None:
+            continue
+        undo.append((target, copy.deepcopy(target.state_dict())))
+        try:
+            target.load_state_dict(state)
+        except (ValueError, TypeError, KeyError) as failure:
+            for changed, before in undo[:-1]:
+                changed.load_state_dict(before)
+            return f"cannot load {directory.path}: the {name} refuses its state: {failure}"
+    return None
