@@ -15,6 +15,7 @@ import torch
 from core.optimizer.algorithms import Algorithm, label, resolve
 from core.optimizer.backends import make_with_backend
 from core.optimizer.combined_optimizer import CombinedOptimizer
+from core.optimizer.cpu_offload import OffloadedOptimizer, check_offload, offloadable_runs
 from core.optimizer.lion import Lion
 from core.optimizer.muon import Muon, layouts_of
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -37,13 +38,28 @@ def inner_optimizer(
     runs, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
     Raises ValueError for an option that the algorithm of a group does not have.
     """
+
+    def make(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return _combine(config, listed, runs, groups)
+
+    if not config.optimizer_cpu_offload:
+        return make(torch_groups)
+    may = offloadable_runs(runs, torch_groups)
+    check_offload(config, runs, may)
+    return OffloadedOptimizer(config, torch_groups, runs, may, make)
+
+
+def _combine(
+    config: OptimizerConfig, listed: list[dict[str, Any]], runs: Sequence[Run], groups: ProcessGroups | None
+) -> torch.optim.Optimizer:
+    """One optimizer for each algorithm of these groups."""
     members: list[torch.optim.Optimizer] = []
-    for name in dict.fromkeys(group["optimizer"] for group in torch_groups):
-        mine = [group for group in torch_groups if group["optimizer"] == name]
+    for name in dict.fromkeys(group["optimizer"] for group in listed):
+        mine = [group for group in listed if group["optimizer"] == name]
         member = _make(config, resolve(name), mine, runs, groups)
         _check_options(name, member, mine)
         members.append(member)
-    return members[0] if len(members) == 1 else CombinedOptimizer(torch_groups, members)
+    return members[0] if len(members) == 1 else CombinedOptimizer(listed, members)
 
 
 def _make(

@@ -1,0 +1,262 @@
+"""OffloadedOptimizer: a part of the runs is stepped on the CPU, where their optimizer state stays.
+
+Of an offloaded run the CPU has a twin of the master weights, a place for the gradient, and the algorithm's state. A
+step copies the gradient down, steps the twin, and copies it up into the master. With a device, and if overlap is asked
+for, copies have streams of their own: while the device steps what it kept, gradients come down and the CPU steps run
+after run, each going up while the next is stepped.
+
+    gradient  --d2h stream-->  [CPU: step run 1][step run 2] ...
+    device:   [step its own runs]       --h2d stream--> run 1, run 2, ...
+
+Without a device the same code runs, with plain copies, and gives the bits of an optimizer that offloads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.optimizer.optimizer_config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from core.optimizer.master_weights import Run
+
+logger = logging.getLogger(__name__)
+
+Groups = list[dict[str, Any]]
+MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
+CPU = torch.device("cpu")
+
+
+def choose_runs(numels: Sequence[int], fraction: float) -> list[int]:
+    """Which runs to offload so that they hold about `fraction` of all elements: the largest that fit, and the smallest
+    of the rest if that comes nearer. Pure, so every start of a job chooses alike. Ascending indices.
+    """
+    left = fraction * sum(numels)
+    chosen, rest = [], []
+    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
+        if 0 < numels[index] <= left:
+            chosen.append(index)
+            left -= numels[index]
+        elif numels[index]:
+            rest.append(index)
+    if rest and numels[rest[-1]] - left <= left:
+        chosen.append(rest[-1])
+    return sorted(chosen)
+
+
+@dataclass(slots=True, eq=False)
+class HostRun:
+    """What the CPU has of a master: a twin of its weights, and its gradient there.
+
+    version: of the master when twin and master were last equal; another one means that somebody loaded weights into it.
+    aliased: the master is the model's own memory, which anybody may write through `.data`, unseen; its twin is copied
+    anew in every step.
+    """
+
+    master: nn.Parameter
+    group: int
+    twin: nn.Parameter
+    gradient: torch.Tensor
+    aliased: bool
+    version: int = -1
+    here: torch.cuda.Event | None = field(default=None, repr=False)
+
+    def part(self, master: nn.Parameter) -> HostRun:
+        """The run of a piece of this one's master; on the same memory."""
+        low = (master.data_ptr() - self.master.data_ptr()) // master.element_size()
+        twin = self.twin.data.view(-1)[low : low + master.numel()].view(master.shape)
+        gradient = self.gradient.view(-1)[low : low + master.numel()].view(master.shape)
+        return HostRun(master, self.group, nn.Parameter(twin), gradient, self.aliased, self.version)
+
+    def holds(self, master: torch.Tensor) -> bool:
+        """Is this a piece of the run's master?"""
+        start, end = self.master.data_ptr(), self.master.data_ptr() + self.master.nbytes
+        same_device = master.device == self.master.device
+        return same_device and start <= master.data_ptr() and master.data_ptr() + master.nbytes <= end
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """One torch optimizer from outside; inside, one for what the device keeps and one for what the CPU has.
+
+    groups: all param groups with all masters. runs: where masters come from. offloadable: which runs may go. make:
+    builds the optimizer of a list of groups, called once for the device and once for the CPU.
+
+    `state` is keyed by master as ever; the tensors of an offloaded one lie on the CPU. State that a checkpoint puts
+    there on a device is moved at the next step.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, groups: Groups, runs: Sequence[Run], offloadable: Sequence[bool],
+        make: MakeOptimizer,
+    ) -> None:  # fmt: skip
+        super().__init__(groups, {})
+        self.config = config
+        self.overlap = config.overlap_cpu_optimizer_d2h_h2d
+        candidates = [run for run, may in zip(runs, offloadable, strict=True) if may]
+        chosen = choose_runs([run.numel for run in candidates], config.optimizer_offload_fraction)
+        self.hosted = [self._host(candidates[index]) for index in chosen]
+        total = sum(run.numel for run in candidates)
+        self.offloaded_fraction = sum(run.master.numel() for run in self.hosted) / total if total else 0.0
+        logger.info("%.1f %% of the optimizer's state is on the CPU", 100 * self.offloaded_fraction)
+        self._by_master = {id(run.master): run for run in self.hosted}
+        self.host_groups: Groups = [{**group, "params": []} for group in groups]
+        for run in self.hosted:
+            self.host_groups[run.group]["params"].append(run.twin)
+        self.host = make(self.host_groups)
+        everything = self._keep_only_device_params()
+        self.device = make(self.param_groups)
+        for group, params in zip(self.param_groups, everything, strict=True):
+            group["params"] = params
+        self.state.update(self.device.state)
+        self._share_state_of_device()
+        self._take_state(self.hosted)  # some algorithms make theirs when they are built
+        on_device = bool(self.hosted) and self.hosted[0].master.is_cuda
+        self.streams = (torch.cuda.Stream(), torch.cuda.Stream()) if on_device else None
+
+    def _host(self, run: Run) -> HostRun:
+        master, config = run.master, self.config
+        on_device = master.is_cuda
+        twin = torch.empty(master.shape, dtype=master.dtype, pin_memory=on_device and config.pin_cpu_params)
+        gradient = torch.empty(master.shape, dtype=master.dtype, pin_memory=on_device and config.pin_cpu_grads)
+        piece = run.slices[0]
+        start = piece.param.data_ptr() + piece.offset * piece.param.element_size()
+        return HostRun(master, run.group, nn.Parameter(twin), gradient, aliased=start == master.data_ptr())
+
+    def _share_state_of_device(self) -> None:
+        self.device.state = self.state
+        for member in getattr(self.device, "members", ()):
+            member.state = self.state
+
+    @property
+    def members(self) -> list[torch.optim.Optimizer]:
+        """What reports of backends ask."""
+        return [self.device, self.host]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, on the CPU or where it lies."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hosted = [
+            run
+            for group in self.param_groups
+            for master in group["params"]
+            if master.grad is not None and (run := self._hosted(master)) is not None
+        ]
+        for run in hosted:
+            self._bring_down(run)
+        everything = self._keep_only_device_params()
+        try:
+            self.device.step()
+        finally:
+            for group, params in zip(self.param_groups, everything, strict=True):
+                group["params"] = params
+        if self.overlap:
+            for run in hosted:
+                self._step_on_host([run])
+        elif hosted:
+            self._step_on_host(hosted)
+        if self.streams is not None:
+            torch.cuda.current_stream().wait_stream(self.streams[1])
+        for run in hosted:
+            run.version = run.master._version
+        return loss
+
+    def _hosted(self, master: nn.Parameter) -> HostRun | None:
+        """The host's run of a master; of a new one, if it is a piece of an old one that was split."""
+        known = self._by_master.get(id(master))
+        if known is not None or not self.hosted or master.numel() == 0:
+            return known
+        whole = next((run for run in self.hosted if run.holds(master)), None)
+        if whole is None:
+            return None
+        part = self._by_master[id(master)] = whole.part(master)
+        return part
+
+    def _keep_only_device_params(self) -> list[list[nn.Parameter]]:
+        everything = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [master for master in group["params"] if self._hosted(master) is None]
+        return everything
+
+    def _bring_down(self, run: HostRun) -> None:
+        """Copy a gradient to the CPU, and the weights where they may have changed; beside the device's work."""
+        assert run.master.grad is not None
+        pairs = [(run.gradient, run.master.grad)]
+        if run.aliased or run.version != run.master._version:
+            pairs.append((run.twin, run.master))
+        if self.streams is None or not self.overlap:
+            for host, device in pairs:
+                host.copy_(device)
+            return
+        down = self.streams[0]
+        down.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(down):
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+            run.here = torch.cuda.Event()
+            run.here.record(down)
+
+    def _step_on_host(self, runs: Sequence[HostRun]) -> None:
+        """Step twins, and copy them up."""
+        for host_group, group in zip(self.host_groups, self.param_groups, strict=True):
+            host_group.update({key: value for key, value in group.items() if key != "params"})
+            host_group["params"] = []
+        self.host.state.clear()
+        for run in runs:
+            if run.here is not None:
+                run.here.synchronize()
+                run.here = None
+            run.twin.grad = run.gradient
+            self.host_groups[run.group]["params"].append(run.twin)
+            if run.master in self.state:
+                self.host.state[run.twin] = {key: self._on_cpu(value) for key, value in self.state[run.master].items()}
+        self.host.step()
+        self._take_state(runs)
+        for run in runs:
+            self._bring_up(run)
+
+    def _take_state(self, runs: Sequence[HostRun]) -> None:
+        for run in runs:
+            if run.twin in self.host.state:
+                self.state[run.master] = self.host.state[run.twin]
+
+    def _on_cpu(self, value: Any) -> Any:
+        return value.to(CPU) if isinstance(value, torch.Tensor) else value
+
+    def _bring_up(self, run: HostRun) -> None:
+        if self.streams is None or not self.overlap:
+            run.master.copy_(run.twin)
+            return
+        up = self.streams[1]
+        up.wait_stream(self.streams[0])  # has itself waited for all that read the master before this step
+        with torch.cuda.stream(up):
+            run.master.copy_(run.twin, non_blocking=True)
+
+
+def offloadable_runs(runs: Sequence[Run], groups: Groups) -> list[bool]:
+    """Which runs can be stepped on the CPU: not those of Muon, whose matrices may be gathered between devices, and not
+    those in scratch memory, which holds a master only while it is stepped.
+    """
+    return [not run.in_scratch and groups[run.group]["optimizer"] != "muon" for run in runs]
+
+
+def check_offload(config: OptimizerConfig, runs: Sequence[Run], may: Sequence[bool]) -> None:
+    """ValueError where less can be offloaded than is asked for."""
+    numels = [run.numel for run in runs if run.numel]
+    if numels and not any(may) and config.optimizer_offload_fraction > 0:
+        raise ValueError(
+            f"optimizer_offload_fraction is {config.optimizer_offload_fraction} and nothing can be offloaded: master "
+            "weights, moments and gradients must be in fp32 (DistributedDataParallelConfig(grad_reduce_in_fp32=True), "
+            "without use_precision_aware_optimizer), and Muon's matrices stay where they are"
+        )
