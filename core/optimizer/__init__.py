@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.master_weights import LOW_PRECISION
+from core.optimizer.model_check import buckets_of, check_model
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.param_groups import (
@@ -63,31 +63,12 @@ def get_megatron_optimizer(
     """
     if not model_chunks:
         raise ValueError("model_chunks is empty; pass the list of wrapped model chunks of this rank")
-    sharded = model_chunks[0].ddp_config.sharded
-    for index, chunk in enumerate(model_chunks):
-        if chunk.ddp_config.sharded != sharded:
-            raise ValueError(
-                f"use_distributed_optimizer is {sharded} for model chunk 0 and {not sharded} for chunk {index}; "
-                "wrap all chunks of a model with the same value"
-            )
-    if config.use_distributed_optimizer not in (None, sharded):
-        raise ValueError(
-            f"OptimizerConfig.use_distributed_optimizer is {config.use_distributed_optimizer}, and the model was "
-            f"wrapped with {sharded}; leave the option at None, or wrap the model with the same value"
-        )
+    sharded = check_model(config, model_chunks)
     params = [
         (contract.name, param, contract.is_expert)
-        for chunk in model_chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        for bucket in buffer.buckets
+        for bucket in buckets_of(model_chunks)
         for param, contract in zip(bucket.params, bucket.contracts, strict=True)
     ]
-    if config.bf16 and params and not any(param.dtype in LOW_PRECISION for _, param, _ in params):
-        name, first, _ = params[0]
-        raise ValueError(
-            f"OptimizerConfig.bf16 is True and no parameter is in bf16 (the first, {name!r}, is {first.dtype}); "
-            "convert the model with model.bfloat16() before wrapping it, or set bf16=False"
-        )
     conditions = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     if config_overrides is not None:
         if no_weight_decay_cond is not None or scale_lr_cond is not None:

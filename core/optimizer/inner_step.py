@@ -18,22 +18,20 @@ SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two hal
 
 
 def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> None:
-    """Step the masters of these runs, of frozen parameters none, and no other's.
+    """Step the masters of these runs, and no other's.
 
     factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
     """
-    factor_of = {id(run): factor for run, factor in zip(runs, factors, strict=True)}
-    live = [run for run in runs if run.slices[0].param.requires_grad]
-    if not live:
+    if not runs:
         return
-    common = _apply(live, [factor_of[id(run)] for run in live], by_kernel=takes_grad_scale(optimizer, live))
-    for run in live:
+    common = _apply(runs, factors, by_kernel=takes_grad_scale(optimizer, runs))
+    for run in runs:
         run.master.grad = run.grad
     if common != 1.0:
         # Read by torch's fused kernels, which divide by it.
-        optimizer.grad_scale = torch.tensor(1.0 / common, dtype=torch.float32, device=live[0].grad.device)
+        optimizer.grad_scale = torch.tensor(1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
     try:
-        step_only(optimizer, live)
+        step_only(optimizer, runs)
     finally:
         if common != 1.0:
             optimizer.grad_scale = None

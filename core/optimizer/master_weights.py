@@ -79,13 +79,18 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Elements from the first slice's first to the last slice's last, padding between them included."""
-        return self.slices[-1].end - self.slices[0].start
+        """Elements, padding between slices included."""
+        return self.reduced.numel()
 
     @property
     def group(self) -> int:
         """Index of the param group."""
         return self.slices[0].group
+
+    @property
+    def trainable(self) -> bool:
+        """Are its parameters updated at present? Frozen ones have been cut out of other runs when a step begins."""
+        return self.slices[0].param.requires_grad
 
     @property
     def norm_group(self) -> str | None:
@@ -94,9 +99,10 @@ class Run:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """[low, high) of the padding between slices, within the run."""
-        ends = zip(self.slices, self.slices[1:], strict=False)
-        return [(a.end - self.start, b.start - self.start) for a, b in ends if a.end < b.start]
+        """[low, high) of the padding after slices, within the run."""
+        starts = [*(piece.start - self.start for piece in self.slices[1:]), self.numel]
+        ends = [piece.end - self.start for piece in self.slices]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
@@ -128,15 +134,19 @@ def join_slices(slices: Sequence[Slice], alone: Callable[[Slice], bool] = lambda
     return joined
 
 
-def cut_slices(slices: Sequence[Slice], numel: int) -> list[list[Slice]]:
-    """Cut neighbours into stretches of `numel` elements and a shorter last one."""
+def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], int]]:
+    """Cut neighbours into (slices, end) of `numel` elements and a shorter last one.
+
+    A stretch ends where it was cut, in padding perhaps: kernels round the last elements of a tensor, where they do not
+    fill a vector, in another way than those before, and a cut shall not change a bit.
+    """
     first, last = slices[0].start, slices[-1].end
     stretches = []
     for start in range(first, last, numel):
         end = min(start + numel, last)
         stretch = [piece.cut(start, end) for piece in slices if piece.start < end and piece.end > start]
         if stretch:
-            stretches.append(stretch)
+            stretches.append((stretch, end))
     return stretches
 
 
@@ -178,7 +188,7 @@ class BucketMasters:
         if self.home is Home.REMAINDER:
             self.remainders = torch.zeros(self.grad.numel(), dtype=torch.int16, device=self.grad.device)
         self.needs_shape = needs_shape
-        self.runs = [self._run(slices) for slices in self._stretches(scratch_numel)]
+        self.runs = [self._run(slices, end) for slices, end in self._stretches(scratch_numel)]
         self.load_parameters()
 
     # -- where things lie -------------------------------------------------------------------------------------------
@@ -209,20 +219,21 @@ class BucketMasters:
         moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
         return not in_place or self.grad.dtype != self.dtype or any(dtype != torch.float32 for dtype in moments)
 
-    def _stretches(self, scratch_numel: int | None) -> list[list[Slice]]:
+    def _stretches(self, scratch_numel: int | None) -> list[tuple[list[Slice], int]]:
+        """(slices, end) of each run."""
         in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
         one_a_param = in_place and self.bucket.param_data is None
-        stretches = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
-        if not self.in_scratch or scratch_numel is None:
-            return stretches
-        cut: list[list[Slice]] = []
-        for stretch in stretches:
-            whole = self.needs_shape(stretch[0].group)
-            cut += [stretch] if whole else cut_slices(stretch, scratch_numel)
-        return cut
+        joined = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
+        stretches: list[tuple[list[Slice], int]] = []
+        for slices in joined:
+            if self.in_scratch and scratch_numel is not None and not self.needs_shape(slices[0].group):
+                stretches += cut_slices(slices, scratch_numel)
+            else:
+                stretches.append((slices, slices[-1].end))
+        return stretches
 
-    def _run(self, slices: list[Slice]) -> Run:
-        start, end = slices[0].start, slices[-1].end
+    def _run(self, slices: list[Slice], end: int) -> Run:
+        start = slices[0].start
         run = Run(tuple(slices), self.grad[start:end], in_scratch=self.in_scratch)
         shape = self._shape_of(run)
         if self.main is not None:

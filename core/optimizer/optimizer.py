@@ -153,6 +153,7 @@ class MegatronOptimizer:
         self._step_in_place(factors)
         for masters, factor in zip(self.masters, factors, strict=True):
             for wave in masters.waves:
+                wave = [run for run in wave if run.trainable]
                 self.scratch.unpack(wave, self.optimizer.state)
                 step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.pack(wave, self.optimizer.state)
@@ -164,7 +165,7 @@ class MegatronOptimizer:
         """Step what is in full precision already, in one call."""
         runs, of_runs = [], []
         for masters, factor in zip(self.masters, factors, strict=True):
-            here = [run for run in masters.runs if not run.in_scratch]
+            here = [run for run in masters.runs if not run.in_scratch and run.trainable]
             runs += here
             of_runs += [factor[run.norm_group] for run in here]
         step_runs(self.optimizer, runs, of_runs)

@@ -36,7 +36,7 @@ class StoredValues(ABC):
 
     @abstractmethod
     def write(self, values: torch.Tensor) -> None:
-        """Keep `values`, flat and in full precision; they are not changed."""
+        """Keep `values`, flat and in full precision; what is in them afterwards is not said."""
 
     @abstractmethod
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> StoredValues:
@@ -138,7 +138,7 @@ class ParameterValues(StoredValues):
 
 
 class CopiedValues(StoredValues):
-    """Masters of their own; whenever they are written the parameters follow, rounded to their dtype."""
+    """Masters of their own; whenever they are written the parameters follow: the masters as kept, rounded once more."""
 
     def __init__(self, values: StoredValues, params: ParameterValues) -> None:
         self.values = values
@@ -149,6 +149,7 @@ class CopiedValues(StoredValues):
 
     def write(self, values: torch.Tensor) -> None:
         self.values.write(values)
+        self.values.read(values)
         self.params.write(values)
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> CopiedValues:

@@ -1,0 +1,69 @@
+"""What a config says of the model, compared with the wrapped chunks; refused here before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from core.distributed.bucket import Bucket
+from core.optimizer.master_weights import LOW_PRECISION
+from core.optimizer.optimizer import ModelChunk
+from core.optimizer.optimizer_config import OptimizerConfig
+
+
+def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
+    """Raise ValueError where the model's strategy or dtypes are not those of the config. Returns: is it sharded?"""
+    sharded = model_chunks[0].ddp_config.sharded
+    for index, chunk in enumerate(model_chunks):
+        if chunk.ddp_config.sharded != sharded:
+            raise ValueError(
+                f"use_distributed_optimizer is {sharded} for model chunk 0 and {not sharded} for chunk {index}; "
+                "wrap all chunks of a model with the same value"
+            )
+    if config.use_distributed_optimizer not in (None, sharded):
+        raise ValueError(
+            f"OptimizerConfig.use_distributed_optimizer is {config.use_distributed_optimizer}, and the model was "
+            f"wrapped with {sharded}; leave the option at None, or wrap the model with the same value"
+        )
+    buckets = list(buckets_of(model_chunks))
+    _check_parameters(config, buckets)
+    _check_gradients(config, buckets)
+    return sharded
+
+
+def buckets_of(model_chunks: Sequence[ModelChunk]) -> Iterator[Bucket]:
+    """All buckets, dense ones before experts' in each chunk."""
+    for chunk in model_chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield from buffer.buckets
+
+
+def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
+    dtypes = {bucket.params[0].dtype: bucket.contracts[0].name for bucket in buckets}
+    for flag, dtype, convert in (("bf16", torch.bfloat16, "model.bfloat16()"), ("fp16", torch.float16, "model.half()")):
+        if getattr(config, flag) and dtypes and dtype not in dtypes:
+            first, name = next(iter(dtypes.items()))
+            raise ValueError(
+                f"OptimizerConfig.{flag} is True and no parameter is in {flag} (the first, {name!r}, is {first}); "
+                f"convert the model with {convert} before wrapping it, or set {flag}=False"
+            )
+    if torch.float16 in dtypes and not config.fp16 and config.loss_scale is None:
+        raise ValueError(
+            f"parameter {dtypes[torch.float16]!r} is in fp16 and there is no loss scale, so small gradients would "
+            "become 0; set OptimizerConfig(fp16=True), or loss_scale=1.0 if that is meant"
+        )
+
+
+def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
+    """As in Megatron main_grads_dtype says what the buffers hold; there is no other copy that it could speak of."""
+    if not config.use_precision_aware_optimizer:
+        return
+    for bucket in buckets:
+        dtype = bucket.grad.dtype
+        if dtype in (torch.float32, *LOW_PRECISION) and dtype != config.main_grads_dtype:
+            raise ValueError(
+                f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
+                f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
+                f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
+            )
