@@ -65,6 +65,7 @@ def model_config(layout: Layout) -> TransformerConfig:
         share_embeddings_and_output_weights=layout.tied,
         params_dtype=layout.dtype,
         bf16=layout.dtype is torch.bfloat16,
+        fp16=layout.dtype is torch.float16,
         init_seed=layout.seed,
         init_method_std=0.2,
         hidden_dropout=layout.dropout,
@@ -156,18 +157,21 @@ def build(layout: Layout, **options: Any) -> Job:
         num_distributed_optimizer_instances=layout.instances,
     )
     chunks = wrap_stages(config, ddp_config, build_gpt_stages(config, pipeline))
-    settings: dict[str, Any] = {"optimizer": layout.algorithm, "lr": 0.01, "bf16": layout.dtype is torch.bfloat16}
+    settings: dict[str, Any] = {"optimizer": layout.algorithm, "lr": 0.01}
+    settings |= {"bf16": layout.dtype is torch.bfloat16, "fp16": layout.dtype is torch.float16}
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options}), chunks)
     return Job(layout, config, parallel_state.get_process_groups(), pipeline, chunks, optimizer)
 
 
-def step_once(job: Job) -> None:
-    """A step from gradients of ones, so that the optimizer has state."""
+def step_once(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A step from gradients that differ in every element, the same ones at every layout."""
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
-        for param in chunk.module.parameters():
-            if param.requires_grad:
-                param.grad.fill_(1.0)
+    loss = torch.zeros(())
+    for name, param in job.named():
+        if param.requires_grad:
+            loss = loss + (param.float() * my_slice(planted("gradient", name, shapes[name]), param, job.groups)).sum()
+    (loss * job.optimizer.get_loss_scale()).sum().backward()
     finalize_model_grads(job.chunks)
     assert job.optimizer.step()[0]
 

@@ -102,7 +102,7 @@ def test_safetensors_are_cut_by_size_and_found_by_the_index(tmp_path: Path) -> N
 
 def save_with_state(rank: int, root: str) -> None:
     job = build(Layout(2, tp=2, strategy="optim", dtype=torch.bfloat16))
-    step_once(job)
+    step_once(job, whole_shapes())
     plant(job, whole_shapes())
     save_checkpoint(root, 5, job.chunks, job.optimizer)
 

@@ -29,12 +29,15 @@ CHAIN = [
     Layout(4, tp=2, pp=2, ep=2, etp=1, strategy="optim"),
     Layout(3, strategy="optim"),
     Layout(2, pp=2, vpp=2),
-    Layout(2, tp=2),
+    Layout(2, tp=2, strategy="optim_grads"),
 ]
 NIGHTLY = [
     *CHAIN,
     Layout(2, ep=2, strategy="optim"),
     Layout(1, strategy="optim"),
+    Layout(2, tp=2),
+    Layout(3, strategy="optim_grads"),
+    Layout(4, pp=2, ep=2, strategy="optim_grads"),
     Layout(3),
     Layout(2, cp=2, strategy="optim"),
     Layout(2, etp=2, strategy="optim"),
@@ -57,7 +60,7 @@ def keys_of(layout: Layout) -> set[str]:
 def save_at(rank: int, layout: Layout, root: str) -> None:
     """Plant and save."""
     job = build(layout)
-    step_once(job)
+    step_once(job, whole_shapes())
     plant(job, whole_shapes())
     report = save_checkpoint(root, 3, job.chunks, job.optimizer, extra={"samples": 24})
     assert report.committed
@@ -121,6 +124,53 @@ def test_a_model_goes_from_layout_to_layout_and_stays_the_same_bit_for_bit(tmp_p
             load_and_save_at, layout.world, {"layout": layout, "source": source, "target": target}, timeout_s=120
         )
         assert_file_is_the_whole_model(target, layout)
+
+
+# What other algorithms and precisions keep: real steps, and the file of another layout must be the same file.
+KEPT = {
+    "lion": ({"optimizer": "lion"}, {}, {"exp_avg"}),
+    "Adagrad": ({"optimizer": "Adagrad"}, {}, {"step", "sum"}),
+    "muon": ({"optimizer": "muon"}, {}, {"momentum_buffer"}),
+    "remainders": (
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16},
+        BF16,
+        ADAM | {"master"},
+    ),
+    "fp16": ({"initial_loss_scale": 256.0, "loss_scale_window": 2}, {"dtype": torch.float16}, ADAM | {"master"}),
+}
+
+
+def step_and_save(rank: int, case: str, root: str) -> None:
+    options, changes, _ = KEPT[case]
+    job = build(Layout(2, tp=2, **changes), **options)
+    for _ in range(3):
+        step_once(job, whole_shapes())
+    save_checkpoint(root, 3, job.chunks, job.optimizer)
+
+
+def load_and_save(rank: int, case: str, source: str, target: str) -> None:
+    options, changes, _ = KEPT[case]
+    strategy = "no_shard" if case == "muon" else "optim"
+    job = build(Layout(3, strategy=strategy, seed=2, **changes), **options)
+    assert load_checkpoint(source, job.chunks, job.optimizer).notes == ()
+    if case == "fp16":
+        assert job.optimizer.get_loss_scale().item() == 512.0, "it grew after two good steps"
+    save_checkpoint(target, 3, job.chunks, job.optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", KEPT)
+def test_what_any_algorithm_keeps_loads_at_another_layout(tmp_path: Path, case: str) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    run_on_ranks(step_and_save, 2, {"case": case, "root": source}, timeout_s=120)
+    run_on_ranks(load_and_save, 3, {"case": case, "source": source, "target": target}, timeout_s=120)
+    saved, again = whole_tensors(source), whole_tensors(target)
+    assert {key.split(".")[1] for key in saved if key.startswith("optimizer.")} >= KEPT[case][2]
+    assert saved.keys() == again.keys()
+    for key, value in saved.items():
+        assert again[key].dtype == value.dtype and torch.equal(again[key], value), key
+        assert bool(torch.isfinite(value).all())
+    assert any(value.abs().max() > 0 for key, value in saved.items() if key.startswith("optimizer."))
 
 
 @pytest.mark.nightly

@@ -21,13 +21,15 @@ from tests.unit_tests.ranks import run_on_ranks
 
 LAYOUTS = [
     Layout(1, dropout=0.1),
-    Layout(2, strategy="optim", dtype=torch.bfloat16, dropout=0.1),
+    Layout(2, strategy="optim_grads", dtype=torch.bfloat16, dropout=0.1),
     Layout(4, tp=2, pp=2, ep=2, etp=1, strategy="optim", dropout=0.1),
 ]
 NIGHTLY = [
     *LAYOUTS,
     Layout(3, dropout=0.1),
     Layout(3, strategy="optim", dropout=0.1),
+    Layout(3, strategy="optim_grads", dropout=0.1),
+    Layout(4, tp=2, pp=2, strategy="optim_grads", dropout=0.1),
     Layout(2, tp=2, dropout=0.1),
     Layout(2, pp=2, vpp=2, dropout=0.1),
     Layout(2, ep=2, strategy="optim", dropout=0.1, algorithm="sgd"),
