@@ -164,6 +164,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "tokens": state.tokens,
                 "schedule_due": state.schedule_due,
                 "gradients": gradients,
+                "reduced": [wrapper.reduced_so_far() if state.count > 0 else {} for wrapper in self._ours],
             },
         }
 
@@ -183,9 +184,10 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         unknown = [name for name in saved["gradients"] if name not in named]
         if unknown:
             raise ValueError(f"the saved partial gradients name {unknown[0]!r}, which this model does not have")
-        self.optim.load_state_dict(inner)
-        for wrapper in self._ours:
+        for wrapper, reduced in zip(self._ours, saved.get("reduced") or [{}] * len(self._ours), strict=True):
             wrapper.zero_grad_buffer()
+            wrapper.restore_reduced(reduced)
+        self.optim.load_state_dict(inner)
         for name, param in named.items():
             _restore_gradient(param, saved["gradients"].get(name))
         self._norm = None

@@ -27,6 +27,7 @@ from core.distributed.model_watch import ModelWatch
 from core.distributed.param_sync import ParamSync, finish_gathers
 from core.distributed.shared_wire import SharedWire
 from core.distributed.step_guard import StepGuard
+from core.distributed.streamed_bucket import StreamedBucket
 from core.process_groups import ProcessGroups
 
 ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
@@ -356,6 +357,39 @@ class DistributedDataParallel(nn.Module):
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""
         return self.reducer.step_report()
+
+    # -- in the middle of a step ------------------------------------------------------------------------------------
+
+    def reduced_so_far(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's shards of microbatches that are reduced already, to save a step that is not over.
+
+        Empty unless reduce_microbatches is 'every': other gradients of an open step are in `.grad`. Each rank saves its
+        own. Waits for what is under way, so every rank calls it after the same microbatch.
+        """
+        found = {name: bucket.reduced_so_far() for name, bucket in self._streamed()}
+        return {name: shard for name, shard in found.items() if shard is not None}
+
+    def restore_reduced(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Continue a step from what `reduced_so_far` returned on this rank, after zero_grad_buffer().
+
+        Raises ValueError, before anything is changed, when the buckets are others.
+        """
+        buckets = dict(self._streamed())
+        for name, shard in saved.items():
+            if name not in buckets or shard.shape != buckets[name].shard.shape:
+                here = "does not exist" if name not in buckets else f"has {buckets[name].shard.numel()} elements"
+                raise ValueError(
+                    f"rank {dist.get_rank()}: the saved partial gradients hold {shard.numel()} elements of {name}, "
+                    f"which {here} here; a step is continued with the layout, strategy and bucket size of its begin"
+                )
+        for name, shard in saved.items():
+            buckets[name].restore(shard)
+
+    def _streamed(self) -> Iterator[tuple[str, StreamedBucket]]:
+        for number, buffer in enumerate((*self.buffers, *self.expert_parallel_buffers)):
+            for bucket in buffer.buckets:
+                if isinstance(bucket, StreamedBucket):
+                    yield f"buffer {number} {bucket.layout.describe()}", bucket
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

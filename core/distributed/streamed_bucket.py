@@ -214,6 +214,17 @@ class StreamedBucket(Bucket):
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
 
+    def reduced_so_far(self) -> torch.Tensor | None:
+        """A copy of what the rounds of this step have added up to; None before the first one is done. Waits."""
+        self.absorb()
+        return None if self.empty else self.shard.clone()
+
+    def restore(self, reduced: torch.Tensor) -> None:
+        """Go on from what `reduced_so_far` gave, in a step that has just begun."""
+        self._expect(BucketState.ACCUMULATING, "restored")
+        self.shard.copy_(reduced)
+        self.empty = False
+
     # -- the end of a step ------------------------------------------------------------------------------------------
 
     def join_instances(self, collectives: Collectives) -> None:

@@ -26,7 +26,10 @@ from tests.unit_tests.reference import make_net, wrap
 
 LR = 0.3
 TorchDDP = nn.parallel.DistributedDataParallel
-WAYS = ("handler", "torch", "torch views", "ours", "ours overlapped", "sharded", "sharded overlapped")
+WAYS = (
+    *("handler", "torch", "torch views", "ours", "ours overlapped", "sharded", "sharded overlapped"),
+    *("sharded gradients overlapped last", "sharded gradients every"),
+)
 
 
 def batch(rank: int, number: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,8 +77,10 @@ def made(way: str, net: nn.Module, config: Any = None, clip: float = 0.0) -> tup
     elif way.startswith("ours"):
         model = wrap(net, config, overlap_grad_reduce="overlapped" in way, bucket_size=60)
     elif way.startswith("sharded"):
-        overlap = "overlapped" in way
-        model = wrap(net, config, overlap_grad_reduce=overlap, bucket_size=60, use_distributed_optimizer=True)
+        sharding: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}
+        if "gradients" in way:
+            sharding = {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": way.split()[-1]}
+        model = wrap(net, config, overlap_grad_reduce="overlapped" in way, bucket_size=60, **sharding)
         options = OptimizerConfig(optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0, clip_grad=clip)
         return model, get_megatron_optimizer(options, [model]), None
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -173,7 +178,7 @@ def test_torchs_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, w
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["ours overlapped", "sharded overlapped"])
+@pytest.mark.parametrize("way", ["ours overlapped", "sharded overlapped", "sharded gradients overlapped last"])
 @pytest.mark.parametrize("losses", [1, 2])
 def test_our_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, world: int, way: str, losses: int) -> None:
     parallel_state.initialize_model_parallel()
@@ -232,7 +237,8 @@ def test_every_way_resumes_in_the_middle_of_a_cycle(rank: int, world: int, way: 
     optimizer, _, handlers, _ = accumulate_gradient(model, inner, [], 3, handlers)
     train(model, optimizer, handlers, rank, range(stop))
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    assert bool(saved[1]["accumulation"]["gradients"]) == (stop < 3)
+    kept = saved[1]["accumulation"]["gradients"], *saved[1]["accumulation"]["reduced"]
+    assert any(kept) == (stop < 3)
 
     again = make_net()
     with torch.no_grad():
