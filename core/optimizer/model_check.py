@@ -26,6 +26,11 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> 
             f"OptimizerConfig.use_distributed_optimizer is {config.use_distributed_optimizer}, and the model was "
             f"wrapped with {sharded}; leave the option at None, or wrap the model with the same value"
         )
+    if config.overlap_param_gather_with_optimizer_step and not sharded:
+        raise ValueError(
+            "overlap_param_gather_with_optimizer_step is True and the optimizer is not sharded, so it gathers nothing; "
+            "wrap the model with use_distributed_optimizer=True, or set the option to False"
+        )
     buckets = list(buckets_of(model_chunks))
     _check_parameters(config, buckets)
     _check_gradients(config, buckets)

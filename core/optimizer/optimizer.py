@@ -20,6 +20,7 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
+from core.distributed.param_sync import ParamSync
 from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
 from core.optimizer.inner_optimizer import inner_optimizer
@@ -50,12 +51,19 @@ class ModelChunk(Protocol):
     module: nn.Module
     buffers: list[GradBuffer]
     expert_parallel_buffers: list[GradBuffer]
+    param_sync: ParamSync
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step."""
 
     def start_param_sync(self) -> None:
         """Gather updated parameters from their owners."""
+
+    def start_bucket_param_sync(self, bucket: Bucket) -> None:
+        """Gather those of one bucket, and return at once."""
+
+    def finish_param_sync(self) -> None:
+        """Wait for gathers in flight."""
 
 
 class MegatronOptimizer:
@@ -93,7 +101,7 @@ class MegatronOptimizer:
         runs = [run for masters in self.masters for run in masters.runs]
         self.optimizer = inner_optimizer(config, torch_groups, runs=runs, groups=self.model_chunks[0].groups)
         self.names = self._qualified_names()
-        self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type)
+        self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type, watched=self.model_chunks)
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
@@ -150,25 +158,29 @@ class MegatronOptimizer:
         self._stats = None
         for masters in self.masters:
             masters.bucket.take_scale()
-        self._step_in_place(factors)
-        for masters, factor in zip(self.masters, factors, strict=True):
+        self._update(factors)
+        return True
+
+    def _update(self, factors: Sequence[Mapping[str | None, float]]) -> None:
+        """Step every bucket, and make the parameters known."""
+        self._step_buckets(self.masters, factors)
+        self._publish()
+
+    def _step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Mapping[str | None, float]]) -> None:
+        """Step the masters of some buckets, what is in full precision already in one call, and store them."""
+        runs, of_runs = [], []
+        for masters, factor in zip(buckets, factors, strict=True):
+            here = [run for run in masters.runs if not run.in_scratch and run.trainable]
+            runs += here
+            of_runs += [factor[run.norm_group] for run in here]
+        step_runs(self.optimizer, runs, of_runs)
+        for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
                 wave = [run for run in wave if run.trainable]
                 self.scratch.unpack(wave, self.optimizer.state)
                 step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.pack(wave, self.optimizer.state)
             masters.store_parameters()
-        self._publish()
-        return True
-
-    def _step_in_place(self, factors: Sequence[Mapping[str | None, float]]) -> None:
-        """Step what is in full precision already, in one call."""
-        runs, of_runs = [], []
-        for masters, factor in zip(self.masters, factors, strict=True):
-            here = [run for run in masters.runs if not run.in_scratch and run.trainable]
-            runs += here
-            of_runs += [factor[run.norm_group] for run in here]
-        step_runs(self.optimizer, runs, of_runs)
 
     def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
         """For each bucket and norm group the one number that its memory is multiplied by."""

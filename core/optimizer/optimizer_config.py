@@ -33,6 +33,8 @@ class OptimizerConfig:
         always adds it to the gradient.
     adam_beta1, adam_beta2, adam_eps, sgd_momentum: the algorithm's own numbers.
     fp16, bf16, params_dtype: what the model's parameters are. 16-bit parameters get fp32 master weights.
+    overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
+        next one is stepped; for sharded optimizers.
     optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU; with
         overlap_cpu_optimizer_d2h_h2d, copies to and from the device run beside the steps.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
@@ -79,6 +81,8 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: str = "medium"
     muon_tp_mode: str = "duplicated"
     muon_scalar_optimizer: str = "adam"
+
+    overlap_param_gather_with_optimizer_step: bool = False
 
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 0.0

@@ -78,6 +78,9 @@ def test_any_fraction_gives_the_bits_of_none(rank: int, world: int, strategy: st
         settings = offload(fraction, overlap_cpu_optimizer_d2h_h2d=overlap)
         models.append((model, *build(model, strategy, {**options, **settings})))
     for microbatch in range(3):
+        for each in (plain, *(optimizer for *_, optimizer in models)):
+            for group in each.param_groups:  # as a scheduler does
+                group["lr"] = options["lr"] / (microbatch + 1)
         train(plain_ddp, plain, rank, microbatch)
         for model, ddp, optimizer in models:
             train(ddp, optimizer, rank, microbatch)
