@@ -11,7 +11,7 @@ import os
 import pickle
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
-from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest
+from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest, Segment
 
 
 class CheckedReader(StorageReader):
@@ -64,11 +64,19 @@ class CheckedReader(StorageReader):
         for item in plan.items:
             place = self._places[item.storage_index]
             by_file.setdefault(place.relative_path, {}).setdefault(place.offset, []).append(item)
+        memory = bytearray()  # kept from item to item: fresh pages cost more than the copy into them
         for name, by_offset in sorted(by_file.items()):
             record = self._record(name)
             with self._open(record) as stream:
                 for offset, items in sorted(by_offset.items()):
-                    _deliver(self._item_bytes(stream, record, offset, items[0]), items, planner)
+                    segment = self._segment(record, offset, items[0])
+                    if len(memory) < segment.length:
+                        memory = bytearray(segment.length)
+                    data = memoryview(memory)[: segment.length]
+                    stream.seek(offset)
+                    data = data[: stream.readinto(data)]
+                    self._check(record, f"'{segment.name}'", data, segment.length, segment.crc32)
+                    _deliver(data, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -78,7 +86,7 @@ class CheckedReader(StorageReader):
         """Only a CheckpointDirectory makes one of these."""
         return False
 
-    def _item_bytes(self, stream: BinaryIO, record: FileRecord, offset: int, item: ReadItem) -> bytes:
+    def _segment(self, record: FileRecord, offset: int, item: ReadItem) -> Segment:
         name = item.storage_index.fqn
         segment = record.segment_at(offset)
         if segment is None or segment.name != name:
@@ -86,17 +94,14 @@ class CheckedReader(StorageReader):
                 f"rank {self.rank}: {self.path / record.name} should hold '{name}' at byte {offset}, and its manifest "
                 f"has {'nothing' if segment is None else repr(segment.name)} there."
             )
-        stream.seek(offset)
-        data = stream.read(segment.length)
-        self._check(record, f"'{name}'", data, segment.length, segment.crc32)
-        return data
+        return segment
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._files:
             raise CheckpointDamaged(f"rank {self.rank}: {self.path / name} is not in the manifest.")
         return self._files[name]
 
-    def _open(self, record: FileRecord) -> BinaryIO:
+    def _open(self, record: FileRecord) -> io.BufferedReader:
         path = self.path / record.name
         try:
             return open(path, "rb")
@@ -106,7 +111,7 @@ class CheckedReader(StorageReader):
                 "(keep_last of a job that saves here)? Load again, or name a step."
             ) from error
 
-    def _check(self, record: FileRecord, what: str, data: bytes, size: int, crc32: int) -> None:
+    def _check(self, record: FileRecord, what: str, data: bytes | memoryview, size: int, crc32: int) -> None:
         if len(data) == size and zlib.crc32(data) == crc32:
             return
         raise CheckpointDamaged(
@@ -115,7 +120,34 @@ class CheckedReader(StorageReader):
         )
 
 
-def _deliver(data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
+class _Bytes(io.RawIOBase):
+    """Memory as the file that torch.load wants; io.BytesIO would copy it first."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> None:
     """Hand one item's bytes to the planner, once for each piece of it that is wanted."""
     saved: torch.Tensor | None = None
     for item in items:
@@ -123,7 +155,7 @@ def _deliver(data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
             planner.load_bytes(item, io.BytesIO(data))
             continue
         if saved is None:
-            saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            saved = torch.load(_Bytes(data), map_location="cpu", weights_only=True)
         piece = saved
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             piece = piece.narrow(dim, start, length)
