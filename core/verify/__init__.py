@@ -2,6 +2,6 @@
 
 from core.verify.check import check_gradients
 from core.verify.layouts import Layout
-from core.verify.report import GradientReport, WrongGradientError
+from core.verify.report import GradientReport, TrainingReport, WrongGradientError
 
-__all__ = ["GradientReport", "Layout", "WrongGradientError", "check_gradients"]
+__all__ = ["GradientReport", "Layout", "TrainingReport", "WrongGradientError", "check_gradients"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,21 +45,23 @@ def cause_of_gradient(
     answer: list[Any] = [None]
     if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
         present = [part for part in parts if part is not None]
-        reductions: dict[str, dict[str, set[str]]] = {}
+        reductions: dict[str, Reductions] = {}
         for table in tables:
             for name, entry in table.items():
                 reductions.setdefault(name, entry)
-        sizes = dict(next(table[wrong[0]]["sizes"] for table in tables if wrong[0] in table))
+        sizes = next(table[wrong[0]].sizes for table in tables if wrong[0] in table)
+        blamed = _blamed(reductions, wrong)
         cause, details = explain(
             present,
             sizes,
-            _suspects(reductions, wrong, "axes"),
+            _suspects(reductions, wrong, blamed),
             tokens=expected.tokens,
             microbatches=job.microbatches,
         )
-        blamed = _blamed(reductions, wrong, "reductions")
-        if blamed:
+        if blamed and len(reductions) > len(set(wrong) & reductions.keys()):
             cause += f"; the wrong ones, and no right one, have {' and '.join(map(repr, blamed))}"
+        elif blamed:
+            cause += f"; all parameters are wrong, and all have {' and '.join(map(repr, blamed))}"
         answer[0] = cause, details
     dist.broadcast_object_list(answer, src=0)
     return answer[0][0], answer[0][1]
@@ -125,33 +128,41 @@ def _axes(groups: ProcessGroups, held: Held) -> dict[str, str]:
     return {**axes, **(DENSE_INSTANCES if groups.size("inter_dp_cp") > 1 else {})}
 
 
-def _reductions(job: Job) -> dict[str, dict[str, Any]]:
-    """Whole name -> the axes it is reduced over, in the diagnosis' words, and its reductions in the contract's."""
-    table: dict[str, dict[str, Any]] = {}
+@dataclass(frozen=True)
+class Reductions:
+    """What happens to one parameter's gradient. axes: each reduction, in the contract's words -> its axes, in ours."""
+
+    axes: dict[str, frozenset[str]]
+    sizes: dict[str, int]
+
+
+def _reductions(job: Job) -> dict[str, Reductions]:
+    """Of every trained parameter of this rank, by its whole name."""
+    table: dict[str, Reductions] = {}
     for held in job.model.trained:
         contract = held.contract
         assert contract is not None, "trained"
-        words = {"expt_tp": "etp", "embd": "embd", "pos_embd": "pos_embd"}
-        axes = {"expert dp", "ep"} if contract.is_expert else {"dp", "cp"}
-        axes |= {words.get(axis, axis) for axis in (*contract.partial_over, *contract.averaged_over)}
         sizes = {axis: job.groups.size(field) for axis, field in _axes(job.groups, held).items()}
-        sizes |= {axis: job.groups.size(axis) for axis in ("embd", "pos_embd") if axis in axes}
-        table[held.name] = {
-            "axes": {axis for axis in axes if sizes.get(axis, 2) > 1},
-            "reductions": set(contract.reductions),
-            "sizes": sizes,
-        }
+        data = {axis for axis in sizes if axis not in ("tp", "etp", "pp") and sizes[axis] > 1}
+        axes = {contract.reductions[0]: frozenset(data)}
+        fields = (*contract.partial_over, *contract.averaged_over)
+        for text in contract.rules:
+            axes[text] = frozenset("etp" if f == "expt_tp" else f for f in fields if f" over {f} " in text)
+        sizes |= {axis: job.groups.size(axis) for axis in ("embd", "pos_embd") if axis in fields}
+        table[held.name] = Reductions(axes, sizes)
     return table
 
 
-def _suspects(table: dict[str, dict[str, set[str]]], wrong: Sequence[str], what: str) -> list[str]:
-    """What all wrong parameters have and no right one; else what all wrong ones have."""
-    known = [name for name in wrong if name in table]  # a router's bias has no gradient
-    return _blamed(table, wrong, what) or sorted(set.intersection(*(table[name][what] for name in known)))
+def _suspects(table: dict[str, Reductions], wrong: Sequence[str], blamed: Sequence[str]) -> list[str]:
+    """The axes of the blamed reductions; without any, those over which all wrong parameters are reduced."""
+    known = [table[name] for name in wrong if name in table]  # a router's bias has no gradient
+    if blamed:
+        return sorted({axis for entry in known for text in blamed for axis in entry.axes[text]})
+    return sorted(set.intersection(*({axis for axes in entry.axes.values() for axis in axes} for entry in known)))
 
 
-def _blamed(table: dict[str, dict[str, set[str]]], wrong: Sequence[str], what: str) -> list[str]:
-    known = [name for name in wrong if name in table]
-    shared = set.intersection(*(table[name][what] for name in known))
-    cleared = set().union(*(entry[what] for name, entry in table.items() if name not in wrong))
+def _blamed(table: dict[str, Reductions], wrong: Sequence[str]) -> list[str]:
+    """The reductions that all wrong parameters have and no right one."""
+    shared = set.intersection(*(set(table[name].axes) for name in wrong if name in table))
+    cleared = {text for name, entry in table.items() if name not in wrong for text in entry.axes}
     return sorted(shared - cleared)

@@ -69,8 +69,8 @@ def explain(
     """
     weight = _weight_of_auxiliary(parts)
     if weight is not None:
-        factor = name_factor(weight, sizes, [], tokens=tokens, microbatches=microbatches)
-        return f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss: {factor}", ()
+        reason = _name_auxiliary(weight, sizes.get("cp", 1), microbatches)
+        return f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss{reason}", ()
     classes = _representatives(parts)
     columns = sorted(set(classes.values()))
     by_rank = {part.rank: part for part in parts}
@@ -131,6 +131,16 @@ def _weight_of_auxiliary(parts: Sequence[RankPart]) -> float | None:
             return None
         weights.append(weight)
     return weights[0] if weights and all(_same(weight, weights[0]) for weight in weights) else None
+
+
+def _name_auxiliary(weight: float, cp: int, microbatches: int) -> str:
+    if microbatches > 1 and _same(weight, microbatches):
+        return f": they are not divided by the number of microbatches, {microbatches} (auxiliary_loss_scale)"
+    if microbatches > 1 and _same(weight * microbatches, 1.0):
+        return f": they are divided by the number of microbatches, {microbatches}, twice (auxiliary_loss_scale)"
+    if cp > 1 and _same(weight * cp, 1.0):
+        return f": the ranks of cp ({cp}) share them, and they are divided by cp as the loss is, once too often"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,10 @@ def _name(
         where = "" if len(wrong) == len(mixtures) else f" on ranks {[m.rank for m in wrong]} only"
         assert factors[0] is not None, "compared above"
         return name_factor(factors[0], sizes, suspects, tokens=tokens, microbatches=microbatches) + where
+    divisors = [tokens / f for f in factors if f] if tokens is not None else []
+    if len(divisors) == len(wrong) and all(_same(divisor, round(divisor)) for divisor in divisors):
+        numbers = [round(divisor) for divisor in divisors]
+        return f"ranks {[m.rank for m in wrong]} divide by {numbers} tokens, and the whole batch has {tokens}"
     alone = [m.rank for m in wrong if m.present == {classes.get(m.rank, m.rank)} and len(m.times) > 1]
     places = {part.rank: part.place for part in parts}
     missing = [_missing_axes(m, places, sizes) for m in wrong]

@@ -124,7 +124,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "expert_bias": (False, True),
     "shared": (False, True),
     "order": (DEFAULT_ORDER, "tp-cp-pp-ep-dp"),
-    "strategy": ("no_shard", "optim"),
+    "strategy": ("no_shard", "optim", "optim_grads"),
     "instances": (1, 2),
     "overlap": (False, True),
     "microbatches": (1, 3, 4, 8),
