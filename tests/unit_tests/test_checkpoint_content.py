@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from core.checkpoint.pieces import Piece
 from core.checkpoint.planners import PieceSavePlanner, check_coverage
 from core.checkpoint.random_state import read_random_state, save_random_state, set_random_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.tensor_parallel import model_parallel_manual_seed
 from core.tensor_parallel.random import MODEL_PARALLEL_STREAM, get_rng_tracker
 from tests.unit_tests.ranks import ranks
@@ -226,6 +228,72 @@ def test_settings_are_those_of_the_new_optimizer_unless_asked_for(rank: int, wor
     assert same(weights(model), weights(other))
     sgd_model, sgd = build(Net(), optimizer="sgd")
     assert "those of Adam" in refused(tmp_path, sgd_model, sgd, load_hyperparameters=True)
+
+
+def scheduler_of(optimizer: Any, max_lr: float = 0.1, **options: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(optimizer, 0.0, max_lr, 0.01, 4, 20, "cosine", 0.0, 0.2, 10, "linear", **options)
+
+
+@ranks(2)
+def test_a_scheduler_goes_on_at_its_count_with_saved_or_new_numbers_or_refuses(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = build(strategy="optim")
+    scheduler = scheduler_of(optimizer)
+    train(model, optimizer, 2)
+    scheduler.step(6)
+    save_checkpoint(tmp_path, 2, [model], optimizer, scheduler)
+
+    def resumed(**options: Any) -> tuple[list[tuple[float, float]], OptimizerParamScheduler]:
+        other, its_optimizer = build(Net(), strategy="optim", lr=options.get("max_lr", 0.1))
+        its_scheduler = scheduler_of(its_optimizer, **options)
+        load_checkpoint(tmp_path, [other], its_optimizer, its_scheduler)
+        its_scheduler.step(3)
+        return [(group["lr"], group["weight_decay"]) for group in its_optimizer.param_groups], its_scheduler
+
+    found, its_scheduler = resumed()
+    scheduler.step(3)
+    assert its_scheduler.num_steps == 9
+    assert found == [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    slower, its_scheduler = resumed(
+        max_lr=0.05, override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=False
+    )
+    expected = 0.01 + (0.05 - 0.01) * 0.5 * (1 + math.cos(math.pi * 5 / 16))
+    assert its_scheduler.num_steps == 9 and [lr for lr, _ in slower] == pytest.approx([expected] * len(slower))
+
+    other, its_optimizer = build(Net(width=5), strategy="optim", lr=0.05)
+    its_scheduler = scheduler_of(its_optimizer, max_lr=0.05, use_checkpoint_opt_param_scheduler=False)
+    message = refused(tmp_path, other, its_optimizer, scheduler=its_scheduler)
+    assert "the scheduler refuses its state" in message and its_scheduler.num_steps == 0
+
+
+@ranks(2)
+def test_a_chain_of_optimizers_is_saved_under_the_names_of_both_models(rank: int, world: int, tmp_path: Path) -> None:
+    def chain() -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
+        nets = [nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(3, 2))]
+        for net, name in zip(nets, ("encoder", "decoder"), strict=True):
+            torch.manual_seed(len(name))
+            net.global_names = {"0": f"{name}.0"}
+        pairs = [build(net, strategy="optim", lr=lr) for net, lr in zip(nets, (0.1, 0.02), strict=True)]
+        return [model for model, _ in pairs], ChainedOptimizer([optimizer for _, optimizer in pairs])
+
+    def steps(models: list[DistributedDataParallel], optimizer: ChainedOptimizer, first: int) -> None:
+        for step in range(first, first + 2):
+            optimizer.zero_grad()
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(7 * step + rank))
+            models[1](models[0](inputs)).square().mean().backward()
+            finalize_model_grads(models)
+            assert optimizer.step()[0]
+
+    models, optimizer = chain()
+    steps(models, optimizer, 0)
+    save_checkpoint(tmp_path, 2, models, optimizer)
+    steps(models, optimizer, 2)
+    others, its_optimizer = chain()
+    assert load_checkpoint(tmp_path, others, its_optimizer).notes == ()
+    steps(others, its_optimizer, 2)
+    for model, other in zip(models, others, strict=True):
+        assert same(weights(model), weights(other))
 
 
 @ranks(2)
