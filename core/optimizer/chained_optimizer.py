@@ -46,7 +46,9 @@ class ChainedOptimizer(MegatronOptimizer):
         self.model_chunks = [chunk for optimizer in self.chained_optimizers for chunk in optimizer.model_chunks]
         self.everybody = first.everybody
         self.masters = [masters for optimizer in self.chained_optimizers for masters in optimizer.masters]
-        self.meter = GradMeter(self.masters, self.everybody, norm_type=self.config.grad_norm_type)
+        self.meter = GradMeter(
+            self.masters, self.everybody, norm_type=self.config.grad_norm_type, watched=self.model_chunks
+        )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler

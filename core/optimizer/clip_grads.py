@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -80,14 +80,21 @@ class GradMeter:
     """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
     norm_type: p of the norm, math.inf for the largest magnitude.
+    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
     """
 
     def __init__(
-        self, masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup], *, norm_type: float = 2.0
+        self,
+        masters: Sequence[BucketMasters],
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        norm_type: float = 2.0,
+        watched: Sequence[Any] = (),
     ) -> None:
         self.masters = masters
         self.groups = groups
         self.norm_type = norm_type
+        self.watched = watched
         self.device = device_of(masters, groups)
         self.collectives = Collectives()
         self.norm_groups = self._agree_on_norm_groups()
@@ -187,17 +194,30 @@ class GradMeter:
         return totals, numbers[count + 1], numbers[count] > 0, numbers[count + 2 :]
 
     def _find_culprit(self) -> str | None:
-        """Name the first non-finite gradient of the lowest rank. Collective; only on the way to a skipped step."""
-        mine = first_non_finite(self.masters)
-        found: list[tuple[int, str] | None] = [(dist.get_rank(), mine) if mine is not None else None]
+        """Name where the first non-finite gradient came from, if a watch has seen it, or was found, on the lowest rank.
+
+        Collective; only on the way to a skipped step.
+        """
+        mine = self._culprit_here()
+        found: list[tuple[bool, int, str] | None] = [mine]
         for group in self.groups:
             found = [entry for entries in gather_objects(found, group) for entry in entries]
         culprits = sorted({entry for entry in found if entry is not None})
         if not culprits:
             return None
-        rank, what = culprits[0]
+        _, rank, what = culprits[0]
         others = f" (and on {len(culprits) - 1} more ranks)" if len(culprits) > 1 else ""
         return f"rank {rank}: {what}{others}"
+
+    def _culprit_here(self) -> tuple[bool, int, str] | None:
+        """(was it only found after the reduction, rank, what): the least of these is nearest to the cause."""
+        for chunk in self.watched:
+            watch = getattr(chunk, "nan_watch", None)
+            seen = None if watch is None else watch.first()
+            if seen is not None:
+                return False, dist.get_rank(), f"the gradient of {seen[0]!r} became non-finite in microbatch {seen[1]}"
+        what = first_non_finite(self.masters)
+        return None if what is None else (True, dist.get_rank(), what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Norms of any p, and groups of parameters with norms of their own, in every layout; expected ones are counted apart."""
+"""Norms of any p, and norms of their own for groups of parameters, in every layout, against counts by hand."""
 
 from __future__ import annotations
 
