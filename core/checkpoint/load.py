@@ -29,7 +29,7 @@ from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_p
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors
 from core.checkpoint.planners import PieceLoadPlanner, blob_keys, read_items, tensor_records
 from core.checkpoint.random_state import random_key, read_random_state, set_random_state
-from core.checkpoint.save import LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
+from core.checkpoint.save import CONTENT_FORMAT, LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
 from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class _Plan:
     entries: list[tuple[Entry, dict[str, Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    without_state: set[str] = field(default_factory=set)  # names of parameters
     used: set[str] = field(default_factory=set)  # names of tensors that this rank holds a part of
     keys: dict[tuple[int, str], _Keeps] = field(default_factory=dict)  # by id(optimizer) and its name of a parameter
 
@@ -100,6 +101,7 @@ def load_checkpoint(
     groups: list[list[dict[str, Any]]] = []
     try:
         chunks = checked_chunks(model_chunks)
+        _check_format(directory.meta)
         metadata = reader.read_metadata()
         plan = _plan(chunks, optimizer, metadata, directory.meta)
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
@@ -159,12 +161,27 @@ def _plan(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[s
             plan.entries.append((entry, {"offset": entry.offset, "numel": entry.numel}))
     if plan.entries and not in_file:
         plan.notes.append("the checkpoint has no optimizer state: it starts fresh")
+    elif plan.without_state and any(keys - {WEIGHTS} for keys in in_file.values()):
+        names = sorted(plan.without_state)
+        plan.notes.append(
+            f"the checkpoint has no optimizer state of {names[0]!r} (and {len(names) - 1} more), as if it was frozen: "
+            "that starts fresh"
+        )
     for number, piece in enumerate(plan.pieces):
         try:
             read_items(piece, number, metadata)
         except ValueError as failure:
             plan.problems.append(str(failure))
     return plan
+
+
+def _check_format(meta: Mapping[str, Any]) -> None:
+    found = meta.get("content_format")
+    if found != CONTENT_FORMAT:
+        raise ValueError(
+            f"its content has format {found!r} and this version of the package reads {CONTENT_FORMAT}; it was saved by "
+            f"version {meta.get('versions', {}).get('core', 'unknown')}"
+        )
 
 
 def _plan_tensor(plan: _Plan, local: LocalTensor, records: Mapping[str, TensorStorageMetadata]) -> None:
@@ -225,6 +242,8 @@ def _plan_entry(
     """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
     keeps = plan.keys[id(entry.optimizer), entry.name]
     saved = in_file - {WEIGHTS}
+    if not saved and (keeps.keys is None or keeps.keys.kept):
+        plan.without_state.add(entry.local.slice.name)
     state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
     if WEIGHTS in entry.state:
         # A file of full precision has no masters beside the weights: they are them.

@@ -65,6 +65,7 @@ def save_checkpoint(
     except (ValueError, TypeError, AttributeError) as failure:
         error = f"cannot save step {step}: {failure}"
     ranks.agree(error)
+    ranks.agree(_differing(ranks.gather(json.dumps(meta["extra"], sort_keys=True))))
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
@@ -76,6 +77,17 @@ def save_checkpoint(
         return saver.save(step, fill, meta=meta)
     with CheckpointSaver(root, group, keep_last=keep_last) as once:
         return once.save(step, fill, meta=meta)
+
+
+def _differing(extras: Sequence[str]) -> str | None:
+    """What is wrong where ranks gave other extras; only the first rank's would be written."""
+    odd = next((rank for rank, text in enumerate(extras) if text != extras[0]), None)
+    if odd is None:
+        return None
+    return (
+        f"extra is {extras[0]} on rank 0 and {extras[odd]} on rank {odd}; it must be the same on every rank. Gather "
+        "what ranks have of their own into one list"
+    )
 
 
 def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from core import parallel_state
@@ -162,6 +163,8 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_a_directory_exists(
     ]:
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, 1, [model], optimizer, **options)
+    with pytest.raises(CheckpointError, match=r'extra is {"at": 0} on rank 0 and {"at": 1} on rank 1'):
+        save_checkpoint(tmp_path, 1, [model], optimizer, extra={"at": rank})
     with pytest.raises(CheckpointError, match=r"pass a list of this rank's chunks"):
         save_checkpoint(tmp_path, 1, model, optimizer)
     with pytest.raises(CheckpointError, match=r"both 'scale' in the whole model.*chunk 0.*chunk 1"):
@@ -294,6 +297,39 @@ def test_a_chain_of_optimizers_is_saved_under_the_names_of_both_models(rank: int
     steps(others, its_optimizer, 2)
     for model, other in zip(models, others, strict=True):
         assert same(weights(model), weights(other))
+
+
+@ranks(2)
+def test_a_parameter_that_was_frozen_when_saved_starts_fresh_and_is_named(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    net = Net()
+    net.second.requires_grad_(False)
+    model, optimizer = build(net, strategy="optim")
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path, 2, [model], optimizer)
+    other, its_optimizer = build(Net(), strategy="optim")
+    report = load_checkpoint(tmp_path, [other], its_optimizer)
+    (note,) = report.notes
+    assert "no optimizer state of 'second.bias' (and 1 more)" in note or "of 'second.weight' (and 0 more)" in note
+    before = other.module.second.bias.detach().clone()
+    train(other, its_optimizer, 1)
+    moved = (other.module.second.bias - before).abs()
+    assert torch.allclose(moved, torch.tensor(0.1), rtol=1e-3), "a first step of Adam, without decay"
+    steps = {n: float(e["step"]) for n, held in its_optimizer.state_by_parameter().items() for e in held}
+    assert all(count == (1 if n.startswith("second") else 3) for n, count in steps.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_of_another_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    save_checkpoint(tmp_path, 1, [net])
+    meta = {"content_format": 99, "versions": {"core": "7.1"}}
+    with CheckpointSaver(tmp_path) as saver:
+        saver.save(2, lambda writer: dcp.save({}, storage_writer=writer, no_dist=True), meta=meta)
+    with pytest.raises(CheckpointError, match=r"format 99 and this version of the package reads 1.*version 7.1"):
+        load_checkpoint(tmp_path, [net])
+    assert load_checkpoint(tmp_path, [net], step=1).step == 1
 
 
 @ranks(2)
