@@ -83,7 +83,7 @@ class MegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.everybody = list(everybody)
         torch_groups = param_groups.torch_groups(config)
-        shaped = [algorithm_needs_shapes(group["optimizer"]) for group in torch_groups]
+        shaped = [self._needs_shapes(group) for group in torch_groups]
         self.masters = [
             BucketMasters(
                 bucket,
@@ -99,13 +99,21 @@ class MegatronOptimizer:
             for run in masters.runs:
                 torch_groups[run.group]["params"].append(run.master)
         runs = [run for masters in self.masters for run in masters.runs]
-        self.optimizer = inner_optimizer(config, torch_groups, runs=runs, groups=self.model_chunks[0].groups)
+        self.optimizer = self._inner_optimizer(torch_groups, runs)
         self.names = self._qualified_names()
         self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type, watched=self.model_chunks)
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
         self._clip: dict[str | None, float] = {}  # norm group -> coefficient
+
+    def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
+        """Must the algorithm of a group see whole parameters in their shape?"""
+        return algorithm_needs_shapes(torch_group["optimizer"])
+
+    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], runs: list[Run]) -> torch.optim.Optimizer:
+        """The torch optimizer of these groups, which hold the masters of `runs`."""
+        return inner_optimizer(self.config, torch_groups, runs=runs, groups=self.model_chunks[0].groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
