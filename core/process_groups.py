@@ -79,7 +79,9 @@ class ProcessGroups:
             setattr(self, name, group)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELDS and name != "_created":
+        if name in FIELDS:
+            self.__dict__.setdefault("_places", {}).pop(name, None)
+        elif name != "_created":
             raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
         super().__setattr__(name, value)
 
@@ -104,13 +106,11 @@ class ProcessGroups:
 
     def size(self, name: str) -> int:
         """Number of ranks in the group `name`; 1 where this object has none."""
-        group = self._field(name)
-        return 1 if group is None else dist.get_world_size(group)
+        return self._place(name)[1]
 
     def rank(self, name: str) -> int:
         """This rank's place in the group `name`; 0 where this object has none."""
-        group = self._field(name)
-        return 0 if group is None else dist.get_rank(group)
+        return self._place(name)[0]
 
     def ranks(self, name: str) -> list[int]:
         """The global ranks of the group `name`, ascending. RuntimeError where this object has none."""
@@ -120,9 +120,18 @@ class ProcessGroups:
         """Destroy the groups that `build` created, once; groups that were passed in belong to the caller."""
         created, self._created = self._created, ()
         _destroy(created)
+        self.__dict__.pop("_places", None)
         for name in FIELDS:
             if name in self.__dict__:
                 delattr(self, name)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """(rank, size), remembered: torch takes microseconds to say, and wrapping asks for every parameter."""
+        places: dict[str, tuple[int, int]] = self.__dict__.setdefault("_places", {})
+        if name not in places:
+            group = self._field(name)
+            places[name] = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        return places[name]
 
     def _field(self, name: str) -> ProcessGroup | None:
         if name not in FIELDS:
