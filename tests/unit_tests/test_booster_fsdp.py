@@ -358,7 +358,7 @@ def test_groups_state_and_scheduler_of_an_optimizer_survive_sharding(rank: int, 
         mean_loss(reference(inputs), targets).backward()
         optimizers[1].step()
         schedulers[1].step()
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.15])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.1125])
     assert_same_training(model, reference, BOUNDS["fp32"], start)
 
 

@@ -30,7 +30,7 @@ def check(rank: int, world: int, plugin: str, precision: str, accumulate: int, c
     assert_same_training(model, reference, BOUNDS[precision])
     if clip:
         assert norms == pytest.approx(wanted, rel=10 * BOUNDS[precision])
-        assert min(wanted) > 1.2 * MAX_NORM, "clipping would change nothing"
+        assert min(wanted) > 1.1 * MAX_NORM, "clipping would change nothing"
     if precision == "fp16":
         assert not optimizer.found_inf and optimizer.scaler.value == 2.0**10
 
