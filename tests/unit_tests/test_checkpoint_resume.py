@@ -17,7 +17,7 @@ from core.pipeline_parallel import PipelineRunner, gpt_activations, gpt_forward_
 from core.tensor_parallel import model_parallel_manual_seed
 from tests.unit_tests.checkpoint_reference import Job, Layout, build
 from tests.unit_tests.pipeline_reference import BATCH, SEQUENCE, microbatch
-from tests.unit_tests.ranks import run_on_ranks
+from tests.unit_tests.ranks import close_pool, run_on_ranks
 
 LAYOUTS = [
     Layout(1, dropout=0.1),
@@ -43,7 +43,8 @@ NIGHTLY = [
 def train(job: Job, first: int, last: int) -> list[Tensor]:
     """Steps first .. last - 1 of two or more microbatches; the losses, and one draw of every kind of stream a step."""
     activations = gpt_activations(job.config, BATCH, SEQUENCE)
-    runner = PipelineRunner(job.chunks, job.pipeline, gpt_forward_step, activations)
+    schedule = "Interleaved1F1B" if job.layout.vpp else "1F1B"
+    runner = PipelineRunner(job.chunks, job.pipeline, gpt_forward_step, activations, schedule=schedule)
     seen = []
     for step in range(first, last):
         for chunk in job.chunks:
@@ -73,24 +74,28 @@ def begin(layout: Layout, seed: int) -> Job:
     return job
 
 
-def go_on_in_the_middle(rank: int, layout: Layout, steps: int, root: str) -> None:
+def unbroken_and_half(rank: int, layout: Layout, steps: int, root: str) -> None:
+    """Leave what an unbroken run has seen and ended with, and a checkpoint of one that stopped in the middle."""
     job = begin(layout, 5)
     before = state_of(job)
-    expected_seen = train(job, 0, steps)
-    expected = state_of(job)
-    assert not all(torch.equal(expected[name], value) for name, value in before.items()), "training changed nothing"
+    seen = train(job, 0, steps)
+    after = state_of(job)
+    assert not all(torch.equal(after[name], value) for name, value in before.items()), "training changed nothing"
+    torch.save((seen, after), f"{root}/unbroken-{rank}.pt")
     parallel_state.destroy_model_parallel()
 
     job = begin(layout, 5)
     train(job, 0, steps // 2)
-    save_checkpoint(root, steps // 2, job.chunks, job.optimizer)
-    del job
-    parallel_state.destroy_model_parallel()
+    save_checkpoint(f"{root}/checkpoints", steps // 2, job.chunks, job.optimizer)
 
+
+def other_half(rank: int, layout: Layout, steps: int, root: str) -> None:
+    """Go on from the checkpoint, with other weights and streams until it is loaded."""
     job = begin(dataclasses.replace(layout, seed=2), 99)
-    report = load_checkpoint(root, job.chunks, job.optimizer)
+    report = load_checkpoint(f"{root}/checkpoints", job.chunks, job.optimizer)
     assert report.step == steps // 2 and report.random_restored
     seen = train(job, report.step, steps)
+    expected_seen, expected = torch.load(f"{root}/unbroken-{rank}.pt")
     assert [value.tolist() for value in seen] == [value.tolist() for value in expected_seen[-len(seen) :]]
     found = state_of(job)
     assert found.keys() == expected.keys()
@@ -100,15 +105,16 @@ def go_on_in_the_middle(rank: int, layout: Layout, steps: int, root: str) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_resumed_run_ends_where_the_unbroken_one_does(layout: Layout, tmp_path: Path) -> None:
-    run_on_ranks(
-        go_on_in_the_middle, layout.world, {"layout": layout, "steps": 4, "root": str(tmp_path)}, timeout_s=120
-    )
+    arguments = {"layout": layout, "steps": 4, "root": str(tmp_path)}
+    run_on_ranks(unbroken_and_half, layout.world, arguments, timeout_s=120)
+    run_on_ranks(other_half, layout.world, arguments, timeout_s=120)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", NIGHTLY, ids=str)
-def test_forty_steps_equal_twenty_and_a_resume(layout: Layout, tmp_path: Path) -> None:
-    run_on_ranks(
-        go_on_in_the_middle, layout.world, {"layout": layout, "steps": 40, "root": str(tmp_path)}, timeout_s=900
-    )
+def test_forty_steps_equal_twenty_and_a_resume_in_new_processes(layout: Layout, tmp_path: Path) -> None:
+    arguments = {"layout": layout, "steps": 40, "root": str(tmp_path)}
+    run_on_ranks(unbroken_and_half, layout.world, arguments, timeout_s=900)
+    close_pool()
+    run_on_ranks(other_half, layout.world, arguments, timeout_s=600)
