@@ -207,6 +207,7 @@ def convert(options: argparse.Namespace) -> str:
         raise ValueError(f"{target} exists; move it away, or choose another target")
     limit = parse_size(options.max_shard_size)
     source = open_source(source_path, options.step, masters=options.masters)
+    tied = source.directory.meta.get("tied", {}) if isinstance(source, CheckpointTensors) else {}
     count = sum(key.startswith(f"{MODEL}.") for key in source.keys())  # noqa: SIM118
     if not count:
         raise CheckpointError(f"{source_path} holds no weights")
@@ -214,7 +215,7 @@ def convert(options: argparse.Namespace) -> str:
         source = Cast(source, DTYPES[options.dtype])
     if kind == "state_dict":
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_state_dict(target, source, optimizer=options.optimizer)
+        write_state_dict(target, source, optimizer=options.optimizer, tied=tied)
         return f"{target}: {count} tensors"
     if kind == "safetensors":
         files = write_safetensors(target, source, max_shard_bytes=limit)

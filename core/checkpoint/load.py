@@ -26,7 +26,7 @@ from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
 from core.checkpoint.directory import CheckpointDirectory, find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
-from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors
+from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors, tied_names
 from core.checkpoint.planners import PieceLoadPlanner, blob_keys, read_items, tensor_records
 from core.checkpoint.random_state import random_key, read_random_state, set_random_state
 from core.checkpoint.save import CONTENT_FORMAT, LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
@@ -150,11 +150,14 @@ def _plan(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[s
     plan = _Plan()
     for local in tensors:
         _plan_tensor(plan, local, records)
+    # A plain state_dict has a shared parameter under each of its names.
+    plan.used |= {f"{MODEL}.{name}" for name in tied_names(chunks)}
+    entries = entries_of(optimizer, chunks, tensors)
     for leaf in leaves(optimizer):
         plan.keys |= {(id(leaf), name): keeps for name, keeps in _algorithms(leaf, meta).items()}
     in_file = _state_keys_in(records)
     readable = {id(local) for local, _ in plan.staged}
-    for entry in entries_of(optimizer, chunks, tensors):
+    for entry in entries:
         if id(entry.local) in readable:
             _plan_entry(plan, entry, in_file.get(entry.local.slice.name, set()), records)
         else:  # weights that the file has not (strict=False) start fresh

@@ -60,6 +60,11 @@ def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTen
     by_param = {id(param): local for param, local in _params(chunks, tensors)}
     found = []
     for leaf in leaves(optimizer):
+        if not hasattr(leaf, "state_by_parameter"):
+            raise ValueError(
+                f"optimizer is a {type(leaf).__name__}, whose state has no names; make it with "
+                "core.optimizer.get_megatron_optimizer, which takes any torch.optim class"
+            )
         by_name = {name: by_param[key] for key, name in leaf.names.items() if key in by_param}
         for name, held in leaf.state_by_parameter().items():
             if name not in by_name:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed.boxes import Box, Index
-from core.distributed.global_slices import GlobalSlice, buffer_slices, global_slices
+from core.distributed.global_slices import GlobalSlice, buffer_slices, global_name, global_slices
 from core.process_groups import ProcessGroups
 
 MODEL = "model"
@@ -93,6 +93,18 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
                 f"{local.chunk}. Say what the parts of a stage are called in the whole model: "
                 "module.global_names = {'layers.0': 'layers.12'}"
             )
+    return found
+
+
+def tied_names(chunks: Sequence[Any]) -> dict[str, str]:
+    """Other names of parameters that modules share -> the name that each has in the file; names of the whole model."""
+    found: dict[str, str] = {}
+    for chunk in chunks:
+        module = module_of(chunk)
+        first = {id(param): name for name, param in module.named_parameters()}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if name != first[id(param)]:
+                found[global_name(module, name)] = global_name(module, first[id(param)])
     return found
 
 

@@ -138,12 +138,16 @@ def _names_in(safe_open: Any, file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = False) -> None:
+def write_state_dict(
+    path: Path, source: WholeTensors, *, optimizer: bool = False, tied: Mapping[str, str] | None = None
+) -> None:
     """torch.save of a state_dict; with `optimizer` of {'model': it, 'optimizer': {name: {key: tensor}}}.
 
+    tied: other names of shared parameters, which a module's own state_dict has too.
     The file appears complete or not at all. Holds all tensors at once.
     """
     weights = {key.partition(".")[2]: source.read(key) for key in source.keys() if key.startswith(f"{MODEL}.")}  # noqa: SIM118
+    weights |= {name: weights[kept] for name, kept in (tied or {}).items() if kept in weights}
     content: dict[str, Any] = dict(weights)
     if optimizer:
         state: dict[str, dict[str, Tensor]] = {}

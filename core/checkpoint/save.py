@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 import core
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
-from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces
+from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.saver import CheckpointSaver, SaveReport
@@ -56,6 +56,7 @@ def save_checkpoint(
     pieces: list[Piece] = []
     blobs: dict[str, bytes] = {}
     meta: dict[str, Any] = {}
+    chunks: list[Any] = []
     error: str | None = None
     try:
         chunks = checked_chunks(model_chunks)
@@ -65,7 +66,9 @@ def save_checkpoint(
     except (ValueError, TypeError, AttributeError) as failure:
         error = f"cannot save step {step}: {failure}"
     ranks.agree(error)
-    ranks.agree(_differing(ranks.gather(json.dumps(meta["extra"], sort_keys=True))))
+    everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks)))
+    ranks.agree(_differing([extra for extra, _ in everybody]))
+    meta["tied"] = {name: kept for _, names in everybody for name, kept in names.items()}
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
@@ -110,7 +113,9 @@ def settle(chunks: Sequence[Any]) -> None:
 def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     settle(chunks)
     tensors = local_tensors(chunks)
-    mine = written_here(local.slice for local in tensors)
+    mine = written_here(local.slice for local in tensors if local.is_param)
+    # Buffers may differ among data ranks (running statistics): all of them come from the first one.
+    mine |= {local.slice.name for local in tensors if not local.is_param and local.slice.replica == 0}
     pieces = model_pieces(local for local in tensors if local.slice.name in mine)
     entries = entries_of(optimizer, chunks, tensors)
     return pieces + optimizer_pieces(written_entries(entries, chunks, tensors))

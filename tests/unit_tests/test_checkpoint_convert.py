@@ -100,6 +100,30 @@ def test_safetensors_are_cut_by_size_and_found_by_the_index(tmp_path: Path) -> N
         assert_same(other.state_dict(), expected)
 
 
+class Tied(torch.nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 2)
+        self.head = torch.nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_shared_parameter_is_saved_once_and_has_all_its_names_in_a_state_dict(tmp_path: Path) -> None:
+    model = Tied()
+    save_checkpoint(tmp_path / "root", 1, [model])
+    assert list(open_source(tmp_path / "root").keys()) == ["model.embedding.weight"]
+    convert(options(tmp_path / "root", tmp_path / "weights.pt"))
+    other = Tied()
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))  # strict
+    assert torch.equal(other.head.weight, model.embedding.weight)
+    convert(options(tmp_path / "weights.pt", tmp_path / "again"))
+    third = Tied()
+    load_checkpoint(tmp_path / "again", [third])
+    assert torch.equal(third.head.weight, model.embedding.weight)
+
+
 def save_with_state(rank: int, root: str) -> None:
     job = build(Layout(2, tp=2, strategy="optim", dtype=torch.bfloat16))
     step_once(job, whole_shapes())

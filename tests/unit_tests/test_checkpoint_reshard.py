@@ -45,6 +45,7 @@ NIGHTLY = [
     Layout(4, ep=4),
     Layout(4, tp=2, pp=2, vpp=2, strategy="optim"),
     Layout(4, strategy="optim", instances=2),
+    Layout(4, ep=2, strategy="optim", instances=2),
     Layout(4, tp=4, strategy="optim"),
     Layout(4, tp=2, ep=2, etp=2, strategy="optim"),
     Layout(6, tp=2, strategy="optim"),
