@@ -8,7 +8,7 @@ after run, each going up while the next is stepped.
     gradient  --d2h stream-->  [CPU: step run 1][step run 2] ...
     device:   [step its own runs]       --h2d stream--> run 1, run 2, ...
 
-Without a device the same code runs, with plain copies, and gives the bits of an optimizer that offloads nothing.
+Without a device the same code runs, with plain copies, and every fraction gives the same bits.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._step_on_host([run])
         elif hosted:
             self._step_on_host(hosted)
-        if self.streams is not None:
+        if self.streams is not None and any(run.master.is_cuda for run in hosted):
             torch.cuda.current_stream().wait_stream(self.streams[1])
         for run in hosted:
             run.version = run.master._version
@@ -195,7 +195,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         pairs = [(run.gradient, run.master.grad)]
         if run.aliased or run.version != run.master._version:
             pairs.append((run.twin, run.master))
-        if self.streams is None or not self.overlap:
+        if self.streams is None or not (self.overlap and run.master.is_cuda):
             for host, device in pairs:
                 host.copy_(device)
             return
@@ -235,7 +235,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return value.to(CPU) if isinstance(value, torch.Tensor) else value
 
     def _bring_up(self, run: HostRun) -> None:
-        if self.streams is None or not self.overlap:
+        if self.streams is None or not (self.overlap and run.master.is_cuda):
             run.master.copy_(run.twin)
             return
         up = self.streams[1]

@@ -222,7 +222,7 @@ class BucketMasters:
     def _stretches(self, scratch_numel: int | None) -> list[tuple[list[Slice], int]]:
         """(slices, end) of each run."""
         in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
-        one_a_param = in_place and self.bucket.param_data is None
+        one_a_param = self.config.optimizer_cpu_offload or (in_place and self.bucket.param_data is None)
         joined = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
         stretches: list[tuple[list[Slice], int]] = []
         for slices in joined:
