@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.distributed.agreement import ControlGroup
 from core.distributed.bucket import Bucket, BucketGroups
 from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
 from core.distributed.describe import describe_model
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.fingerprint import LayoutMismatch, check_same_tables, checksum
 from core.distributed.grad_buffer import GradBuffer
-from core.distributed.grad_reducer import ControlGroup, GradReducer, StepReport
+from core.distributed.grad_reducer import GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of, divisor_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
@@ -28,6 +29,7 @@ from core.distributed.param_sync import ParamSync, finish_gathers
 from core.distributed.shared_wire import SharedWire
 from core.distributed.step_guard import StepGuard
 from core.distributed.streamed_bucket import StreamedBucket
+from core.distributed.wire_format import gradient_collectives
 from core.process_groups import ProcessGroups
 
 ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
@@ -94,7 +96,7 @@ class DistributedDataParallel(nn.Module):
         wire_is_free = not self._wire_carries_activations(all_buffers)
         self.reducer = GradReducer(
             order,
-            self.collectives,
+            gradient_collectives(ddp_config.grad_communication_dtype, self.collectives),
             self._control_groups(order),
             ModelWatch(module, self.plan, order).problems,
             in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and wire_is_free,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from core.distributed.gradient_contract import GradSyncRule
+from core.distributed.wire_format import WIRE_DTYPES
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
 
@@ -42,6 +45,8 @@ class DistributedDataParallelConfig:
         times its bucket's `pending_scale`. Other optimizers are refused.
     whole_param_shards: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
         whole (Muon). Costs padding where a bucket holds few matrices for its ranks.
+    grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
+        (in blocks with scales, see core/fp8_communication.py, and without overlap). None: as they are kept.
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """
@@ -67,6 +72,7 @@ class DistributedDataParallelConfig:
     deterministic_reduction: bool = False
     scale_in_optimizer: bool = False
     whole_param_shards: bool = False
+    grad_communication_dtype: torch.dtype | None = None
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,6 +80,10 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
                 f"{', '.join(STRATEGIES)}"
+            )
+        if self.grad_communication_dtype not in (None, *WIRE_DTYPES):
+            raise ValueError(
+                f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of {WIRE_DTYPES}"
             )
         if self.reduce_microbatches not in ("every", "last"):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from core.distributed.agreement import Agreement, ControlGroup
 from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
-from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.collectives import Collectives, agree_max, control_device
 from core.distributed.guards import NonFiniteWatch
 from core.distributed.shared_wire import SharedWire
 from core.distributed.streamed_bucket import StreamedBucket
@@ -40,19 +40,6 @@ class StepReport:
     collectives: int = 0
     late_buckets: int = 0
     events: list[BucketEvent] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    """The buckets of one data group, and a group of the same ranks for their agreement once a step.
-
-    On CUDA `group` is the gloo twin where there is one, so that reading the answer does not stop the stream; without
-    (create_gloo_process_groups=False) every step waits for the device once.
-    """
-
-    name: str
-    group: dist.ProcessGroup
-    buckets: tuple[Bucket, ...]
 
 
 class GradReducer:
@@ -304,7 +291,7 @@ class GradReducer:
         begun = time.perf_counter()
         self._follow_rounds()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = _Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
+        agreement = Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
         try:
             late = agreement.late_anywhere()
         except SyncError:
@@ -415,93 +402,3 @@ def _call_after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> bool
     except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
         return False
     return True
-
-
-class _Agreement:
-    """One small maximum a data group and step, in which every rank learns what happened on any rank.
-
-    For each bucket: did gradients come after its launch? For all: does a rank report a problem? Do the frozen sets
-    differ? Is everybody at the same step?
-    """
-
-    def __init__(
-        self, control: Sequence[ControlGroup], problems: list[str], launches: int, dirty: bool, unasked: bool
-    ) -> None:
-        self.control = control
-        self.problems = problems
-        self.flags: list[torch.Tensor] = []
-        self.works: list[dist.Work | None] = []
-        for entry in control:
-            digest = zlib.crc32(bytes(param.requires_grad for bucket in entry.buckets for param in bucket.params))
-            flags = torch.tensor(
-                [
-                    *(int(bucket.has_late) for bucket in entry.buckets),
-                    int(bool(problems)),
-                    digest,
-                    -digest,
-                    launches,
-                    -launches,
-                    int(dirty),
-                    int(unasked),
-                ],
-                dtype=torch.int64,
-                device=control_device(entry.group),
-            )
-            self.flags.append(flags)
-            self.works.append(agree_max(flags, entry.group) if dist.get_world_size(entry.group) > 1 else None)
-
-    def late_anywhere(self) -> set[int]:
-        """Ids of the buckets that got gradients after their launch on any rank.
-
-        Raises SyncError on all ranks of a data group alike if one reports a problem, or if a parameter was frozen on
-        some of them only.
-        """
-        for work in self.works:
-            if work is not None:
-                work.wait()
-        late: set[int] = set()
-        failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
-        for entry, flags in zip(self.control, self.flags, strict=True):
-            *is_late, problem, digest, minus_digest, launches, minus_launches, dirty, unasked = flags.tolist()
-            if unasked and not dirty:
-                failure = SyncError(
-                    f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
-                    "forward; its gradients are lost. Call it once a step, and run evaluations under torch.no_grad()"
-                )
-            if launches != -minus_launches:
-                failure = failure or SyncError(
-                    f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "
-                    "they disagree on which step this is, and gradients of two steps may have been mixed. Did one "
-                    "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
-                )
-            if problem:
-                failure = self._reported(entry)
-            if digest != -minus_digest:
-                failure = _unequal_freeze(entry)
-            late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
-        if failure is not None:
-            raise failure
-        return late
-
-    def _reported(self, entry: ControlGroup) -> SyncError:
-        ranks = dist.get_process_group_ranks(entry.group)
-        everyone = gather_objects(self.problems, entry.group)
-        rank, problems = next((rank, found) for rank, found in zip(ranks, everyone, strict=True) if found)
-        return SyncError(f"rank {rank}: {problems[0]}")
-
-
-def _unequal_freeze(entry: ControlGroup) -> SyncError:
-    frozen = [
-        contract.name
-        for bucket in entry.buckets
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
-        if not param.requires_grad
-    ]
-    ranks = dist.get_process_group_ranks(entry.group)
-    sets = [set(names) for names in gather_objects(frozen, entry.group)]
-    name = min(set.union(*sets) - set.intersection(*sets))
-    here = [rank for rank, names in zip(ranks, sets, strict=True) if name in names]
-    return SyncError(
-        f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of data group {entry.name!r} "
-        f"{ranks}; its copies would drift apart. Set requires_grad alike on all of them"
-    )
