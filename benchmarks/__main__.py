@@ -8,6 +8,7 @@ import sys
 # Name -> (module with a main(arguments), one line about it).
 BENCHMARKS = {
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
+    "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
 }
 
 
