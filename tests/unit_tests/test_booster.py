@@ -19,10 +19,21 @@ from core.booster.mixed_precision import FP16TorchMixedPrecision, mixed_precisio
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import DPPluginBase, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from core.booster.plugin.plugin_base import Boosted
+from core.gradient_accumulation import accumulate_gradient
 from core.interface import ModelWrapper, OptimizerWrapper
-from tests.unit_tests.booster_reference import BOUNDS, assert_same_training, mean_loss, new_model, new_optimizer, train
+from tests.unit_tests.booster_reference import (
+    BOUNDS,
+    MAX_NORM,
+    assert_same_training,
+    mean_loss,
+    new_model,
+    new_optimizer,
+    train,
+    whole_weights,
+)
 from tests.unit_tests.booster_reference import trained_on_one_process as on_one_process
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import batch
 
 
 class SumPlugin(Plugin):
@@ -288,6 +299,46 @@ def test_fp8_products_are_near_exact_ones_and_really_in_8_bits() -> None:
         booster.boost(nn.Linear(5, 5))
 
 
+@pytest.mark.skipif(fp8_file.why_not(torch.device("cpu")) is not None, reason="no 8-bit product on this CPU")
+@ranks(2)
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin, TorchFSDPPlugin])
+def test_fp8_trains_under_both_plugins_near_exact_training(rank: int, world: int, plugin: Any) -> None:
+    def model_of() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    booster, model, reference = Booster(mixed_precision="fp8", plugin=plugin()), model_of(), model_of()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    exact = torch.optim.SGD(reference.parameters(), lr=0.5)
+    data = [torch.randn(12, 16, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    for _ in range(5):
+        optimizer.zero_grad()
+        booster.backward(boosted(data[rank]).float().sub(1).square().mean(), optimizer)
+        optimizer.step()
+        exact.zero_grad()
+        reference(torch.cat(data)).sub(1).square().mean().backward()
+        exact.step()
+    weights = whole_weights(boosted).values()
+    for got, want, start in zip(weights, reference.parameters(), model_of().parameters(), strict=True):
+        assert (got - want).norm() < 0.15 * (want - start).norm()
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin, TorchFSDPPlugin])
+def test_accumulate_gradient_takes_what_boost_returns(rank: int, world: int, plugin: Any) -> None:
+    booster = Booster(plugin=plugin(), mixed_precision=FP16TorchMixedPrecision(init_scale=2.0**10))
+    plain = new_model()
+    model, optimizer, criterion, *_ = booster.boost(plain, new_optimizer(plain), mean_loss)
+    batches = [batch(rank, number, torch.float32) for number in range(20)]
+    optimizer, loader, _, _ = accumulate_gradient(model, optimizer, batches, 4)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.clip_grad_by_norm(MAX_NORM)
+        optimizer.step()
+    assert_same_training(model, on_one_process(world, 4, True)[0], BOUNDS["fp16"])
+
+
 # -- loaders --------------------------------------------------------------------------------------------------------
 
 
@@ -389,9 +440,6 @@ def test_adapters_train_and_are_saved_for_peft(rank: int, world: int, tmp_path: 
     model = booster.enable_lora(new_model(), lora_config=config)
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
-    from tests.unit_tests.booster_reference import whole_weights
-    from tests.unit_tests.reference import batch
-
     before = {name: weight.clone() for name, weight in whole_weights(boosted).items()}
     inputs, targets = batch(rank, 0, torch.float32)
     booster.backward(mean_loss(boosted(inputs), targets), optimizer)

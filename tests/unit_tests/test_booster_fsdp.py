@@ -1,5 +1,6 @@
 """Every parameter of TorchFSDPPlugin has its effect; each test fails when the parameter is ignored."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -307,7 +308,12 @@ def test_sync_module_states_begins_with_rank_0s_values(rank: int, world: int, sy
         for param in model.parameters():
             param.fill_(float(rank))
     model.register_buffer("table", torch.full((3,), float(rank)))
-    _, model, _ = boosted(model, sync_module_states=sync)
+    with (
+        pytest.warns(UserWarning, match="7 parameters, the first 'first.weight', have other values on rank 1")
+        if not sync
+        else (contextlib.nullcontext())
+    ):
+        _, model, _ = boosted(model, sync_module_states=sync)
     values = {value for weight in whole_weights(model).values() for value in weight.flatten().tolist()}
     assert values == ({0.0} if sync else {0.0, 1.0})
     assert model.unwrap().table.tolist() == [0.0 if sync else float(rank)] * 3
@@ -391,6 +397,23 @@ def test_a_tied_weight_stays_one_and_is_refused_in_two_units(rank: int, world: i
     reference(torch.cat(tokens)).square().mean().backward()
     assert model.unwrap().head.weight is model.unwrap().embedding.weight
     torch.testing.assert_close(model.unwrap().head.weight.grad.full_tensor(), reference.head.weight.grad)
+
+
+@ranks(3)
+def test_ranks_with_different_models_are_told_before_anything_is_cut(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4 if rank == 1 else 3))
+    with pytest.raises(ValueError, match=r"rank 0 has '1.weight' \[3, 2\].*rank 1 has '1.weight' \[4, 2\]"):
+        boosted(model)
+    model = nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2)] * (rank == 2))
+    with pytest.raises(ValueError, match="rank 0 has no more parameters where rank 2 has '1.weight'"):
+        boosted(model)
+
+
+def test_which_unit_casts_its_inputs() -> None:
+    for cast, cast_root in ((False, True), (True, False), (False, False)):
+        precision = MixedPrecision(torch.bfloat16, cast_forward_inputs=cast, cast_root_forward_inputs=cast_root)
+        units = units_of(nn.Sequential(new_model()), LINEARS, precision, set())
+        assert [unit.policy.cast_forward_inputs for unit in units] == [cast] * 3 + [cast or cast_root]
 
 
 @ranks(1)

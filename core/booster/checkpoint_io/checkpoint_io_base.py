@@ -37,7 +37,7 @@ class CheckpointIO(ABC):
         config of a Hugging Face model. prefix: before the names of these files. use_async: return as soon as the
         weights are copied; files are complete after `synchronize`, the next save or the next load.
         """
-        path = checked_target(checkpoint, shard)
+        path = self.target_of(checkpoint, shard)
         if shard:
             self.save_sharded_model(model, path, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async)
         else:
@@ -57,7 +57,7 @@ class CheckpointIO(ABC):
         by `num_threads` threads. Returns the model.
         """
         self.synchronize()
-        path = files.find_checkpoint(checkpoint, optimizer=False)
+        path = self.find(checkpoint)
         if files.is_index(path):
             self.load_sharded_model(model, path, strict, low_cpu_mem_mode, num_threads)
         else:
@@ -75,7 +75,7 @@ class CheckpointIO(ABC):
         use_async: bool = False,
     ) -> None:
         """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`."""
-        path = checked_target(checkpoint, shard)
+        path = self.target_of(checkpoint, shard)
         if shard:
             self.save_sharded_optimizer(optimizer, path, gather_dtensor, prefix, size_per_shard, use_async)
         else:
@@ -91,11 +91,19 @@ class CheckpointIO(ABC):
     ) -> None:
         """Read an optimizer's state; options of the groups (lr, ...) become those that were saved."""
         self.synchronize()
-        path = files.find_checkpoint(checkpoint, optimizer=True, prefix=prefix)
+        path = self.find(checkpoint, optimizer=True, prefix=prefix)
         if files.is_index(path):
             self.load_sharded_optimizer(optimizer, path, low_cpu_mem_mode, num_threads)
         else:
             self.load_unsharded_optimizer(optimizer, path)
+
+    def target_of(self, checkpoint: StrPath, shard: bool) -> Path:
+        """The path of a save, refused where it cannot be written."""
+        return checked_target(checkpoint, shard)
+
+    def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
+        """The file or the index that a load means."""
+        return files.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix)
 
     @abstractmethod
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:

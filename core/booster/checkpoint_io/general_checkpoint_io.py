@@ -84,6 +84,19 @@ class GeneralCheckpointIO(CheckpointIO):
         bare = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
         _torch_optimizer(optimizer).load_state_dict({"state": states, "param_groups": bare})
 
+    # -- paths, which a rank may see otherwise than another -----------------------------------------------------------
+
+    def target_of(self, checkpoint: StrPath, shard: bool) -> Path:
+        """The path of a save; refused on every rank where one cannot write it."""
+        return self._checked(lambda: super(GeneralCheckpointIO, self).target_of(checkpoint, shard), Path(checkpoint))
+
+    def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
+        """The file or the index that a load means; an error on every rank where one has not got it."""
+        return self._checked(
+            lambda: super(GeneralCheckpointIO, self).find(checkpoint, optimizer=optimizer, prefix=prefix),
+            Path(checkpoint),
+        )
+
     # -- models ---------------------------------------------------------------------------------------------------
 
     def save_unsharded_model(
@@ -320,16 +333,17 @@ class GeneralCheckpointIO(CheckpointIO):
         else:
             self._checked(lambda: write.all(shards) if self.writes() else _exhaust(shards), write.directory, shards)
 
-    def _checked(self, act: Callable[[], Any], where: Path, rest: Iterator[Any] | None = None) -> None:
-        """Act; then raise on every rank if it failed on one. `rest`: collectives that the others are in."""
-        error = None
+    def _checked(self, act: Callable[[], Any], where: Path, rest: Iterator[Any] | None = None) -> Any:
+        """Act, and answer; but raise on every rank if it failed on one. `rest`: collectives that the others are in."""
+        error = answer = None
         try:
-            act()
+            answer = act()
         except Exception as caught:
             error = caught
             if rest is not None:
                 _exhaust(rest)
         self.agree(error, str(where))
+        return answer
 
 
 class ShardWriter:

@@ -26,6 +26,7 @@ from core.booster.mixed_precision import FP16TorchMixedPrecision, TorchAMPOptimi
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.fsdp_collectives import FP8AllGather, FP8ReduceScatter
 from core.booster.plugin.fsdp_options import HYBRID, RESHARDED, Unit, mesh_of, offload_of, own_modules, units_of
+from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.optimizer import check_max_norm
@@ -176,6 +177,8 @@ class TorchFSDPPlugin(DPPluginBase):
         mesh = mesh_of(self.process_group, self.sharding_strategy, device)
         originals = dict(model.named_parameters())
         tied = _tied_names(model)
+        for dim in range(mesh.ndim):
+            agree_on_model(model, mesh.get_group(dim), "TorchFSDPPlugin", warn_of_values=not self.sync_module_states)
         for unit in units:
             borders = {other.module for other in units} | ignored
             self._prepare(unit, borders, mesh, device)
