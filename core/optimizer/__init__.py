@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.model_check import buckets_of, check_model
+from core.optimizer.model_check import buckets_of, check_model, check_whole_params
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from core.optimizer.param_groups import (
     Condition,
     Overrides,
@@ -28,11 +29,13 @@ __all__ = [
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
+    "OptimizerParamScheduler",
     "ParamGroupOverride",
     "ParamKey",
     "ParamPredicate",
     "ParamWithNamePredicate",
     "ReplicatedOptimizer",
+    "get_canonical_lr_for_logging",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
 ]
@@ -82,5 +85,6 @@ def get_megatron_optimizer(
     if pg_collection is None:
         pg_collection = model_chunks[0].groups
     groups.agree(everybody(pg_collection))
+    check_whole_params([key.algorithm for key in groups.keys], model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
     return cls(config, model_chunks, groups, everybody(pg_collection))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from core.distributed.bucket import Bucket
+from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -71,4 +72,16 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
                 f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
                 f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
                 f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
+            )
+
+
+def check_whole_params(algorithms: Iterable[str], model_chunks: Sequence[ModelChunk]) -> None:
+    """Raise ValueError, on all ranks alike, where an algorithm needs whole parameters and shards may cut them."""
+    needing = [algorithm for algorithm in algorithms if algorithm_needs_shapes(algorithm)]
+    for chunk in model_chunks:
+        sizes = chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp")
+        if needing and chunk.ddp_config.sharded and max(sizes) > 1 and not chunk.ddp_config.whole_param_shards:
+            raise ValueError(
+                f"{needing[0]!r} needs whole parameters, and the model was wrapped so that shards cut them; set "
+                "DistributedDataParallelConfig(whole_param_shards=True)"
             )

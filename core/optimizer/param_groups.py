@@ -108,8 +108,8 @@ class ParamGroups:
     """The groups of a model, and the group of every parameter of this rank.
 
     params: (name, parameter, is it an expert's), of all chunks, sharded or not.
-    overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; ValueError
-        where two of them contradict each other.
+    overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; where two
+        of them contradict each other, `agree` says so.
     frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
     """
 
@@ -127,9 +127,14 @@ class ParamGroups:
         self.overrides = dict(overrides)
         self.keys: list[GroupKey] = []
         self.matched: set[int] = set()  # which of the overrides have been used
+        self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
         self._group_of: dict[int, GroupKey] = {}
         for name, param, is_expert in params:
-            key = self._key_of(name, param, is_expert)
+            try:
+                key = self._key_of(name, param, is_expert)
+            except ValueError as error:
+                self.problem = self.problem or str(error)
+                continue
             self._group_of[id(param)] = key
             if key not in self.keys:
                 self.keys.append(key)
@@ -159,14 +164,19 @@ class ParamGroups:
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Put the lists of all ranks together. Collective over `groups`, one after the other.
 
-        Raises ValueError on every rank when an override of the user's matches no parameter of any rank.
+        Raises ValueError on every rank when overrides contradict each other for a parameter of any rank, or when one of
+        them matches no parameter of any rank.
         """
-        mine = [(dist.get_rank() if dist.is_initialized() else 0, tuple(self.keys), tuple(sorted(self.matched)))]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        everyone = {rank: (tuple(self.keys), tuple(sorted(self.matched)), self.problem)}
         for group in groups:
-            mine = [entry for entries in gather_objects(mine, group) for entry in entries]
-        by_rank = sorted({rank: (keys, matched) for rank, keys, matched in mine}.items())
-        self.keys = list(dict.fromkeys(key for _, (keys, _) in by_rank for key in keys))
-        self.matched = {index for _, (_, matched) in by_rank for index in matched}
+            everyone = {r: found for part in gather_objects(everyone, group) for r, found in part.items()}
+        in_order = [everyone[rank] for rank in sorted(everyone)]
+        problems = [problem for *_, problem in in_order if problem is not None]
+        if problems:
+            raise ValueError(problems[0])
+        self.keys = list(dict.fromkeys(key for keys, *_ in in_order for key in keys))
+        self.matched = {index for _, matched, _ in in_order for index in matched}
         unused = [
             key
             for index, key in enumerate(self.overrides)

@@ -1,6 +1,7 @@
 """Muon against one process that sees whole matrices and orthogonalizes them by a singular value decomposition, fp64."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.bucket import Bucket
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, ParamPredicate, get_megatron_optimizer
 from core.optimizer.muon import MatrixLayout, Muon, joined, part_of
@@ -214,26 +214,45 @@ def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
 
 
 @ranks(2)
-def test_a_cut_matrix_is_refused_and_the_message_says_what_to_set(rank: int, world: int) -> None:
+def test_shards_that_may_cut_matrices_are_refused_on_all_ranks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(width=61), use_distributed_optimizer=True)
-    cut = [p for bucket in ddp.buffers[0].buckets for p in cut_matrices(bucket)]
-    if cut:
-        with pytest.raises(ValueError, match="whole_param_shards=True"):
-            get_megatron_optimizer(OptimizerConfig(**OPTIONS), [ddp])
-    found = torch.tensor(len(cut))
-    dist.all_reduce(found)
-    assert found > 0, "no matrix was cut"
+    with pytest.raises(ValueError, match="'muon' needs whole parameters.*whole_param_shards=True"):
+        get_megatron_optimizer(OptimizerConfig(**OPTIONS), [ddp])
 
 
-def cut_matrices(bucket: Bucket) -> list[nn.Parameter]:
-    low, high = bucket.shard_range
-    cut = []
-    for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
-        start, end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
-        if param.dim() == 2 and max(start, low) < min(end, high) and not low <= start < end <= high:
-            cut.append(param)
-    return cut
+@ranks(2)  # the sum of two equal numbers is exact in bf16
+@pytest.mark.parametrize("grads_in_fp32", [True, False])
+def test_bf16_matrices_have_fp32_masters_that_follow_the_fp32_reference(
+    rank: int, world: int, grads_in_fp32: bool
+) -> None:
+    parallel_state.initialize_model_parallel()
+    model, whole = make_net(torch.bfloat16), make_net(torch.bfloat16).float()
+    start = copy.deepcopy(whole)
+    ddp = wrap(model, use_distributed_optimizer=True, whole_param_shards=True, grad_reduce_in_fp32=grads_in_fp32)
+    options = {**OPTIONS, "muon_fp32_matmul_prec": "highest"}
+    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, **options), [ddp])
+    reference = PlainMuon(whole, {"first.weight", "second.weight", "third.weight"}, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number, (param, other) in enumerate(zip(model.parameters(), whole.parameters(), strict=True)):
+            gradient = torch.randn(other.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            other.grad = gradient.bfloat16().float()  # the same on every rank, so the mean is exact
+            param.grad.copy_(other.grad)
+        ddp.reducer.forward_seen = True
+        finalize_model_grads([ddp])
+        assert optimizer.step()[0]
+        reference.step()
+    masters = {name: entry["master"] for name, [entry] in optimizer.state_by_parameter().items() if "weight" in name}
+    seen = [None] * world
+    dist.all_gather_object(seen, {n: m for n, m in masters.items() if n != "norm.weight"})
+    found = {name: master for part in seen for name, master in part.items()}  # type: ignore[attr-defined]
+    assert found.keys() == {"first.weight", "second.weight", "third.weight"}
+    for name, master in found.items():
+        want, before = whole.get_parameter(name).detach(), start.get_parameter(name).detach()
+        error, moved = (master.view(want.shape) - want).norm(), (want - before).norm()
+        assert moved > 0.1 and error < 1e-4 * moved, f"{name}: off by {error} after a move of {moved}"
+        assert torch.equal(model.get_parameter(name), master.view(want.shape).bfloat16())
 
 
 @ranks(1, 2, 3)
@@ -291,8 +310,10 @@ def plain_without_adam(holder: nn.ParameterDict, qkv_index: int, nesterov: bool)
     return plain.step
 
 
-def gpt_config(tp: int) -> TransformerConfig:
+def gpt_config(tp: int, experts: bool = False, ep: int = 1) -> TransformerConfig:
+    moe: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": ep}
     return TransformerConfig(
+        **(moe if experts else {}),
         num_layers=2,
         hidden_size=16,
         num_attention_heads=8,
@@ -319,16 +340,31 @@ def tokens_of(step: int, source: int) -> torch.Tensor:
 @ranks(2, 4, timeout_s=180)
 def test_a_gpt_trains_alike_split_over_tensor_and_data_parallelism_and_whole(rank: int, world: int) -> None:
     """tp 2 x dp (world / 2), sharded, SwiGLU and grouped queries; embedding and output layer by Adam."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    check_gpt(experts=False, ep=1, expert_tp=None)
+
+
+@ranks(4, timeout_s=180)
+@pytest.mark.parametrize("expert_tp", [1, 2])
+def test_stacks_of_experts_are_updated_matrix_by_matrix_in_every_layout(rank: int, world: int, expert_tp: int) -> None:
+    """tp 2 x dp 2 with the experts over ep 2, each whole or split over two ranks."""
+    check_gpt(experts=True, ep=2, expert_tp=expert_tp)
+
+
+def check_gpt(*, experts: bool, ep: int, expert_tp: int | None) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
+    )
     groups = parallel_state.get_process_groups()
-    config = gpt_config(tp=2)
-    split, whole = GPTModel(config, groups), GPTModel(gpt_config(tp=1), ProcessGroups())
+    config = gpt_config(2, experts, ep)
+    if expert_tp is not None:
+        config = dataclasses.replace(config, expert_tensor_parallel_size=expert_tp)
+    split, whole = GPTModel(config, groups), GPTModel(gpt_config(1, experts), ProcessGroups())
     start = {name: param.detach().clone() for name, param in whole.named_parameters()}
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, whole_param_shards=True, bucket_size=2000)
     ddp = DistributedDataParallel(config, options, split)
     outer = ("embedding.word_embeddings.weight", "output_layer.weight")
-    matrices = {n for n, p in whole.named_parameters() if p.dim() == 2 and n not in outer}
-    assert len(matrices) == 8
+    matrices = {n for n, p in whole.named_parameters() if p.dim() >= 2 and n not in outer}
+    assert len(matrices) == (10 if experts else 8)
     qkv = {n: p.qkv_split_rows for n, p in whole.named_parameters() if hasattr(p, "qkv_split_rows")}
     assert set(qkv.values()) == {(4, 2, 2)} and len(qkv) == 2
     reference = PlainMuon(whole, matrices, qkv=qkv, **{**OPTIONS, "lr": 0.005})
@@ -344,13 +380,24 @@ def test_a_gpt_trains_alike_split_over_tensor_and_data_parallelism_and_whole(ran
             (whole(tokens, labels).mean() / len(batches)).backward()
         reference.step()
     local = dict(split.named_parameters())
-    expected, before = {}, {}
-    for name, param in whole.named_parameters():
-        for source, target in ((param.detach(), expected), (start[name], before)):
-            is_split = getattr(local[name], "tensor_model_parallel", False)
-            cut = (local[name].partition_dim, 2, groups.rank("tp"), local[name].partition_stride) if is_split else None
-            target[name] = tensor_parallel_slice(source, *cut) if cut else source
+    expected, before = (
+        {n: own_part(t, local[n], groups) for n, t in tensors}
+        for tensors in ([(n, p.detach()) for n, p in whole.named_parameters()], list(start.items()))
+    )
     assert_equal_after_moving(local, expected, before, rtol=1e-6)
+
+
+def own_part(whole: torch.Tensor, local: Any, groups: ProcessGroups) -> torch.Tensor:
+    """What this rank holds of a parameter of the whole model."""
+    is_expert = not getattr(local, "allreduce", True)
+    if is_expert:
+        whole = whole.chunk(groups.size("ep"))[groups.rank("ep")]
+    axis = "expt_tp" if is_expert else "tp"
+    if not getattr(local, "tensor_model_parallel", False):
+        return whole
+    return tensor_parallel_slice(
+        whole, local.partition_dim, groups.size(axis), groups.rank(axis), local.partition_stride
+    )
 
 
 @ranks(1, 2)

@@ -133,7 +133,7 @@ def test_contradicting_overrides_are_refused_and_the_message_names_both_keys() -
     with pytest.raises(
         ValueError, match=r"'linear.bias': ParamKey\(name='linear.\*'\) sets lr_mult=0.5 .* lr_mult=2.0"
     ):
-        ParamGroups(OptimizerConfig(lr=0.1), named(Tagged()), overrides)
+        ParamGroups(OptimizerConfig(lr=0.1), named(Tagged()), overrides).agree([])
 
 
 def test_groups_that_differ_in_a_learning_rate_only_have_names_of_their_own() -> None:
@@ -189,6 +189,16 @@ def test_a_key_that_matches_nothing_anywhere_is_refused_on_all_ranks(rank: int, 
     assert [group["lr"] for group in optimizer.param_groups] == [2.0]
     with pytest.raises(ValueError, match="both given"):
         get_megatron_optimizer(config, [ddp], lambda name, param: True, config_overrides=overrides)
+
+
+@ranks(2)
+def test_a_contradiction_that_one_stage_sees_is_raised_on_all(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = nn.Module()
+    model.register_parameter(("first", "second")[rank], nn.Parameter(torch.ones(2, 2)))
+    overrides = {ParamKey(name="*"): {"lr_mult": 2.0}, ParamKey(name="second"): {"lr_mult": 3.0}}
+    with pytest.raises(ValueError, match=r"'second': ParamKey\(name='\*'\) sets lr_mult=2.0"):
+        get_megatron_optimizer(OptimizerConfig(lr=1.0), [wrap(model)], config_overrides=overrides)
 
 
 @ranks(2)
