@@ -32,8 +32,8 @@ class ModelOptions:
     attention_dropout: float = 0.0
     init_method_std: float = 0.02
     gradient_accumulation_fusion: bool = False
-    # of the parameters; the optimizer keeps fp32 copies of 16-bit ones
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    # of the parameters; the optimizer keeps fp32 copies of 16-bit ones, and scales the loss of float16
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     vocab_size: int | None = None  # rows of the embedding; None for the tokenizer's vocabulary
 
     num_experts: int | None = None  # of a layer that has experts; None for a model without
@@ -109,18 +109,22 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The update and its learning rate: linear warmup to lr, then a cosine down to min_lr at the last step."""
+    """The update and its learning rate: linear warm-up to lr, then a cosine down to min_lr at the last step."""
 
     name: Literal["adam", "sgd"] = "adam"
     lr: float = 2e-3
     min_lr: float = 2e-4
     warmup_steps: int = 20
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
     clip_grad: float = 1.0
+    loss_scale: float | None = None  # a constant one; None for a dynamic one with float16, and for none otherwise
+    initial_loss_scale: float = 2.0**16  # of the dynamic one
+    loss_scale_window: int = 1000  # steps without an overflow after which it is doubled
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,21 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class CheckpointOptions:
+    """What is saved of a run, when, and whether a run goes on from it."""
+
+    dir: Path | None = None  # on a file system that all ranks share; None saves nothing
+    every: int | None = None  # steps between saves; None saves only when the run ends or is asked to stop
+    keep: int | None = None  # the newest so many; None keeps all
+    asynchronous: bool = False  # write while training goes on
+    resume: bool = False  # go on from the newest intact checkpoint in dir; where there is none, begin
+    step: int | None = None  # go on from this one, and no other
+    schedule: Literal["same", "saved", "given"] = (
+        "same"  # of the learning rate; 'same' refuses one that is not the saved
+    )
+
+
+@dataclass(frozen=True)
 class LoggingOptions:
     """What is shown and written besides steps.jsonl."""
 
@@ -187,4 +206,5 @@ class JobConfig:
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     data: DataOptions = field(default_factory=DataOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     logging: LoggingOptions = field(default_factory=LoggingOptions)

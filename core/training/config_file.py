@@ -19,6 +19,7 @@ Config = TypeVar("Config")
 
 # Flags that stand for another one, by the names every user of parallel training knows.
 SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "schedule")}
+OTHER_NAMES = {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"}  # Python keeps `async` for itself
 
 
 class ConfigError(ValueError):
@@ -69,7 +70,7 @@ def spell_out(flags: Sequence[str]) -> list[str]:
     spelled = []
     for flag in flags:
         name, equals, value = flag.partition("=")
-        spelled.append(SHORT_FLAGS.get(name, name) + equals + value)
+        spelled.append(OTHER_NAMES.get(name, name) + equals + value)
     return spelled
 
 

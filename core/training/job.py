@@ -17,12 +17,14 @@ from core import parallel_state
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.tensor_parallel import model_parallel_manual_seed
+from core.training.checkpoints import JobCheckpoints
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, to_json
 from core.training.launch import Launch
-from core.training.model_config import optimizer_config, transformer_config
+from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
+from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.stop_request import StopRequest
@@ -77,8 +79,11 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
     start_groups(config, plan)
     tokens = open_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
+    checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer)
+    goes_on = config.checkpoint.resume or config.checkpoint.step is not None
+    resumed = checkpoints.resume() if checkpoints is not None and goes_on else None
     if dist.get_rank() != 0:
-        return run_steps(trainer, None)
+        return run_steps(trainer, None, checkpoints)
     directory = config.run.directory / config.run.name
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(to_json(config) + "\n")
@@ -87,7 +92,9 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
     print(plan.describe(config))
     print(tokens.header.describe())
     print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {directory}/", flush=True)
-    return run_steps(trainer, Reporter(config, plan, directory))
+    if resumed is not None:
+        print(resumed, flush=True)
+    return run_steps(trainer, Reporter(config, plan, directory, after_step=trainer.step), checkpoints)
 
 
 def start_groups(config: JobConfig, plan: JobPlan) -> None:
@@ -107,11 +114,11 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
     )
 
 
-def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:
+def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheckpoints | None = None) -> JobResult:
     """Every step, then the validation loss. Collective; `reporter` on rank 0 alone.
 
-    A stop asked for on any rank ends the run after the step at hand, without the validation. Whatever ends it, an error
-    too, the reporter writes what there is.
+    A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation.
+    Whatever ends it, an error too, the reporter writes what there is.
     """
     config = trainer.config
     losses: list[float] = []
@@ -119,7 +126,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:
     validation_loss: float | None = None
     stopped = False
     started_s = time.perf_counter()
-    with StopRequest() as request, reporter if reporter is not None else nullcontext():
+    with StopRequest() as request, reporter or nullcontext(), checkpoints or nullcontext():
         while trainer.step < config.run.last_step and not stopped:
             result = trainer.train_step(stop_requested=request.requested)
             stopped = result.stop
@@ -127,6 +134,10 @@ def run_steps(trainer: Trainer, reporter: Reporter | None) -> JobResult:
             traces.append(result.trace)
             if reporter is not None:
                 reporter.show_step(result, trainer)
+            if checkpoints is not None:
+                checkpoints.step_edge()
+        if checkpoints is not None:
+            checkpoints.save()
         seconds = time.perf_counter() - started_s
         if not stopped:
             validation_loss = trainer.validation_loss()
@@ -178,11 +189,13 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
     if plan.layout.chunks > 1:
         model_config = replace(model_config, virtual_pipeline_model_parallel_size=plan.layout.chunks)
     stages = [stage.to(device) for stage in build_gpt_stages(model_config, plan.layout, groups)]
-    chunks = wrap_stages(model_config, config.ddp, stages, groups)
+    chunks = wrap_stages(model_config, ddp_config(config), stages, groups)
     optimizer = get_megatron_optimizer(optimizer_config(config), chunks, pg_collection=groups)
+    model_config.grad_scale_func = optimizer.scale_loss  # of a pipeline's losses
+    scheduler = make_scheduler(config, optimizer)
     runner = None
     if plan.layout.pp > 1:
         shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
         schedule = config.parallel.schedule_name
         runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
-    return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner)
+    return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)

@@ -14,6 +14,7 @@ from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
 from core.training.threads import available_cores, intra_op_threads
 
+FAILURE = 1
 USAGE_ERROR = 2
 
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
+    from core.checkpoint import CheckpointError
     from core.training.job import run_job
 
     end_with_parent(os.environ)
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_job(config, plan, launch)
     except ConfigError as error:
         return _refuse(error, launch)
+    except CheckpointError as error:  # of a save; all ranks have it
+        _refuse(error, launch)
+        return FAILURE
     return 0
 
 
@@ -67,7 +72,7 @@ def check_extras(config: JobConfig) -> None:
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:
-    """Say once what is wrong with the configuration; all ranks have found the same."""
+    """Say once what is wrong; all ranks have found the same."""
     if launch is None or launch.rank == 0:
         print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from core.distributed import DistributedDataParallelConfig
 from core.optimizer import OptimizerConfig
 from core.training.config import JobConfig
 from core.transformer.transformer_config import TransformerConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
@@ -23,6 +31,7 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
         sequence_parallel=parallel.uses_sequence_parallel,
         params_dtype=DTYPES[model.dtype],
         bf16=model.dtype == "bfloat16",
+        fp16=model.dtype == "float16",
         gradient_accumulation_fusion=model.gradient_accumulation_fusion,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -61,7 +70,7 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
 
 
 def optimizer_config(config: JobConfig) -> OptimizerConfig:
-    """The optimizer's own configuration; the learning rate is set anew before every step."""
+    """The optimizer's own configuration; the scheduler sets the learning rate of every step."""
     options = config.optimizer
     return OptimizerConfig(
         optimizer=options.name,
@@ -74,5 +83,16 @@ def optimizer_config(config: JobConfig) -> OptimizerConfig:
         sgd_momentum=options.sgd_momentum,
         clip_grad=options.clip_grad,
         bf16=config.model.dtype == "bfloat16",
+        fp16=config.model.dtype == "float16",
+        loss_scale=options.loss_scale,
+        initial_loss_scale=options.initial_loss_scale,
+        loss_scale_window=options.loss_scale_window,
         params_dtype=DTYPES[config.model.dtype],
     )
+
+
+def ddp_config(config: JobConfig) -> DistributedDataParallelConfig:
+    """The wrapper's own configuration. With float16 a gradient that is not finite ends no run: the loss scale falls."""
+    if config.model.dtype == "float16" and config.ddp.check_for_nan_in_grad:
+        return replace(config.ddp, check_for_nan_in_grad=False, record_nan_in_grad=True)
+    return config.ddp

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
-from core.training.config import JobConfig
+from core.training.config import JobConfig, ParallelOptions
 from core.training.config_file import ConfigError
 from core.training.model_config import optimizer_config, transformer_config
+from core.training.schedule import schedule_numbers
 from core.training.sizes import check_counts, check_divides, check_model, check_ranks, check_vocabulary
 
 BYTES = 256  # the vocabulary of the tokenizer 'bytes'
@@ -62,17 +63,21 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     arithmetic = f"world {world_size} / (tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp})"
     check_divides("--run.global-batch-size", run.global_batch_size, f"dp ({arithmetic} =)", grid.dp)
     share = run.global_batch_size // grid.dp
-    # A pipeline needs several microbatches to be busy; without one the rank takes its whole share at once.
-    default = share if parallel.pp == 1 else 1
-    micro = default if run.micro_batch_size is None else run.micro_batch_size
+    layout = _plan_layers(config)
+    micro = _default_micro_batch(share, parallel, layout) if run.micro_batch_size is None else run.micro_batch_size
     share_in_words = f"a rank's share of the global batch, {run.global_batch_size} / dp {grid.dp} ="
     check_divides(share_in_words, share, "--run.micro-batch-size", micro)
-    layout = _plan_layers(config, share // micro, f"{run.global_batch_size} / (dp {grid.dp} x micro batch {micro})")
+    if parallel.pp > 1:
+        try:
+            check_microbatches(find_schedule(parallel.schedule_name), layout, share // micro)
+        except ValueError as error:
+            arithmetic = f"{run.global_batch_size} / (dp {grid.dp} x micro batch {micro}) = {share // micro}"
+            raise ConfigError(f"{error} (microbatches = --run.global-batch-size {arithmetic})") from error
     _check_the_rest(config)
     return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length, layout)
 
 
-def _plan_layers(config: JobConfig, num_microbatches: int, arithmetic: str) -> PipelineLayout:
+def _plan_layers(config: JobConfig) -> PipelineLayout:
     parallel = config.parallel
     if parallel.pp == 1 and (parallel.vpp > 1 or len(parallel.layers_per_stage) > 1):
         raise ConfigError(
@@ -81,21 +86,30 @@ def _plan_layers(config: JobConfig, num_microbatches: int, arithmetic: str) -> P
             "leave these out"
         )
     try:
-        layout = plan_pipeline(
+        find_schedule(parallel.schedule_name)
+        if parallel.pp == 1:  # whatever the schedule
+            layout = PipelineLayout(parallel.layers_per_stage or (config.model.num_layers,), pp=1)
+            layout.check_model(config.model.num_layers)
+            return layout
+        return plan_pipeline(
             config.model.num_layers,
             parallel.pp,
             schedule=parallel.schedule_name,
             chunks=parallel.vpp if parallel.vpp > 1 else None,
             layers_per_stage=parallel.layers_per_stage or None,
         )
-        if parallel.pp > 1:
-            check_microbatches(find_schedule(parallel.schedule_name), layout, num_microbatches)
     except ValueError as error:
-        microbatches = f" (microbatches = {arithmetic} = {num_microbatches})" if "microbatches" in str(error) else ""
-        raise ConfigError(
-            f"the pipeline (--parallel.pp, vpp, schedule, layers-per-stage): {error}{microbatches}"
-        ) from error
-    return layout
+        raise ConfigError(f"the pipeline (--parallel.pp, vpp, schedule, layers-per-stage): {error}") from error
+
+
+def _default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineLayout) -> int:
+    """The whole share; in a pipeline what leaves at least two microbatches a stage of its first round, or else 1."""
+    if parallel.pp == 1:
+        return share
+    kind = find_schedule(parallel.schedule_name)
+    enough = max(2 * parallel.pp, layout.num_stages)
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and share // size >= enough]
+    return max((size for size in sizes if kind.legal_microbatches(share // size, layout)), default=1)
 
 
 def _check_the_rest(config: JobConfig) -> None:
@@ -105,13 +119,14 @@ def _check_the_rest(config: JobConfig) -> None:
     try:
         transformer_config(config, known or config.parallel.tp)
         optimizer_config(config)
+        schedule_numbers(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def _check_options(config: JobConfig) -> None:
     """Counts that must be at least 1, and fractions that must lie between 0 and 1."""
-    run = config.run
+    run, checkpoint = config.run, config.checkpoint
     check_counts(
         {
             "--run.steps": run.steps,
@@ -119,10 +134,15 @@ def _check_options(config: JobConfig) -> None:
             "--run.global-batch-size": run.global_batch_size,
             "--run.micro-batch-size": 1 if run.micro_batch_size is None else run.micro_batch_size,
             "--run.validation-windows": run.validation_windows,
+            "--checkpoint.every": 1 if checkpoint.every is None else checkpoint.every,
+            "--checkpoint.keep": 1 if checkpoint.keep is None else checkpoint.keep,
             "--logging.print-every": config.logging.print_every,
             "--logging.trace-steps": config.logging.trace_steps,
         }
     )
+    asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None
+    if checkpoint.dir is None and asks:
+        raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, where the checkpoints are")
     if not 0 < config.data.validation_fraction < 1:
         raise ConfigError(
             f"--data.validation-fraction is {config.data.validation_fraction}; it must lie between 0 and 1"

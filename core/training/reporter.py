@@ -21,11 +21,11 @@ from core.training.trainer import StepResult, Trainer
 class Reporter:
     """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
 
-    def __init__(self, config: JobConfig, plan: JobPlan, directory: Path) -> None:
+    def __init__(self, config: JobConfig, plan: JobPlan, directory: Path, after_step: int = 0) -> None:
         self.config = config
         self.plan = plan
         self.directory = directory
-        self.log = StepLog(directory, tensorboard=config.logging.tensorboard)
+        self.log = StepLog(directory, tensorboard=config.logging.tensorboard, after_step=after_step)
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
         self.last_trace: StepTrace | None = None
@@ -43,6 +43,7 @@ class Reporter:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
+            loss_scale=result.loss_scale,
             updated=result.updated,
             step_ms=1e3 * step_s,
             tokens_per_s=self.plan.tokens_per_step / step_s,
@@ -66,7 +67,7 @@ class Reporter:
                 draw_schedule(self.directory / "schedule.png", traces)
         records = self.log.records
         summary = {
-            "steps": len(records),
+            "steps": records[-1].step if records else 0,
             "stopped": stopped,
             "first_loss": records[0].loss if records else None,
             "last_loss": records[-1].loss if records else None,

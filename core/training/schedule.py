@@ -1,16 +1,48 @@
-"""The learning rate as a function of the step."""
+"""The learning rate as a function of the samples seen."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
-from core.training.config import OptimizerOptions
+from core.optimizer.optimizer_param_scheduler import HasParamGroups, OptimizerParamScheduler, check_schedule
+from core.training.config import JobConfig
+from core.training.config_file import ConfigError
 
 
-def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """Rate of step 0 .. steps - 1: linear warmup to lr over warmup_steps, then a cosine to min_lr at the last step."""
-    if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
-    decay_steps = max(1, steps - 1 - options.warmup_steps)
-    progress = min(1.0, (step - options.warmup_steps) / decay_steps)
-    return options.min_lr + (options.lr - options.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+def schedule_numbers(config: JobConfig) -> dict[str, Any]:
+    """The scheduler's arguments; ConfigError for a schedule that cannot be.
+
+    The first step has lr / warmup_steps, step `warmup_steps` the whole lr, and the last step min_lr. A run that ends
+    within its warm-up never decays.
+    """
+    options, batch = config.optimizer, config.run.global_batch_size
+    warmup = max(options.warmup_steps - 1, 0)  # steps done when the rate is highest
+    last = max(config.run.steps - 1, warmup, 1)  # steps done when it is lowest
+    numbers = {
+        "init_lr": options.lr / max(options.warmup_steps, 1),
+        "max_lr": options.lr,
+        "min_lr": options.lr if options.decay == "constant" else options.min_lr,
+        "lr_warmup_steps": warmup * batch,
+        "lr_decay_steps": last * batch,
+        "lr_decay_style": options.decay,
+        "start_wd": options.weight_decay,
+        "end_wd": options.weight_decay,
+        "wd_incr_steps": last * batch,
+        "wd_incr_style": "constant",
+    }
+    try:
+        check_schedule({**numbers, "wsd_decay_steps": None, "lr_wsd_decay_style": None})
+    except ValueError as error:
+        raise ConfigError(f"--optimizer.lr {options.lr}, min-lr {options.min_lr} and warmup-steps: {error}") from error
+    return numbers
+
+
+def make_scheduler(config: JobConfig, optimizer: HasParamGroups) -> OptimizerParamScheduler:
+    """The scheduler of a job; step it by the windows of each update."""
+    which = config.checkpoint.schedule
+    return OptimizerParamScheduler(
+        optimizer,
+        **schedule_numbers(config),
+        use_checkpoint_opt_param_scheduler=which == "saved",
+        override_opt_param_scheduler=which == "given",
+    )

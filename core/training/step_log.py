@@ -19,6 +19,7 @@ class StepRecord:
     loss: float  # nats per byte, mean over the whole global batch, before the update
     grad_norm: float | None  # over all parameters, before clipping; None when the update was skipped
     lr: float
+    loss_scale: float
     updated: bool
     step_ms: float
     tokens_per_s: float
@@ -30,22 +31,40 @@ class StepRecord:
     elapsed_s: float  # since the first step began
 
 
+def read_records(path: Path) -> list[StepRecord]:
+    """The records of a steps.jsonl; none where there is no file. A line that a crash has cut ends them."""
+    records: list[StepRecord] = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            records.append(StepRecord(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return records
+
+
 class StepLog:
     """Keeps the records, and writes each as soon as it comes. A context manager: closes its files."""
 
-    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
-        self.records: list[StepRecord] = []
+    def __init__(self, directory: Path, *, tensorboard: bool, after_step: int = 0) -> None:
+        """after_step: the step that the run goes on from; the file's records up to it stay, later ones do not."""
+        path = directory / "steps.jsonl"
+        self.records = [record for record in read_records(path) if record.step <= after_step]
         self._writer: Any = None
         if tensorboard:
             require("tensorboard", "--logging.tensorboard")
             module = require("torch.utils.tensorboard", "--logging.tensorboard")
-            self._writer = module.SummaryWriter(str(directory / "tensorboard"))
-        self._file = (directory / "steps.jsonl").open("w", buffering=1)  # line buffered: readable while running
+            self._writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=after_step + 1)
+        self._file = path.open("w", buffering=1)  # line buffered: readable while running
+        for record in self.records:
+            self._write(record)
+
+    def _write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(asdict(record)) + "\n")
 
     def add(self, record: StepRecord) -> None:
         """Write one step."""
         self.records.append(record)
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._write(record)
         if self._writer is not None:
             for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms"):
                 value = getattr(record, name)

@@ -14,12 +14,12 @@ from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer
+from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.pipeline_parallel import PipelineRunner, gpt_activations
 from core.process_groups import ProcessGroups
 from core.training.config import JobConfig
 from core.training.plan import JobPlan
 from core.training.sampler import GlobalBatchSampler, microbatches
-from core.training.schedule import learning_rate
 from core.training.step_trace import Span, StepTrace
 from core.training.token_file import TokenFile, num_windows, window
 
@@ -36,6 +36,7 @@ class StepResult:
     updated: bool
     stop: bool  # some rank was asked to stop
     trace: StepTrace
+    loss_scale: float = 1.0  # that the gradients were computed under
 
 
 class Trainer:
@@ -51,12 +52,15 @@ class Trainer:
         groups: ProcessGroups,
         device: torch.device,
         runner: PipelineRunner | None = None,
+        *,
+        scheduler: OptimizerParamScheduler,
     ) -> None:
         self.config = config
         self.plan = plan
         self.chunks = list(chunks)  # of this rank: the model, or its stages of a pipeline
         self.runner = runner  # of the pipeline, where there is one
         self.optimizer = optimizer
+        self.scheduler = scheduler
         self.tokens = tokens
         self.groups = groups
         self.device = device
@@ -74,25 +78,30 @@ class Trainer:
             batches = [self.batch(self.tokens.train, part) for part in parts]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        total = self._run_whole(batches, trace) if self.runner is None else self._run_pipeline(batches, trace)
+        scale = float(self.optimizer.get_loss_scale())
+        if self.runner is None:
+            total = self._run_whole(batches, scale, trace)
+        else:
+            total = self._run_pipeline(batches, trace)  # its grad_scale_func knows the scale
         with trace.span("finalize"):
             finalize_model_grads(self.chunks)
         trace.buckets = [event for chunk in self.chunks for event in chunk.step_report().events]
-        lr = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
+        lr = self.scheduler.get_lr({})
         with trace.span("optimizer"):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_mult", 1.0)
             updated, grad_norm, _ = self.optimizer.step()
+            if updated:
+                self.scheduler.step(increment=self.config.run.global_batch_size)
         with trace.span("loss"):
             rank_tokens = sum(labels.numel() for _, labels in batches)
             loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)
         self.step += 1
-        return StepResult(loss, grad_norm, lr, updated, stop, trace)
+        return StepResult(loss, grad_norm, lr, updated, stop, trace, scale)
 
-    def _run_whole(self, batches: Sequence[Batch], trace: StepTrace) -> torch.Tensor:
+    def _run_whole(self, batches: Sequence[Batch], loss_scale: float, trace: StepTrace) -> torch.Tensor:
         """Forward and backward of a model that is whole on this rank; the sum of its tokens' losses."""
         (model,) = self.chunks
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        weight = loss_scale / len(batches)
         for number, (inputs, labels) in enumerate(batches, start=1):
             is_last = number == len(batches)
             with nullcontext() if is_last else model.no_sync():
@@ -101,8 +110,8 @@ class Trainer:
                     total += losses.detach().double().sum()
                 # The wrapper takes the mean over data and context ranks, which have equally many tokens, so this is
                 # the mean over the global batch.
-                with trace.span("backward"), auxiliary_loss_scale(1 / len(batches)):
-                    (losses.mean() / len(batches)).backward()
+                with trace.span("backward"), auxiliary_loss_scale(weight):
+                    (losses.mean() * weight).backward()
         return total
 
     def _run_pipeline(self, batches: Sequence[Batch], trace: StepTrace) -> torch.Tensor:

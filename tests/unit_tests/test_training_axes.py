@@ -51,7 +51,7 @@ def test_the_losses_are_those_of_one_process(
 ) -> None:
     common = [*SIX_STEPS, *text_flags, *model]
     expected = losses_of_a_plain_loop(load_config([*common, "--parallel.tp", "1"]), 6)
-    assert expected[0] - expected[-1] > 0.3, "the losses must move by far more than the bound"
+    assert expected[0] - expected[-1] > 0.2, "the losses must move by far more than the bound"
     losses = losses_on_ranks(world, [*common, *layout.split()], tmp_path, timeout_s=120.0)
     assert losses == pytest.approx(expected, abs=2e-5, rel=0)
 

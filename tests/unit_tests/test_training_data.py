@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from core.training.config import DataOptions, OptimizerOptions
+from core.training.config import DataOptions, JobConfig, OptimizerOptions, RunOptions
 from core.training.sampler import GlobalBatchSampler, microbatches
-from core.training.schedule import learning_rate
+from core.training.schedule import make_scheduler
 from core.training.text import open_text, standard_library
 from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
 
@@ -146,10 +147,26 @@ def test_a_text_shorter_than_a_window_is_refused() -> None:
         GlobalBatchSampler(num_windows=0, global_batch_size=2, seed=3)
 
 
+def rates_of(steps: int, **options: object) -> list[float]:
+    config = JobConfig(
+        optimizer=OptimizerOptions(lr=1.0, min_lr=0.2, **options),  # type: ignore[arg-type]
+        run=RunOptions(steps=steps, global_batch_size=7),
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(config, optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=7)
+    return rates
+
+
 def test_the_learning_rate_warms_up_then_falls_on_a_cosine_to_its_minimum() -> None:
-    options = OptimizerOptions(lr=1.0, min_lr=0.2, warmup_steps=4)
-    rates = [learning_rate(options, step, 15) for step in range(15)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[9] == pytest.approx(0.6) and rates[14] == pytest.approx(0.2)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert learning_rate(OptimizerOptions(lr=1.0, warmup_steps=0), 0, 1) == 1.0
+    rates = rates_of(14, warmup_steps=4)
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[8] == pytest.approx(0.6) and rates[13] == pytest.approx(0.2)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates_of(1, warmup_steps=0) == [1.0]
+    assert rates_of(3, warmup_steps=4) == [0.25, 0.5, 0.75], "a run within its warm-up never decays"
+    assert rates_of(5, warmup_steps=0, decay="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates_of(4, warmup_steps=2, decay="constant") == [0.5, 1.0, 1.0, 1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import pytest
 from core.training import progress
 from core.training.config import JobConfig
 from core.training.progress import LiveLine, PlainLines, duration, make_progress
-from core.training.step_log import StepRecord
+from core.training.step_log import StepLog, StepRecord
 from core.training.stop_request import StopRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "source" / "training.md"
@@ -26,6 +27,7 @@ def record(step: int, *, step_ms: float = 500.0, grad_norm: float | None = 0.5) 
         loss=2.5,
         grad_norm=grad_norm,
         lr=1e-3,
+        loss_scale=1.0,
         updated=grad_norm is not None,
         step_ms=step_ms,
         tokens_per_s=8192.0,
@@ -113,3 +115,21 @@ def test_every_command_and_file_on_the_page_is_understood(tmp_path: Path) -> Non
     assert len(read) == 5
     assert read[-1].model.num_layers == 8 and read[-1].optimizer.lr == 1e-3 and read[-1].ddp.bucket_size == 1_000_000
     assert read[0] == JobConfig()
+
+
+def test_a_log_that_goes_on_keeps_the_steps_before_and_forgets_those_after(tmp_path: Path) -> None:
+    with StepLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 6):
+            log.add(record(step))
+    path = tmp_path / "steps.jsonl"
+    path.write_text(path.read_text()[:-20])  # a crash has cut the last line
+    with StepLog(tmp_path, tensorboard=False, after_step=3) as log:
+        log.add(record(4))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [kept.step for kept in log.records] == [1, 2, 3, 4]
+    with StepLog(tmp_path, tensorboard=False, after_step=9) as log:
+        pass
+    assert [kept.step for kept in log.records] == [1, 2, 3, 4]
+    with StepLog(tmp_path, tensorboard=False) as log:
+        pass
+    assert path.read_text() == "", "a run that begins has no records"

@@ -66,7 +66,7 @@ REFUSED = [
         "fewer microbatches than stages",
         "--tp 1 --pp 4 --run.global-batch-size 3",
         "3 microbatches do not fit schedule 1F1B with 4 stages on 4 ranks: at least one microbatch a stage is needed. "
-        "Nearest: 4 (microbatches = 3 / (dp 1 x micro batch 1) = 3)",
+        "Nearest: 4 (microbatches = --run.global-batch-size 3 / (dp 1 x micro batch 1) = 3)",
         "--tp 1 --pp 4 --run.global-batch-size 4",
     ),
     (
@@ -230,6 +230,21 @@ def test_every_rank_refuses_before_it_looks_for_the_others(
     assert main(["--ep", "3", "--model.num-experts", "4"]) == 2
     message = capsys.readouterr().err
     assert ("error: 8 ranks are not divisible by etp 2 x ep 3" in message) == (rank == 0), "rank 0 speaks for all"
+
+
+@pytest.mark.parametrize(
+    ("flags", "microbatches"),
+    [
+        ("--tp 1 --pp 4", 8),
+        ("--tp 1 --pp 4 --run.global-batch-size 4", 4),  # two a stage there cannot be
+        ("--tp 2 --pp 2 --vpp 2", 4),
+        ("--tp 2 --pp 2 --run.global-batch-size 9", 9),  # 9, 3 and 1 divide it
+        ("--tp 1 --pp 2", 4),
+        ("--tp 2", 1),
+    ],
+)
+def test_a_pipeline_has_several_microbatches_a_stage_unless_they_are_given(flags: str, microbatches: int) -> None:
+    assert plan_job(load_config(flags.split()), 4).num_microbatches == microbatches
 
 
 def test_the_default_configuration_fits_its_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from core.training.job import train
 from core.training.model_config import transformer_config
 from core.training.plan import plan_job
 from core.training.sampler import GlobalBatchSampler
-from core.training.schedule import learning_rate
 from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
 from tests.unit_tests.ranks import run_on_ranks
 
@@ -45,6 +45,15 @@ def losses_on_ranks(world: int, flags: list[str], directory: Path, timeout_s: fl
     return read_losses(directory / "run")
 
 
+def learning_rate(config: JobConfig, step: int) -> float:
+    """Of step 0, 1, ...: linear up to step warmup_steps - 1, from there a cosine down to the last step."""
+    options, top = config.optimizer, config.optimizer.warmup_steps - 1
+    if step <= top:
+        return options.lr * (step + 1) / options.warmup_steps
+    progress = (step - top) / (config.run.steps - 1 - top)
+    return options.min_lr + (options.lr - options.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
 def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
     """One process, the whole batch at once, torch's own optimizer and clipping; nothing of the engine."""
     tokens = open_token_file(prepare_token_file(config.data), validation_fraction=config.data.validation_fraction)
@@ -61,7 +70,7 @@ def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step, config.run.steps)
+            group["lr"] = learning_rate(config, step)
         batch = torch.from_numpy(np.stack([window(tokens.train, int(i), length) for i in sampler.next_global_batch()]))
         optimizer.zero_grad()
         loss = model(batch[:, :-1], labels=batch[:, 1:]).mean()

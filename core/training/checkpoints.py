@@ -1,0 +1,160 @@
+"""A job's checkpoints: when they are saved, what of the job is in them, and what a run that goes on must agree with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from core.checkpoint import CheckpointError, CheckpointNotFound, CheckpointSaver, load_checkpoint, save_checkpoint
+from core.training.config import JobConfig
+from core.training.config_file import ConfigError, to_json
+from core.training.trainer import Trainer
+
+# Options of the model that change how it is computed, not what it is.
+FREE_MODEL_OPTIONS = frozenset(
+    (
+        *("recompute_granularity", "gradient_accumulation_fusion", "dtype", "hidden_dropout", "attention_dropout"),
+        *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
+    )
+)
+
+
+class JobCheckpoints:
+    """The checkpoints of one run. Every rank makes one and calls its methods together; a context manager.
+
+    Raises CheckpointError, the same on every rank, when a save fails: training ends, the last checkpoint is intact.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
+        assert config.checkpoint.dir is not None, "only made for a run that names its directory"
+        self.config = config
+        self.trainer = trainer
+        self.root = config.checkpoint.dir
+        # Ranks on devices agree on files through their CPUs.
+        self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
+        self.saved_step = -1
+        self.saver: CheckpointSaver | None = None
+
+    def resume(self) -> str:
+        """Bring back model, optimizer, scheduler, loss scale, random streams and the data's position.
+
+        Answers in a sentence where the run goes on, or that it begins because there is no checkpoint. ConfigError for
+        one that does not fit this run.
+        """
+        trainer, options = self.trainer, self.config.checkpoint
+        try:
+            report = load_checkpoint(
+                self.root, trainer.chunks, trainer.optimizer, trainer.scheduler, step=options.step, group=self.group
+            )
+        except CheckpointNotFound:
+            if options.step is not None:
+                raise ConfigError(f"--checkpoint.step {options.step}: there is no such step in {self.root}") from None
+            return f"no checkpoint in {self.root}: the run begins"
+        except (CheckpointError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        notes = compare_configurations(report.configuration, as_json(self.config))
+        check_text(report.extra["text"], self._text())
+        try:
+            trainer.sampler.load_state_dict(report.extra["sampler"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        trainer.step = self.saved_step = report.step
+        if not report.random_restored:
+            notes.append(
+                "random streams start anew, since they belong to another layout (only dropout draws from them)"
+            )
+        notes += [f"step {name} is damaged and was passed over" for name in report.skipped]
+        return "; ".join([f"going on after step {report.step} from {report.path}", *notes])
+
+    def step_edge(self) -> None:
+        """After a step: see how a save in flight has fared, and save if it is time."""
+        if self.saver is not None:
+            self.saver.step_edge()
+        every = self.config.checkpoint.every
+        if every is not None and self.trainer.step % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save the step that has just been done, unless it is saved already."""
+        trainer = self.trainer
+        if self.saved_step == trainer.step:
+            return
+        assert self.saver is not None, "saves come inside the with block"
+        extra = {"sampler": trainer.sampler.state_dict(), "text": self._text()}
+        save_checkpoint(
+            self.root,
+            trainer.step,
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.scheduler,
+            extra=extra,
+            configuration=as_json(self.config),
+            group=self.group,
+            saver=self.saver,
+        )
+        self.saved_step = trainer.step
+
+    def _text(self) -> dict[str, Any]:
+        return asdict(self.trainer.tokens.header)
+
+    def __enter__(self) -> JobCheckpoints:
+        options = self.config.checkpoint
+        self.saver = CheckpointSaver(
+            self.root, self.group, keep_last=options.keep, asynchronous=options.asynchronous
+        ).__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.saver is not None:
+            self.saver.__exit__(kind, error, traceback)
+
+
+def as_json(config: JobConfig) -> dict[str, Any]:
+    """The configuration as JSON knows it."""
+    values: dict[str, Any] = json.loads(to_json(config))
+    return values
+
+
+def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a run that goes on does differently, in words; ConfigError where it would be another model.
+
+    An option that either side does not know is left out: it has come or gone with a version.
+    """
+    differences = {
+        f"{section}.{name}": (value, now[section][name])
+        for section, options in saved.items()
+        if isinstance(options, Mapping) and section in now
+        for name, value in options.items()
+        if name in now[section] and now[section][name] != value
+    }
+    for option, (before, after) in differences.items():
+        section, _, name = option.partition(".")
+        if section == "model" and name not in FREE_MODEL_OPTIONS:
+            raise ConfigError(
+                f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; go on "
+                "with the same model, or begin another run in another --checkpoint.dir"
+            )
+    quiet = ("checkpoint.", "logging.")
+    changed = [
+        f"{name} {before} -> {after}" for name, (before, after) in differences.items() if not name.startswith(quiet)
+    ]
+    return [f"other options: {', '.join(changed)}"] if changed else []
+
+
+def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ConfigError where the position in the data would be one in another text."""
+    for name in ("text_bytes", "tokens", "vocab_size"):
+        if saved[name] != now[name]:
+            raise ConfigError(
+                f"the checkpoint was saved while training on {saved['text']} ({name} {saved[name]:,}), and this run's "
+                f"text is {now['text']} ({now[name]:,}); give the same --data.text and --data.tokenizer"
+            )
