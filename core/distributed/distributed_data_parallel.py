@@ -91,7 +91,8 @@ class DistributedDataParallel(nn.Module):
         self.buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
-        self.nan_watch = NonFiniteWatch(order) if ddp_config.check_for_nan_in_grad else None
+        watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
+        self.nan_watch = NonFiniteWatch(order) if watches_nan else None
         self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None
         wire_is_free = not self._wire_carries_activations(all_buffers)
         self.reducer = GradReducer(

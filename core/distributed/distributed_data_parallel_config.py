@@ -24,6 +24,8 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
     num_distributed_optimizer_instances: shard inside data / instances ranks, replicate across.
     check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
+    record_nan_in_grad: note where and in which microbatch a gradient first became NaN or Inf without raising, for an
+        optimizer that skips such steps and says why.
     check_for_large_grads: warn when a bucket's norm is 10 times what was seen before.
     bucket_size: elements a bucket holds; None for max(40 000 000, 1 000 000 x data ranks). Only used under overlap.
     num_buckets: the number of buckets instead of their size.
@@ -44,7 +46,8 @@ class DistributedDataParallelConfig:
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.
     whole_param_shards: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
-        whole (Muon). Costs padding where a bucket holds few matrices for its ranks.
+        whole (Muon); 'all': every parameter does. Embedding and output may be cut. Costs padding where a bucket holds
+        few parameters for its ranks.
     grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
         (in blocks with scales, see core/fp8_communication.py, and without overlap). None: as they are kept.
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
@@ -70,8 +73,9 @@ class DistributedDataParallelConfig:
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
     check_replicas: bool = False
     deterministic_reduction: bool = False
+    record_nan_in_grad: bool = False
     scale_in_optimizer: bool = False
-    whole_param_shards: bool = False
+    whole_param_shards: bool | Literal["all"] = False
     grad_communication_dtype: torch.dtype | None = None
     sync_rules: tuple[GradSyncRule, ...] = ()
 
@@ -110,6 +114,8 @@ class DistributedDataParallelConfig:
                 "reduce_scatter_with_fp32_accumulation keeps 16-bit gradients on the wire, and grad_reduce_in_fp32 "
                 "puts fp32 ones there; choose one"
             )
+        if self.whole_param_shards not in (False, True, "all"):
+            raise ValueError(f"whole_param_shards {self.whole_param_shards!r} is not one of False, True, 'all'")
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
         if self.scale_in_optimizer and self.average_in_collective:

@@ -200,7 +200,8 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
-    watches = [chunk.nan_watch for chunk in chunks if chunk.nan_watch is not None]
+    checked = [chunk for chunk in chunks if chunk.ddp_config.check_for_nan_in_grad]
+    watches = [chunk.nan_watch for chunk in checked if chunk.nan_watch is not None]
     if watches:
         check_finite(watches, groups)
     for chunk in chunks:

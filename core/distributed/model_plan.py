@@ -65,9 +65,14 @@ class ModelPlan:
         return lines
 
 
-def needs_whole(param: nn.Parameter) -> bool:
-    """Is this a matrix, or a stack of them, that an optimizer of matrices updates? Embedding and output are not."""
-    return param.dim() >= 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
+    """Does a parameter lie in one shard under this value of whole_param_shards?
+
+    True is for optimizers of matrices, and stacks of them; those leave embedding and output to another algorithm.
+    """
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return False
+    return wanted == "all" or (wanted is True and param.dim() >= 2)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -129,7 +134,7 @@ def plan_model(
         grad_dtype = torch.promote_types(param.dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else param.dtype
         key = BufferKey(dtype_name(param.dtype), dtype_name(grad_dtype), contracts[name].data_group)
         crosses = contracts[name].crosses_stages
-        whole = ddp_config.whole_param_shards and needs_whole(param) and not crosses
+        whole = stays_whole(param, ddp_config.whole_param_shards) and not crosses
         specs.append(ParamSpec(name, tuple(param.shape), key, own_bucket=crosses, whole=whole))
     buffers = []
     for key, members in group_by_key(specs).items():

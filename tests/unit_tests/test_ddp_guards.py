@@ -21,7 +21,7 @@ from core.distributed import (
 )
 from core.model_parallel_config import ModelParallelConfig
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
+from tests.unit_tests.reference import assert_same, batch, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
 SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
@@ -264,3 +264,22 @@ def test_across_optimizer_instances_only_the_shard_travels(rank: int, world: int
     inside, across = buffer.numel * 8 / 2, 2 * (buffer.numel / 2) * 8 / 2  # (n-1)/n of all, then 2 (n-1)/n of a half
     assert ddp.step_report().bytes_sent == inside + across
     assert ddp.step_report().collectives == 2
+
+
+@ranks(2)
+def test_a_recorded_nan_raises_nothing_and_names_its_microbatch(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), record_nan_in_grad=True, overlap_grad_reduce=True, bucket_size=40)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        for microbatch in range(3):
+            x, y = batch(rank, microbatch)
+            if (step, rank, microbatch) == (0, 1, 1):
+                x = x * float("nan")
+            (ddp(x) - y).pow(2).sum().backward()
+        finalize_model_grads([ddp])
+        first = ddp.nan_watch.first()
+        if (step, rank) == (0, 1):
+            assert first is not None and first[1] == 1
+        else:
+            assert first is None

@@ -247,13 +247,14 @@ def test_scale_gradients_scales_what_is_valid_and_zero_grad_buffer_zeroes_all(ra
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, overlap: bool) -> None:
+@pytest.mark.parametrize("whole", [True, "all"])
+def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, overlap: bool, whole: Any) -> None:
     parallel_state.initialize_model_parallel()
     expected = mean_over_ranks(make_net(width=40), world)
     ddp = wrap(
         make_net(width=40),
         use_distributed_optimizer=True,
-        whole_param_shards=True,
+        whole_param_shards=whole,
         overlap_grad_reduce=overlap,
         bucket_size=50,
     )
@@ -265,7 +266,7 @@ def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, ov
     for bucket in ddp.buffers[0].buckets:
         low, high = bucket.shard_range
         for slot in bucket.layout.slots:
-            if len(slot.shape) == 2:
+            if len(slot.shape) == 2 or whole == "all":
                 inside = [
                     low + bucket.layout.start <= place < high + bucket.layout.start
                     for place in (slot.start, slot.end - 1)
