@@ -1,0 +1,71 @@
+"""LowLevelZeroCheckpointIO: models are whole on every rank; optimizer state is gathered, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.booster.checkpoint_io.general_checkpoint_io import States, plain
+from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
+from core.distributed import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
+
+
+class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
+    """Files of the other plugins' form, with the fp32 masters of 16-bit training in the optimizer's.
+
+    Load the model before its optimizer: loaded weights become masters, until the optimizer's are loaded.
+    """
+
+    def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Each tensor, in memory of its own where it is tied, so that files tell that it is one."""
+        _refuse_split_experts(getattr(model, "module", None))
+        tensors = plain(model).state_dict(keep_vars=True)
+        uses = Counter(id(value) for value in tensors.values())
+        kept: dict[int, torch.Tensor] = {}
+        for name, value in tensors.items():
+            if isinstance(value, torch.Tensor) and uses[id(value)] > 1:
+                if id(value) not in kept:
+                    kept[id(value)] = value.detach().cpu().clone()
+                yield name, kept[id(value)]
+            else:
+                yield name, value
+
+    def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
+        """The user's groups, with the numbers that their parameters had before they were sharded."""
+        return packed_groups(optimizer.engine, optimizer.param_names)
+
+    def optimizer_states(self, optimizer: LowLevelZeroOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each parameter's state, gathered."""
+        _refuse_split_experts(optimizer.model)
+        yield from whole_states(optimizer.engine)
+
+    def place_state(self, optimizer: LowLevelZeroOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a parameter's state."""
+        return own_part(optimizer.engine, number, state)
+
+    def load_optimizer_states(
+        self, optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], states: States
+    ) -> None:
+        """Take over groups, and parts that `place_state` has given."""
+        _refuse_split_experts(optimizer.model)
+        load_parts(optimizer.engine, states)
+        update_groups(optimizer.engine, groups)
+
+
+def _refuse_split_experts(wrapped: Any) -> None:
+    """Before any collective: rank 0 has its own experts only, and would write them for all."""
+    if isinstance(wrapped, DistributedDataParallel):
+        size = wrapped.groups.size("ep")
+        if wrapped.expert_parallel_buffers and size > 1:
+            raise ValueError(
+                f"experts are spread over {size} ranks, and these files know each name once; save and load with "
+                "core.checkpoint.save_checkpoint and load_checkpoint, which know which experts a rank holds"
+            )

@@ -1,0 +1,162 @@
+"""The state of a sharded optimizer as torch has it: whole, by the number of a parameter; and back to shards.
+
+Whole states come one parameter at a time: each rank that owns elements of it sends them to the others of its shard
+group, so that gathering needs room for one parameter. `master` is beside the moments where masters are apart from the
+parameters (16-bit training); torch's optimizers keep such a key and do not use it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.collectives import Collectives, gather_objects
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.optimizer_state import MASTER, Entry
+
+PLACE = ("offset", "numel")
+OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which saved ones do not replace
+
+
+class Piece(NamedTuple):
+    """What one rank has of one parameter's state: elements [start, end) of some keys, and other values as they are."""
+
+    rank: int  # in the shard group
+    start: int
+    end: int
+    dtypes: dict[str, torch.dtype]
+    values: dict[str, Any]
+
+
+# -- out ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, whole state) of each parameter that has been updated, in order. Collective: every rank exhausts it.
+
+    Whole tensors have the parameter's shape, and lie where the gradients do.
+    """
+    mine = engine.state_by_parameter()
+    pieces = _pieces_of_all_ranks(engine, mine)
+    group_of = {name: group for group, names in _names_by_group(engine) for name in names}
+    for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
+        name = engine.names.get(id(param))
+        if name is None or not _has_moments(pieces[name]):
+            continue
+        state: dict[str, Any] = dict(pieces[name][0].values)
+        for key, dtype in pieces[name][0].dtypes.items():
+            whole = torch.zeros(param.numel(), dtype=dtype, device=engine.meter.device)
+            for entry in mine.get(name, []):
+                whole[entry["offset"] : entry["offset"] + entry["numel"]].copy_(entry[key])
+            for piece in pieces[name]:
+                Collectives().broadcast(whole[piece.start : piece.end], group_of[name], piece.rank)
+            state[key] = whole.view(param.shape)
+        yield number, state
+
+
+def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, list[str]]]:
+    """Shard groups and the names of what is sharded over them, alike on all ranks."""
+    found: dict[dist.ProcessGroup, list[str]] = {}
+    for masters in engine.masters:
+        found.setdefault(masters.bucket.groups.shard, []).extend(c.name for c in masters.bucket.contracts)
+    return list(found.items())
+
+
+def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[Entry]]) -> dict[str, list[Piece]]:
+    pieces: dict[str, list[Piece]] = {}
+    for group, names in _names_by_group(engine):
+        rank = dist.get_rank(group)
+        here = {name: [_piece(rank, entry) for entry in mine.get(name, [])] for name in names}
+        for theirs in gather_objects(here, group):
+            for name, found in theirs.items():
+                pieces.setdefault(name, []).extend(found)
+    return pieces
+
+
+def _piece(rank: int, entry: Entry) -> Piece:
+    dtypes: dict[str, torch.dtype] = {}
+    values: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key in PLACE:
+            continue
+        if isinstance(value, torch.Tensor) and key != "step" and value.shape == (entry["numel"],):
+            dtypes[key] = value.dtype
+        else:  # a count of steps, or what is kept for rows and columns
+            values[key] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return Piece(rank, entry["offset"], entry["offset"] + entry["numel"], dtypes, values)
+
+
+def _has_moments(pieces: Sequence[Piece]) -> bool:
+    """Has it been updated? torch's optimizers set up the state of a parameter where they find none at all."""
+    return bool(pieces) and bool(pieces[0].values or set(pieces[0].dtypes) - {MASTER})
+
+
+def packed_groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    """The groups as torch's state_dict has them: numbers for parameters, and here their names too."""
+    number = itertools.count()
+    groups = []
+    for group, params in zip(engine.param_groups, engine.user_params, strict=True):
+        packed = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        packed["params"] = [next(number) for _ in params]
+        if all(param in names for param in params):
+            packed["param_names"] = [names[param] for param in params]
+        groups.append(packed)
+    return groups
+
+
+# -- in -------------------------------------------------------------------------------------------------------------
+
+
+def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) -> Entry:
+    """This rank's elements of a whole state, copied. Not collective.
+
+    A master that does not round to the parameter is of another moment (saved before other training), and is left out.
+    """
+    param = list(itertools.chain.from_iterable(engine.user_params))[number]
+    name = engine.names.get(id(param), f"number {number}")
+    offset, numel = _owned(engine).get(id(param), (0, 0))
+    entry: Entry = {"offset": offset, "numel": numel}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and param.dim() > 0):
+            entry[key] = value
+        elif value.shape == param.shape:
+            entry[key] = value.reshape(-1)[offset : offset + numel].clone()
+        elif engine.shaped:
+            entry[key] = value
+        else:
+            raise ValueError(
+                f"{key!r} of {name!r} has shape {list(value.shape)} in the checkpoint, and the parameter "
+                f"{list(param.shape)}; it is of another model, or of another algorithm"
+            )
+    if MASTER in entry:
+        here = param.detach().reshape(-1)[offset : offset + numel]
+        master = entry[MASTER].to(device=here.device, dtype=torch.float32)
+        entry[MASTER] = torch.where(master.to(here.dtype) == here, master, here.float())
+    return entry
+
+
+def _owned(engine: AdoptedOptimizer) -> dict[int, tuple[int, int]]:
+    """id(parameter) -> (first element, number of elements) of what this rank updates of it."""
+    return {id(piece.param): (piece.offset, piece.numel) for masters in engine.masters for piece in masters.slices}
+
+
+def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:
+    """Take over parts by number, from `own_part`; parameters without one start fresh."""
+    entries: dict[str, Entry] = {}
+    for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
+        name = engine.names.get(id(param))
+        if name is not None:
+            entries[name] = parts.get(number, {"offset": 0, "numel": param.numel()})
+    engine.load_state_by_parameter(entries)
+
+
+def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the groups the options that were saved, in place: schedulers hold them."""
+    for group, other in zip(engine.param_groups, saved, strict=True):
+        group.update({key: value for key, value in other.items() if key not in OWN_OPTIONS})

@@ -1,0 +1,30 @@
+"""LoRA adapters in an optimizer that was made before them: each goes to the group of the weight that it adapts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+from torch import nn
+
+ADAPTER = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
+
+
+def add_adapters(model: nn.Module, optimizer: Any) -> None:
+    """Add a peft model's trainable adapters that the optimizer lacks; a warning where their weight has no group."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        match = ADAPTER.search(name)
+        if match is None or not param.requires_grad or id(param) in group_of:
+            continue
+        origin = named.get(name[: match.start()] + ".base_layer.weight")
+        group = None if origin is None else group_of.get(id(origin))
+        if group is None:
+            warnings.warn(
+                f"adapter {name!r} adapts a weight that is not in the optimizer and is not trained", stacklevel=5
+            )
+            continue
+        group["params"].append(param)
+        group_of[id(param)] = group

@@ -1,0 +1,206 @@
+"""LowLevelZeroOptimizer: what a loop calls of a sharded optimizer. The engine reduces, measures and steps."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.distributed.bucket import BucketState
+from core.interface import OptimizerWrapper
+from core.interface.optimizer import check_max_norm
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.loss_scaler import LossScaler
+
+logger = logging.getLogger(__name__)
+
+
+class LowLevelZeroOptimizer(OptimizerWrapper):
+    """`optim` is the user's torch optimizer, whose groups list this rank's master weights now.
+
+    A step: gradients become whole (once, at the first call that needs them), are measured, and applied. Every rank
+    calls `step`, `zero_grad`, clipping and norms alike.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        engine: AdoptedOptimizer,
+        model: DistributedDataParallel,
+        max_norm: float,
+        *,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(optim)
+        self.engine = engine
+        self.model = model
+        self.max_norm = max_norm
+        self.verbose = verbose
+        self.found_inf = False  # in the gradients of the last step
+        self._ready = False  # are this step's gradients whole and measured?
+        self._clip_once: float | None = None  # in place of max_norm, in this step
+        self._stepped_at = -1  # reductions that had been launched when the last step was made
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale, of fp16."""
+        return self.engine.grad_scaler
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters, in the order of the groups that the optimizer was made with."""
+        return [param for params in self.engine.user_params for param in params]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters have their place in buffers by now."""
+        raise RuntimeError(
+            "add_param_group came after boost, when the optimizer's shards are laid out already; add the group to the "
+            "torch optimizer before boost"
+        )
+
+    # -- one step, in order -----------------------------------------------------------------------------------------
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop all gradients; a new step begins. Collective where a reduction has begun."""
+        self.engine.zero_grad()
+        self._begin()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward adds to this rank's gradients without reducing them."""
+        return self.model.no_sync()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers."""
+        if self.scaler is None:
+            return super().scale_loss(loss)
+        return loss.float() * self.scaler.value
+
+    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        """Accumulate the gradient of the loss, and reduce it unless within `no_sync`."""
+        self._expect_open("backward")
+        scaled = loss if self.scaler is None else self.scale_loss(loss)
+        scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
+
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
+    ) -> None:
+        """Go on with a gradient from elsewhere, which carries the loss scale already."""
+        self._expect_open("backward_by_grad")
+        torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+
+    def unscale_grad(self) -> None:
+        """Nothing is to be done: the scale is taken out when the gradient is used."""
+        if self.scaler is None:
+            super().unscale_grad()
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float | None = None, error_if_nonfinite: bool = False, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Clip this step's whole gradient to `max_norm` instead of the plugin's; returns its norm before. Collective.
+
+        norm_type: the plugin's, which says what is measured.
+        """
+        check_max_norm(max_norm)
+        measured = self.engine.config.grad_norm_type
+        if norm_type not in (None, measured):
+            raise ValueError(
+                f"norm_type is {norm_type}, and the gradient's norm is measured with {measured}; make the plugin with "
+                f"LowLevelZeroPlugin(norm_type={norm_type})"
+            )
+        self._make_ready()
+        if self.found_inf and error_if_nonfinite:
+            raise RuntimeError(f"the gradient's norm is {self._grad_norm}, so it cannot be clipped")
+        self._clip_once = max_norm
+        return torch.tensor(self._grad_norm)
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective."""
+        if not clip_value > 0:
+            raise ValueError(f"clip_value is {clip_value}; it must be positive")
+        self._make_ready()
+        if not self.found_inf:
+            self.engine.clamp(clip_value)
+
+    def get_param_grad(self, param: nn.Parameter) -> torch.Tensor:
+        """The whole, reduced, unscaled gradient of a parameter of the model, which has no `.grad` of its own after
+        its reduction. Collective; after the last backward and before `step`.
+        """
+        self._make_ready()
+        return self.engine.whole_gradient(param)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Update the parameters, unless a gradient overflowed on some rank: then nothing changes on any. Collective."""
+        if any(argument is not None for argument in (*args, *kwargs.values())):
+            raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
+        self._make_ready()
+        made = self.engine.apply(self.max_norm if self._clip_once is None else self._clip_once)
+        if self.verbose and self.model.groups.rank("dp_cp") == 0:
+            scale = 1.0 if self.scaler is None else self.scaler.value
+            logger.info(
+                "step %s, gradient norm %.6g, loss scale %g", "made" if made else "skipped", self._norm(), scale
+            )
+        self._stepped_at = self.model.reducer.launches
+        self._begin()
+
+    def _make_ready(self) -> None:
+        """Once a step: reduce what backward has not, and measure."""
+        if self._ready:
+            return
+        self.engine.unused.agree()
+        order = self.model.reducer.order
+        done = all(bucket.state is BucketState.FINAL for bucket in order)
+        # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
+        if not done or self.model.reducer.launches == self._stepped_at:
+            finalize_model_grads([self.model])
+        self.found_inf = self.engine.measure()
+        self._grad_norm = self.engine.measured_norm
+        self._ready = True
+
+    def _begin(self) -> None:
+        self.engine.unused.reset()
+        self._ready = False
+        self._clip_once = None
+
+    def _norm(self) -> float:
+        return float("nan") if self._grad_norm is None else self._grad_norm
+
+    def _expect_open(self, what: str) -> None:
+        if self._ready:
+            raise RuntimeError(
+                f"{what}() came after this step's gradients were reduced (by clipping, a norm or get_param_grad); call "
+                "step() or zero_grad() first, and clip only before step()"
+            )
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's format, on every rank, with masters beside the moments. Collective.
+
+        For one that does not fit on a rank: Booster.save_optimizer(shard=True).
+        """
+        state: dict[str, Any] = {
+            "state": {number: _copied(found) for number, found in whole_states(self.engine)},
+            "param_groups": packed_groups(self.engine, self.param_names),
+        }
+        if self.scaler is not None:
+            state["loss_scaler"] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict`, or a torch optimizer's over the same parameters, was called."""
+        numbers = match_groups(state_dict["param_groups"], packed_groups(self.engine, self.param_names))
+        found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
+        load_parts(self.engine, {number: own_part(self.engine, number, state) for number, state in found.items()})
+        update_groups(self.engine, state_dict["param_groups"])
+        if self.scaler is not None and "loss_scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

@@ -1,0 +1,208 @@
+"""AdoptedOptimizer: a torch optimizer that a user has made, stepping this rank's shard of a wrapped model.
+
+The user's object stays the one that steps, with its own group dictionaries, so whoever holds them (a learning rate
+scheduler) keeps driving it. Only what the groups list is exchanged: master weights in the place of parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.distributed.bucket import Bucket
+from core.distributed.collectives import Collectives
+from core.optimizer.algorithms import algorithm_needs_shapes, resolve
+from core.optimizer.clip_grads import everybody
+from core.optimizer.cpu_offload import OffloadedOptimizer
+from core.optimizer.distributed_optimizer import DistributedOptimizer
+from core.optimizer.master_weights import Run
+from core.optimizer.model_check import check_model
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.param_groups import ParamGroups
+from core.optimizer.unused_parameters import UnusedParameters
+
+if TYPE_CHECKING:
+    from core.distributed.distributed_data_parallel import DistributedDataParallel
+
+
+class AdoptedGroups(ParamGroups):
+    """The groups of a user's optimizer, where ParamGroups has those of a config."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups: list[dict[str, Any]] = optimizer.param_groups
+        self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in self.groups]
+        self._number = {id(param): number for number, params in enumerate(self.params) for param in params}
+
+    def of(self, param: nn.Parameter) -> int:
+        """The index of a parameter's group."""
+        return self._number[id(param)]
+
+    def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
+        """The user's dictionaries, which no longer list parameters."""
+        for group in self.groups:
+            group["params"] = []
+        return self.groups
+
+
+class AdoptedOptimizer(DistributedOptimizer):
+    """Steps `user`, a torch optimizer over parameters of the wrapped model, as a sharded optimizer.
+
+    As with torch, a parameter that got no gradient on any rank is left alone in this step: no momentum, no decay moves
+    it. State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
+    Collective: every rank of the job makes it, and calls `measure` and `apply`, together.
+    """
+
+    def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
+        check_model(config, [model])
+        self.user = user
+        self.shaped = needs_shapes(user)
+        self.user_params = [list(group["params"]) for group in user.param_groups]
+        before = dict(user.state)
+        user.state.clear()
+        super().__init__(config, [model], AdoptedGroups(user), everybody(model.groups))
+        self.unused = UnusedParameters(model)
+        self._left_out: list[nn.Parameter] = []
+        self._scale = 1.0  # of the loss, when the gradients were measured
+        if before:
+            self._take_over(before)
+
+    def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
+        return self.shaped
+
+    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], runs: list[Run]) -> torch.optim.Optimizer:
+        if not self.config.optimizer_cpu_offload:
+            return self.user
+
+        def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            own = all(mine is theirs for mine, theirs in zip(groups, self.user.param_groups, strict=True))
+            return self.user if own else twin_of(self.user, groups)
+
+        may = [not run.in_scratch for run in runs]
+        return OffloadedOptimizer(self.config, torch_groups, runs, may, make)
+
+    def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Cut the state that parameters had before into this rank's shards."""
+        entries: dict[str, Any] = {}
+        for params in self.user_params:
+            for param in params:
+                if id(param) in self.names:
+                    entry = {"offset": 0, "numel": param.numel()}
+                    for key, value in state.get(param, {}).items():
+                        flat = isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
+                        entry[key] = value.reshape(-1) if flat else value
+                    entries[self.names[id(param)]] = entry
+        self.load_state_by_parameter(entries)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def measure(self) -> bool:
+        """Norm and finiteness of reduced gradients; the loss scale follows. Returns: was there an overflow anywhere?"""
+        self._left_out = self.unused.found
+        self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+        with frozen(self._left_out):
+            return self.prepare_grads()
+
+    @property
+    def measured_norm(self) -> float:
+        """Of the whole gradient without the loss scale, before clipping."""
+        return self._measured().norm
+
+    def clamp(self, limit: float) -> None:
+        """Bound each element of the measured gradient to [-limit, limit], in memory, and measure again."""
+        stats = self._measured()
+        for masters, factor in zip(self.masters, stats.factors, strict=True):
+            masters.grad.clamp_(-limit / factor, limit / factor)
+        self._stats = self.meter.measure(loss_scale=self._scale)
+
+    @torch.no_grad()
+    def apply(self, max_norm: float) -> bool:
+        """Update the parameters from measured gradients, clipped to `max_norm` if it is not 0; False where skipped."""
+        stats = self._measured()
+        if not stats.finite:
+            self._skip(stats)
+            return False
+        self.clip_grad_norm(max_norm)
+        with frozen(self._left_out):
+            self.step_with_ready_grads()
+        return True
+
+    # -- looking in -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole_gradient(self, param: nn.Parameter) -> torch.Tensor:
+        """A parameter's reduced and unscaled gradient, whole, after `measure`. Collective over its shard group."""
+        stats = self._measured()
+        for masters, factor in zip(self.masters, stats.factors, strict=True):
+            for index, own in enumerate(masters.bucket.params):
+                if own is param:
+                    return _whole(masters.bucket, index) * factor
+        raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
+
+
+def _whole(bucket: Bucket, index: int) -> torch.Tensor:
+    slot = bucket.layout.slots[index]
+    low, high = bucket.shard_range
+    start, end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
+    whole = torch.zeros(end - start, dtype=torch.float32, device=bucket.device)
+    if max(start, low) < min(end, high):
+        part = bucket.owned_grad[max(start, low) - low : min(end, high) - low]
+        whole[max(start, low) - start : min(end, high) - start].copy_(part)
+    Collectives().all_reduce(whole, bucket.groups.shard).wait()
+    return whole.view(slot.shape)
+
+
+@contextmanager
+def frozen(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters that the optimizer cuts out of its runs, as those that a user has frozen."""
+    for param in params:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in params:
+            param.requires_grad_(True)
+
+
+def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:
+    """Must the optimizer see whole parameters in their shape, or is its update one of each element by itself?
+
+    Known of torch's classes, and of classes derived from them with the same `step`. Another class says it with
+    `needs_shapes = True` or False; ValueError where it does not, because a wrong guess would train wrongly.
+    """
+    cls = type(optimizer)
+    resolve(cls)  # refuses those that need a closure or sparse gradients
+    if getattr(cls, "needs_shapes", None) is not None:
+        return bool(cls.needs_shapes)
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.optim") and base is not torch.optim.Optimizer:
+            step: Any = base.__dict__.get("step")
+            if step is not None and inspect.unwrap(step) is inspect.unwrap(cls.step):
+                return algorithm_needs_shapes(base)
+    if cls.__module__.startswith("core.optimizer."):
+        return algorithm_needs_shapes(cls)
+    raise ValueError(
+        f"{cls.__name__} does not say whether it updates each element by itself, so it is not known whether a rank may "
+        f"step a part of a parameter. Set `{cls.__name__}.needs_shapes = False` if it does (Adam, SGD and their kin), "
+        "True if it looks at whole parameters (LAMB, LARS, Muon)"
+    )
+
+
+def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer like a user's, over other groups, without state; made without knowing how the user's was made.
+
+    A scheduler has patched the original's `step`; that, and the user's hooks, stay with the original.
+    """
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            setattr(twin, name, OrderedDict())
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
+    return twin
