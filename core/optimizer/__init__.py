@@ -85,6 +85,6 @@ def get_megatron_optimizer(
     if pg_collection is None:
         pg_collection = model_chunks[0].groups
     groups.agree(everybody(pg_collection))
-    check_whole_params([key.algorithm for key in groups.keys], model_chunks)
+    check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
     return cls(config, model_chunks, groups, everybody(pg_collection))

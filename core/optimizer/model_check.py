@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from core.distributed.bucket import Bucket
-from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
@@ -75,13 +75,21 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
             )
 
 
-def check_whole_params(algorithms: Iterable[str], model_chunks: Sequence[ModelChunk]) -> None:
+def check_whole_params(groups: ParamGroups, model_chunks: Sequence[ModelChunk]) -> None:
     """Raise ValueError, on all ranks alike, where an algorithm needs whole parameters and shards may cut them."""
-    needing = [algorithm for algorithm in algorithms if algorithm_needs_shapes(algorithm)]
+    level, name = groups.whole
     for chunk in model_chunks:
-        sizes = chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp")
-        if needing and chunk.ddp_config.sharded and max(sizes) > 1 and not chunk.ddp_config.whole_param_shards:
+        ranks = max(chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp"))
+        if level == CUT_OK or not chunk.ddp_config.sharded or ranks == 1:
+            continue
+        if level == EMBEDDINGS:
             raise ValueError(
-                f"{needing[0]!r} needs whole parameters, and the model was wrapped so that shards cut them; set "
-                "DistributedDataParallelConfig(whole_param_shards=True)"
+                f"parameter {name!r} is an embedding or output layer, which shards cut, and its algorithm needs it "
+                "whole; give it another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
+            )
+        wanted: bool | str = True if level == MATRICES else "all"
+        if chunk.ddp_config.whole_param_shards not in (wanted, "all"):
+            raise ValueError(
+                f"parameter {name!r} is updated by an algorithm that needs it whole, and shards may cut it; wrap the "
+                f"model with DistributedDataParallelConfig(whole_param_shards={wanted!r})"
             )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.distributed.collectives import gather_objects
-from core.optimizer.algorithms import Algorithm, label
+from core.optimizer.algorithms import Algorithm, algorithm_needs_shapes, label
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.param_key import (
     ParamGroupOverride,
@@ -28,6 +28,9 @@ from core.optimizer.param_key import (
 
 Condition = Callable[[str, nn.Parameter], bool]
 Overrides = Mapping[ParamKey, ParamGroupOverride]
+
+# What algorithms ask of shards: nothing, whole matrices, all of them whole, or what shards always cut.
+CUT_OK, MATRICES, VECTORS, EMBEDDINGS = range(4)
 
 LEARNING_RATES = ("max_lr", "min_lr")
 # What a group holds for the scheduler, for checkpoints and for people; the rest are options of its algorithm.
@@ -128,6 +131,7 @@ class ParamGroups:
         self.keys: list[GroupKey] = []
         self.matched: set[int] = set()  # which of the overrides have been used
         self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
+        self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
         self._group_of: dict[int, GroupKey] = {}
         for name, param, is_expert in params:
             try:
@@ -136,6 +140,8 @@ class ParamGroups:
                 self.problem = self.problem or str(error)
                 continue
             self._group_of[id(param)] = key
+            if algorithm_needs_shapes(key.algorithm):
+                self.whole = max(self.whole, (what_must_be_whole(param), name))
             if key not in self.keys:
                 self.keys.append(key)
         for name, param in frozen:
@@ -168,7 +174,7 @@ class ParamGroups:
         them matches no parameter of any rank.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        everyone = {rank: (tuple(self.keys), tuple(sorted(self.matched)), self.problem)}
+        everyone = {rank: (tuple(self.keys), tuple(sorted(self.matched)), self.whole, self.problem)}
         for group in groups:
             everyone = {r: found for part in gather_objects(everyone, group) for r, found in part.items()}
         in_order = [everyone[rank] for rank in sorted(everyone)]
@@ -176,7 +182,8 @@ class ParamGroups:
         if problems:
             raise ValueError(problems[0])
         self.keys = list(dict.fromkeys(key for keys, *_ in in_order for key in keys))
-        self.matched = {index for _, matched, _ in in_order for index in matched}
+        self.matched = {index for _, matched, *_ in in_order for index in matched}
+        self.whole = max(whole for *_, whole, _ in in_order)
         unused = [
             key
             for index, key in enumerate(self.overrides)
@@ -229,6 +236,13 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
     if "min_lr" in numbers or config.min_lr is not None:
         group["min_lr"] = numbers.get("min_lr", config.min_lr)
     return group | {field: value for field, value in numbers.items() if field not in group}
+
+
+def what_must_be_whole(param: nn.Parameter) -> int:
+    """Of a parameter whose algorithm needs it whole: is it one that shards can leave whole, and with which option?"""
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return EMBEDDINGS
+    return MATRICES if param.dim() >= 2 else VECTORS
 
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:

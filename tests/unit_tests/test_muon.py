@@ -217,8 +217,16 @@ def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
 def test_shards_that_may_cut_matrices_are_refused_on_all_ranks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(width=61), use_distributed_optimizer=True)
-    with pytest.raises(ValueError, match="'muon' needs whole parameters.*whole_param_shards=True"):
+    with pytest.raises(ValueError, match=r"'third.weight' is updated by .*whole_param_shards=True"):
         get_megatron_optimizer(OptimizerConfig(**OPTIONS), [ddp])
+    matrices_whole = wrap(make_net(width=61), use_distributed_optimizer=True, whole_param_shards=True)
+    factored = OptimizerConfig(optimizer="Adafactor", lr=0.1)
+    with pytest.raises(ValueError, match="'third.bias' is updated by .*whole_param_shards='all'"):
+        get_megatron_optimizer(factored, [matrices_whole])
+    tagged = make_net()
+    tagged.first.weight.is_embedding_or_output_parameter = True
+    with pytest.raises(ValueError, match="'first.weight' is an embedding or output layer"):
+        get_megatron_optimizer(factored, [wrap(tagged, use_distributed_optimizer=True, whole_param_shards="all")])
 
 
 @ranks(2)  # the sum of two equal numbers is exact in bf16
@@ -427,7 +435,7 @@ def test_blockwise_orthogonalizes_parts(rank: int, world: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: int, strategy: str, name: str) -> None:
-    """Against the same class of torch on one process; vectors by Adam, as a shard may hold parts of them."""
+    """Against the same class of torch on one process; vectors by Adam, of which shards hold parts."""
     parallel_state.initialize_model_parallel()
     model = make_net()
     start, whole = copy.deepcopy(model), copy.deepcopy(model)
@@ -455,13 +463,15 @@ def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: i
     assert_equal_after_moving(*(dict(net.named_parameters()) for net in (model, whole, start)), rtol=rtol)
 
 
-@ranks(1, 2)
-def test_adafactor_sees_every_parameter_whole_where_nothing_is_sharded(rank: int, world: int) -> None:
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_adafactor_sees_every_parameter_whole(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     model = make_net()
     start, whole = copy.deepcopy(model), copy.deepcopy(model)
     plain = torch.optim.Adafactor(whole.parameters(), lr=0.05, weight_decay=0.0)
-    ddp = wrap(model)
+    whole_shards = "all" if strategy == "optim" else False
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, whole_param_shards=whole_shards)
     config = OptimizerConfig(optimizer="Adafactor", lr=0.05, weight_decay=0.0, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [ddp])
     for microbatch in range(4):
