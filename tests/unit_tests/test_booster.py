@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from core.booster import Booster
-from core.booster.accelerator import device_of_group
+from core.booster.accelerator import device_of_group, devices_here
 from core.booster.mixed_precision import FP16TorchMixedPrecision, mixed_precision_factory
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import DPPluginBase, Plugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -98,6 +98,9 @@ def test_without_a_plugin_the_device_and_the_precision_are_applied() -> None:
     assert boosted[0](torch.ones(2, 5)).dtype == torch.bfloat16
     assert boosted[0].unwrap() is model
     assert Booster().boost(model)[1:] == (None, None, None, None)
+    assert Booster().accelerator.device.type == devices_here()[-1]
+    booster.accelerator.device = torch.device("meta")  # the one other device that every machine has
+    assert all(param.is_meta for param in booster.boost(new_model())[0].parameters())
     with pytest.raises(ValueError, match="'xla' is not on this machine"):
         Booster(device="xla")
     with pytest.raises(RuntimeError, match="The plugin None does not support no_sync"):

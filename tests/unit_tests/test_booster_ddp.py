@@ -153,6 +153,14 @@ def test_a_bucket_of_no_size_is_refused(rank: int, world: int) -> None:
         TorchDDPPlugin(bucket_cap_mb=0)
 
 
+def test_batch_norm_becomes_common_to_all_ranks_off_the_cpu() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    weight = model[1].weight
+    converted = plugin_file.with_common_batch_norm(model, 2)
+    assert isinstance(converted[1], nn.SyncBatchNorm) and converted[1].weight is weight  # the optimizer's
+
+
 @ranks(2)
 def test_batch_norm_on_cpus_is_left_alone_with_a_warning(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match="no SyncBatchNorm for CPUs"):

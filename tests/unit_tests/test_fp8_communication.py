@@ -62,6 +62,14 @@ def test_a_mean_of_ranks_is_within_the_stated_bound(rank: int, world: int, numel
     assert all(torch.equal(everyone[0], other) for other in everyone), "ranks disagree"
 
 
+@ranks(4)
+def test_a_mean_is_over_the_group_and_not_over_the_world(rank: int, world: int) -> None:
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    x = torch.full((300,), float(2 ** (rank % 2 + 1)))  # 2 and 4: exact in 8 bits, as is their mean
+    fp8.all_reduce(x, pair, mean=True)
+    torch.testing.assert_close(x, torch.full((300,), 3.0), atol=0, rtol=1 / 16)
+
+
 @ranks(3)
 def test_an_overflow_on_one_rank_reaches_all(rank: int, world: int) -> None:
     x = torch.ones(1000)
