@@ -16,7 +16,6 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
-from core.distributed.guards import NonFiniteWatch
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
@@ -160,10 +159,8 @@ def test_a_norm_above_the_threshold_skips_on_all_ranks(rank: int, world: int, st
 def test_a_watch_that_saw_the_cause_is_believed(rank: int, world: int) -> None:
     """After the reduction every rank holds the NaN; the watch knows the rank and the microbatch that made it."""
     parallel_state.initialize_model_parallel()
-    ddp = wrap(make_net())
+    ddp = wrap(make_net(), record_nan_in_grad=True)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [ddp])
-    watch = NonFiniteWatch(ddp.reducer.order)
-    ddp.reducer.watch = watch
     optimizer.zero_grad()
     with ddp.no_sync():
         loss_of(ddp, rank, 0).backward()
@@ -171,7 +168,6 @@ def test_a_watch_that_saw_the_cause_is_believed(rank: int, world: int) -> None:
     (loss_of(ddp, rank, 2) * (math.nan if rank == 1 else 1.0)).backward()
     finalize_model_grads([ddp])
     assert all(bool(p.grad.isnan().any()) for p in ddp.parameters())
-    ddp.nan_watch = watch
     with warnings_of_the_optimizer() as records:
         assert optimizer.step() == (False, None, None)
     assert rank > 0 or "rank 1: the gradient of 'third.bias' became non-finite in microbatch 2" in records[0], records
