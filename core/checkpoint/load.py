@@ -29,7 +29,15 @@ from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_p
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, groups_of, local_tensors, tied_names
 from core.checkpoint.planners import PieceLoadPlanner, blob_keys, read_items, tensor_records
 from core.checkpoint.random_state import random_key, read_random_state, set_random_state
-from core.checkpoint.save import CONTENT_FORMAT, LAYOUT_AXES, checked_chunks, layout_of, loss_scaler_of, settle
+from core.checkpoint.save import (
+    CONTENT_FORMAT,
+    LAYOUT_AXES,
+    checked_chunks,
+    layout_of,
+    loss_scaler_of,
+    settle,
+    words_of,
+)
 from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
@@ -105,8 +113,8 @@ def load_checkpoint(
         metadata = reader.read_metadata()
         plan = _plan(chunks, optimizer, metadata, directory.meta)
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
-    except (ValueError, TypeError, KeyError) as failure:
-        error = f"cannot load {directory.path}: {failure}"
+    except Exception as failure:  # the others wait in the next gather, and must hear of it
+        error = f"cannot load {directory.path}: {words_of(failure)}"
     _refuse_together(ranks, directory, plan, metadata, error, strict=strict)
 
     random_name = _random_name(directory, chunks, metadata) if load_random_state else None
@@ -203,7 +211,9 @@ def _plan_tensor(plan: _Plan, local: LocalTensor, records: Mapping[str, TensorSt
     key, master = local.key, f"{OPTIMIZER}.{WEIGHTS}.{piece.name}"
     if local.is_param and master in records and local.tensor.dtype.itemsize > record.properties.dtype.itemsize:
         key = master
-    staging = torch.zeros(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)  # zeros: the padding's values
+    covered = sum(box.numel for box in piece.boxes) == local.tensor.numel()
+    make = torch.empty if covered else torch.zeros  # zeros are the padding's values
+    staging = make(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)
     plan.staged.append((local, staging))
     plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
 
@@ -288,8 +298,11 @@ def _wanted(plan: _Plan, keeps: _Keeps, saved: set[str]) -> set[str]:
 
 
 def _staged(plan: _Plan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
-    flat = torch.zeros(entry.numel, dtype=dtype, device=CPU)
-    plan.pieces += entry_pieces(entry, state_key, flat, key)
+    flat = torch.empty(entry.numel, dtype=dtype, device=CPU)
+    pieces = entry_pieces(entry, state_key, flat, key)
+    if sum(piece.data.numel() for piece in pieces) < entry.numel:
+        flat.zero_()  # padding
+    plan.pieces += pieces
     return flat
 
 

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 import core
 from core.checkpoint.agreement import Ranks
+from core.checkpoint.errors import CheckpointError
 from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
-from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, tied_names
+from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, module_of, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.saver import CheckpointSaver, SaveReport
@@ -63,8 +64,8 @@ def save_checkpoint(
         pieces = _pieces(chunks, optimizer)
         blobs = {random_key(groups_of(chunks[0])): save_random_state()}
         meta = _meta(step, chunks, optimizer, scheduler, extra, configuration)
-    except (ValueError, TypeError, AttributeError) as failure:
-        error = f"cannot save step {step}: {failure}"
+    except Exception as failure:  # the others wait in the next gather, and must hear of it
+        error = f"cannot save step {step}: {words_of(failure)}"
     ranks.agree(error)
     everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks)))
     ranks.agree(_differing([extra for extra, _ in everybody]))
@@ -103,6 +104,13 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
     return chunks
 
 
+def words_of(failure: Exception) -> str:
+    """What an error says; with its type where it is no refusal of ours."""
+    return (
+        str(failure) if isinstance(failure, (ValueError, CheckpointError)) else f"{type(failure).__name__}: {failure}"
+    )
+
+
 def settle(chunks: Sequence[Any]) -> None:
     """Finish parameter gathers in flight, so that parameters hold what the optimizer has written. Collective."""
     for chunk in chunks:
@@ -112,6 +120,7 @@ def settle(chunks: Sequence[Any]) -> None:
 
 def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     settle(chunks)
+    _warn_of_extra_state(chunks)
     tensors = local_tensors(chunks)
     mine = written_here(local.slice for local in tensors if local.is_param)
     # Buffers may differ among data ranks (running statistics): all of them come from the first one.
@@ -119,6 +128,15 @@ def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     pieces = model_pieces(local for local in tensors if local.slice.name in mine)
     entries = entries_of(optimizer, chunks, tensors)
     return pieces + optimizer_pieces(written_entries(entries, chunks, tensors))
+
+
+def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
+    """What modules give by get_extra_state has no global name and no slice: say that it is not saved."""
+    for chunk in chunks:
+        for name, value in module_of(chunk).state_dict().items():
+            if name.endswith("_extra_state") and value is not None:
+                warnings.warn(f"{name!r} is no parameter or buffer, and is not saved", stacklevel=4)
+                return
 
 
 def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:

@@ -322,6 +322,32 @@ def test_a_parameter_that_was_frozen_when_saved_starts_fresh_and_is_named(
     assert all(count == (1 if n.startswith("second") else 3) for n, count in steps.items())
 
 
+def test_what_modules_keep_beside_tensors_is_not_saved_and_said(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"amax": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError("there is none")
+
+    net = nn.Sequential(Scaled(2, 2))
+    with pytest.warns(UserWarning, match=r"'0._extra_state' is no parameter or buffer, and is not saved"):
+        save_checkpoint(tmp_path, 1, [net])
+    load_checkpoint(tmp_path, [net])
+
+
+@ranks(2)
+def test_an_error_that_one_rank_alone_has_is_raised_on_all(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build()
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+    if rank == 1:
+        del optimizer.names
+    with pytest.raises(CheckpointError, match=r"rank 1: cannot save step 2: AttributeError: .*names"):
+        save_checkpoint(tmp_path, 2, [model], optimizer)
+    with pytest.raises(CheckpointError, match=r"rank 1: cannot load .*AttributeError: .*names"):
+        load_checkpoint(tmp_path, [model], optimizer)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_file_of_another_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
