@@ -126,11 +126,7 @@ class RootDirectory:
                     continue
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "an unknown process"
                 os.close(descriptor)
-                raise CheckpointError(
-                    f"Another job saves its checkpoints to {self.path}: {holder}. Two jobs in one root would delete "
-                    "each other's checkpoints; end that job (and its children: they may hold the lock), close its "
-                    "CheckpointSaver, or give another directory."
-                ) from None
+                raise CheckpointError(self._refusal(holder)) from None
             except OSError as error:
                 os.close(descriptor)
                 raise CheckpointError(
@@ -139,7 +135,7 @@ class RootDirectory:
                 ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        os.pwrite(descriptor, f"{_this_process()} since {since}\n".encode(), 0)
         self._lock = descriptor
 
     def put_token(self) -> tuple[str, str]:
@@ -220,6 +216,17 @@ class RootDirectory:
         self._mend_latest()
         return cleaned
 
+    def _refusal(self, holder: str) -> str:
+        if holder.startswith(f"{_this_process()} "):
+            return (
+                f"This process has another CheckpointSaver open for {self.path}; close that one, or use it "
+                "(save_checkpoint takes it as saver=)."
+            )
+        return (
+            f"Another job saves its checkpoints to {self.path}: {holder}. Two jobs in one root would delete each "
+            "other's checkpoints; end that job (and its children: they may hold the lock), or give another directory."
+        )
+
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"Checkpoints cannot be saved to {self.path}: {explain(error, self.path)}. "
@@ -243,6 +250,10 @@ def read_latest(root: Path) -> str | None:
         return (root / LATEST).read_text().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _is_abandoned(saving: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.checkpoint import root_directory, saver
+from core.checkpoint import commit, root_directory, saver
 from core.checkpoint.directory import find_intact, latest_step, list_steps
 from core.checkpoint.errors import CheckpointError, CheckpointNotFound
 from core.checkpoint.root_directory import RootDirectory, SharedHold, list_committed, read_latest
@@ -172,12 +172,12 @@ def test_everything_is_on_the_disk_before_the_name_is_given(tmp_path: Path, monk
     assert any(entry[0] == "fsync" and entry[1].startswith(f"{tmp_path} ") for entry in after[moved:deleted])
 
 
-def test_two_jobs_in_one_root_are_refused_and_the_other_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_savers_in_one_root_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "LOCK_LIMIT_S", 0.1)
     first = CheckpointSaver(tmp_path)
-    with pytest.raises(CheckpointError, match=f"Another job saves its checkpoints to .*: process {os.getpid()} on "):
+    with pytest.raises(
+        CheckpointError, match="This process has another CheckpointSaver open for .*close that one, or use"
+    ):
         CheckpointSaver(tmp_path)
     save_step(first, 1)  # undisturbed
     first.close()
@@ -293,3 +293,22 @@ def test_a_child_of_a_killed_job_does_not_keep_the_lock(tmp_path: Path) -> None:
         RootDirectory(tmp_path).lock(1.0)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_that_is_cut_off_before_the_commit_is_not_committed(tmp_path: Path) -> None:
+    """As where rank 0 does not see all that another rank has written."""
+
+    real = commit.wait_for_parts
+
+    def cut_after(saving: Path, *rest: Any) -> Any:
+        parts = real(saving, *rest)
+        os.truncate(saving / "rank_00000_000.distcp", 100)
+        return parts
+
+    with CheckpointSaver(tmp_path) as once:
+        save_step(once, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("core.checkpoint.pending_save.wait_for_parts", cut_after)
+            with pytest.raises(CheckpointError, match="rank 0 wrote with .* bytes, has 100 bytes as rank 0 sees it"):
+                save_step(once, 2)
+    assert list_steps(tmp_path) == [1]

@@ -445,7 +445,7 @@ def test_the_space_that_is_asked_for_is_a_little_more_than_what_is_written(tmp_p
 def test_the_root_lock_is_for_one_job_only_and_the_kernel_frees_it(tmp_path: Path) -> None:
     first, second = RootDirectory(tmp_path), RootDirectory(tmp_path)
     first.lock(0.1)
-    with pytest.raises(CheckpointError, match="Another job"):
+    with pytest.raises(CheckpointError, match="another CheckpointSaver"):
         second.lock(0.1)
     first.unlock()
     second.lock(0.1)
