@@ -111,7 +111,7 @@ class ParallelOptions:
 class OptimizerOptions:
     """The update and its learning rate: linear warm-up to lr, then a cosine down to min_lr at the last step."""
 
-    name: Literal["adam", "sgd"] = "adam"
+    name: Literal["adam", "sgd", "lion", "muon"] = "adam"
     lr: float = 2e-3
     min_lr: float = 2e-4
     warmup_steps: int = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -119,7 +120,11 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     """A TOML value as an option's type: int, float, bool, str, Path, Literal, tuple of these, or one of them | None."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return convert(value, next(part for part in arguments if part is not type(None)), where)
+        parts = [part for part in arguments if part is not type(None)]
+        for part in parts[:-1]:
+            with contextlib.suppress(ConfigError):
+                return convert(value, part, where)
+        return convert(value, parts[-1], where)
     if origin is Literal:
         if value in arguments:
             return value

@@ -25,6 +25,7 @@ class Reporter:
         self.config = config
         self.plan = plan
         self.directory = directory
+        self.after_step = after_step
         self.log = StepLog(directory, tensorboard=config.logging.tensorboard, after_step=after_step)
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
@@ -72,7 +73,7 @@ class Reporter:
             "first_loss": records[0].loss if records else None,
             "last_loss": records[-1].loss if records else None,
             "validation_loss": validation_loss,
-            "seconds": records[-1].elapsed_s if records else 0.0,
+            "seconds": self._seconds(),
         }
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
@@ -95,9 +96,15 @@ class Reporter:
             if self.last_trace is not None:
                 draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
 
+    def _seconds(self) -> float:
+        """Of the steps of this run, not of those before it went on."""
+        records = self.log.records
+        return records[-1].elapsed_s if records and records[-1].step > self.after_step else 0.0
+
     def _last_words(self, ended_by: type[BaseException] | None) -> str:
         last = self.log.records[-1]
-        words = f"{last.step} steps in {last.elapsed_s:.1f} s; training loss {last.loss:.4f} nats per byte"
+        done = last.step - self.after_step
+        words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} nats per byte"
         if self.validation_loss is not None:
             words += f", validation loss {self.validation_loss:.4f}"
         if ended_by is not None:

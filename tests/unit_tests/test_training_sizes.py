@@ -173,6 +173,12 @@ REFUSED = [
         "dp x cp 2 is not divisible by --ddp.num-distributed-optimizer-instances 4: 2 / 4 = 0.5",
         "--ddp.num-distributed-optimizer-instances 2",
     ),
+    (
+        "matrices that are cut anywhere",
+        "--optimizer.name muon",
+        "--optimizer.name muon updates whole matrices",
+        "--optimizer.name muon --ddp.no-use-distributed-optimizer --ddp.no-overlap-param-gather",
+    ),
     ("a fraction", "--data.validation-fraction 1.5", "is 1.5; it must lie between 0 and 1", ""),
     (
         "a router whose gradient would be zero",
