@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from core.booster.plugin import TorchFSDPPlugin
 from core.booster.plugin import torch_fsdp_plugin as plugin_file
 from core.booster.plugin.fsdp_collectives import AllGather, Allocating
 from core.booster.plugin.fsdp_options import units_of
+from core.optimizer.loss_scaler import DynamicLossScaler
 from tests.unit_tests.booster_reference import (
     BOUNDS,
     MAX_NORM,
@@ -75,6 +77,7 @@ def test_hybrid_strategies_shard_in_a_machine_and_replicate_between(rank: int, w
         for group, strategy in (
             ((shard, replicate), ShardingStrategy.HYBRID_SHARD),
             (None, ShardingStrategy._HYBRID_SHARD_ZERO2),
+            (DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("r", "s")), ShardingStrategy.HYBRID_SHARD),
         ):
             plugin = TorchFSDPPlugin(group, strategy, auto_wrap_policy=LINEARS)
             model, _, norms = train(Booster(plugin=plugin), rank, 2, True)
@@ -224,8 +227,6 @@ def test_mixed_precision_of_the_plugin_trains_within_its_bound(rank: int, world:
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     options: dict[str, Any] = {"mixed_precision": MixedPrecision(param_dtype=wanted, reduce_dtype=torch.float32)}
     if dtype == "fp16":
-        from core.optimizer.loss_scaler import DynamicLossScaler
-
         options["loss_scaler"] = DynamicLossScaler(2.0**10)
     plugin = TorchFSDPPlugin(auto_wrap_policy=LINEARS, **options)
     model, optimizer, _ = train(Booster(plugin=plugin), rank, 2, True)
@@ -420,6 +421,12 @@ def test_which_unit_casts_its_inputs() -> None:
 def test_combinations_that_cannot_be_are_refused_when_the_plugin_is_made(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="HYBRID_SHARD.*pair"):
         TorchFSDPPlugin(process_group=dist.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match="HYBRID_SHARD.*mesh .replicate, shard."):
+        TorchFSDPPlugin(process_group=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert TorchFSDPPlugin(process_group=mesh).data_size() == 1
+    with pytest.raises(ValueError, match="loss_scaler is for fp16"):
+        TorchFSDPPlugin(loss_scaler=DynamicLossScaler(2.0))
     with pytest.raises(ValueError, match="FULL_SHARD.*one group"):
         TorchFSDPPlugin(process_group=(dist.group.WORLD, dist.group.WORLD))
     with pytest.raises(ValueError, match="keep_low_precision_grads"):

@@ -151,6 +151,8 @@ def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device
     process_group: None, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
     """
     if isinstance(process_group, DeviceMesh):
+        if strategy is ShardingStrategy.NO_SHARD:
+            return _mesh(process_group.mesh.view(-1, 1), device)
         return process_group
     if isinstance(process_group, (tuple, list)):
         shard, replicate = process_group

@@ -124,10 +124,15 @@ class TorchFSDPPlugin(DPPluginBase):
             raise TypeError(
                 f"sharding_strategy is {sharding_strategy!r}; expected a torch.distributed.fsdp.ShardingStrategy"
             )
-        if isinstance(process_group, (tuple, list)) != (self.sharding_strategy in HYBRID) and process_group is not None:
+        if isinstance(process_group, DeviceMesh):
+            pair = process_group.ndim == 2
+        else:
+            pair = isinstance(process_group, (tuple, list))
+        if process_group is not None and pair != (self.sharding_strategy in HYBRID):
             raise ValueError(
                 f"sharding_strategy {self.sharding_strategy.name} with process_group {process_group!r}: hybrid "
-                "strategies take a pair (shard group, replicate group), the others one group"
+                "strategies take a pair (shard group, replicate group) or a mesh [replicate, shard], the others one "
+                "group or a mesh [shard]"
             )
         if isinstance(mixed_precision, MixedPrecision) and mixed_precision.keep_low_precision_grads:
             raise ValueError(
@@ -249,11 +254,8 @@ class TorchFSDPPlugin(DPPluginBase):
     def data_rank(self) -> int:
         """This rank's place in the group that the model is sharded and replicated over."""
         shard, replicate = self._groups()
-        return (
-            dist.get_rank(replicate) * dist.get_world_size(shard) + dist.get_rank(shard)
-            if replicate
-            else (dist.get_rank(shard))
-        )
+        before = dist.get_rank(replicate) * dist.get_world_size(shard) if replicate else 0
+        return before + dist.get_rank(shard)
 
     def data_size(self) -> int:
         """The size of that group."""
