@@ -232,7 +232,7 @@ def test_settings_are_those_of_the_new_optimizer_unless_asked_for(rank: int, wor
     train(other, its_optimizer, 2)
     assert same(weights(model), weights(other))
     sgd_model, sgd = build(Net(), optimizer="sgd")
-    assert "those of Adam" in refused(tmp_path, sgd_model, sgd, load_hyperparameters=True)
+    assert "those of ['adam'] were saved, and here is ['sgd']" in refused(tmp_path, sgd_model, sgd, load_hyperparameters=True)
 
 
 def scheduler_of(optimizer: Any, max_lr: float = 0.1, **options: Any) -> OptimizerParamScheduler:

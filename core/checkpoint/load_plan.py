@@ -1,0 +1,187 @@
+"""LoadPlan: what one rank reads from a checkpoint, into memory of its own. Local: nothing is read, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
+from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
+from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, local_tensors, tied_names
+from core.checkpoint.planners import read_items, tensor_records
+
+CPU = torch.device("cpu")
+LACKS = "the checkpoint lacks "  # how a problem begins that strict=False allows
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What is known of the algorithm that updates a parameter. keys: None where nobody can say."""
+
+    algorithm: str
+    keys: AlgorithmKeys | None
+    was_saved: bool  # by a job that used the same algorithm
+
+
+@dataclass
+class LoadPlan:
+    """What one rank will read, and what it has found to be wrong or worth saying."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    staged: list[tuple[LocalTensor, torch.Tensor]] = field(default_factory=list)
+    entries: list[tuple[Entry, dict[str, Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    without_state: set[str] = field(default_factory=set)  # names of parameters
+    used: set[str] = field(default_factory=set)  # names of tensors that this rank holds a part of
+    keys: dict[tuple[int, str], Keeps] = field(default_factory=dict)  # by id(optimizer) and its name of a parameter
+
+
+def plan_load(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[str, Any]) -> LoadPlan:
+    """Compare what these chunks and their optimizer hold with the index of a file. What is wrong is in `problems`."""
+    records = tensor_records(metadata)
+    tensors = local_tensors(chunks)
+    plan = LoadPlan()
+    for local in tensors:
+        _plan_tensor(plan, local, records)
+    # A plain state_dict has a shared parameter under each of its names.
+    plan.used |= {f"{MODEL}.{name}" for name in tied_names(chunks)}
+    entries = entries_of(optimizer, chunks, tensors)
+    for leaf in leaves(optimizer):
+        plan.keys |= {(id(leaf), name): keeps for name, keeps in _algorithms(leaf, meta).items()}
+    in_file = _state_keys_in(records)
+    readable = {id(local) for local, _ in plan.staged}
+    for entry in entries:
+        if id(entry.local) in readable:
+            _plan_entry(plan, entry, in_file.get(entry.local.slice.name, set()), records)
+        else:  # weights that the file has not (strict=False) start fresh
+            plan.entries.append((entry, {"offset": entry.offset, "numel": entry.numel}))
+    if plan.entries and not in_file:
+        plan.notes.append("the checkpoint has no optimizer state: it starts fresh")
+    elif plan.without_state and any(keys - {WEIGHTS} for keys in in_file.values()):
+        names = sorted(plan.without_state)
+        plan.notes.append(
+            f"the checkpoint has no optimizer state of {names[0]!r} (and {len(names) - 1} more), as if it was frozen: "
+            "that starts fresh"
+        )
+    for number, piece in enumerate(plan.pieces):
+        try:
+            read_items(piece, number, metadata)
+        except ValueError as failure:
+            plan.problems.append(str(failure))
+    return plan
+
+
+def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, TensorStorageMetadata]) -> None:
+    """A parameter or buffer from its own tensor, or from its master weights where they hold more digits."""
+    piece = local.slice
+    plan.used.add(local.key)
+    record = records.get(local.key)
+    if record is None:
+        plan.problems.append(f"{LACKS}{local.key!r}")
+        return
+    if tuple(record.size) != piece.shape:
+        plan.problems.append(
+            f"{local.key!r} has shape {list(record.size)} in the checkpoint and {list(piece.shape)} in this model"
+        )
+        return
+    key, master = local.key, f"{OPTIMIZER}.{WEIGHTS}.{piece.name}"
+    if local.is_param and master in records and local.tensor.dtype.itemsize > record.properties.dtype.itemsize:
+        key = master
+    covered = sum(box.numel for box in piece.boxes) == local.tensor.numel()
+    make = torch.empty if covered else torch.zeros  # zeros are the padding's values
+    staging = make(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)
+    plan.staged.append((local, staging))
+    plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
+
+
+def _algorithms(leaf: Any, meta: Mapping[str, Any]) -> dict[str, Keeps]:
+    """By the optimizer's names of parameters."""
+    keys = keys_by_group(leaf.optimizer)
+    labels = [group.get("optimizer", type(leaf.optimizer).__name__) for group in leaf.param_groups]
+    saved = {
+        group.get("optimizer", record["algorithm"])
+        for record in meta.get("optimizer", ())
+        for group in record["param_groups"]
+    }
+    return {
+        leaf.names[id(piece.param)]: Keeps(labels[run.group], keys[run.group], labels[run.group] in saved)
+        for masters in leaf.masters
+        for run in masters.runs
+        for piece in run.slices
+    }
+
+
+def _state_keys_in(records: Mapping[str, TensorStorageMetadata]) -> dict[str, set[str]]:
+    """By parameter the state keys that the file has of it."""
+    found: dict[str, set[str]] = {}
+    for key in records:
+        kind, _, rest = key.partition(".")
+        if kind == OPTIMIZER:
+            state_key, _, name = rest.partition(".")
+            found.setdefault(name, set()).add(state_key)
+    return found
+
+
+def _plan_entry(
+    plan: LoadPlan,
+    entry: Entry,
+    in_file: set[str],
+    records: Mapping[str, TensorStorageMetadata],
+) -> None:
+    """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
+    keeps = plan.keys[id(entry.optimizer), entry.name]
+    saved = in_file - {WEIGHTS}
+    if not saved and (keeps.keys is None or keeps.keys.kept):
+        plan.without_state.add(entry.local.slice.name)
+    state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
+    if WEIGHTS in entry.state:
+        # A file of full precision has no masters beside the weights: they are them.
+        key = entry.key(WEIGHTS) if WEIGHTS in in_file else entry.local.key
+        state[WEIGHTS] = _staged(plan, entry, WEIGHTS, entry.state[WEIGHTS].dtype, key)
+    for key in sorted(_wanted(plan, keeps, saved)):
+        record = records[entry.key(key)]
+        dtype = record.properties.dtype
+        is_scalar = keeps.keys is None or key in keeps.keys.scalars
+        if is_scalar and not record.size:
+            state[key] = torch.zeros((), dtype=dtype)
+            plan.pieces.append(Piece(entry.key(key), (), (), state[key]))
+        elif tuple(record.size) != entry.local.slice.shape:
+            plan.problems.append(
+                f"{entry.key(key)!r} has shape {list(record.size)} in the checkpoint and its parameter "
+                f"{list(entry.local.slice.shape)} in this model"
+            )
+        else:
+            state[key] = _staged(plan, entry, key, dtype, entry.key(key))
+    plan.entries.append((entry, state))
+
+
+def _wanted(plan: LoadPlan, keeps: Keeps, saved: set[str]) -> set[str]:
+    """The state keys to load: all that the algorithm keeps, where the file has all of them; else none."""
+    if keeps.keys is None:
+        if saved and not keeps.was_saved:
+            plan.notes.append(f"{keeps.algorithm} is not what was saved with: its state starts fresh")
+        return saved if keeps.was_saved else set()
+    kept = set(keeps.keys.kept)
+    if saved and not kept <= saved:
+        plan.notes.append(
+            f"{keeps.algorithm} keeps {sorted(kept)} of a parameter and the checkpoint has {sorted(saved)}: its state "
+            "starts fresh"
+        )
+        return set()
+    if saved - kept:
+        plan.notes.append(f"{keeps.algorithm} keeps no {sorted(saved - kept)}, which the checkpoint has: left out")
+    return saved & kept
+
+
+def _staged(plan: LoadPlan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
+    flat = torch.empty(entry.numel, dtype=dtype, device=CPU)
+    pieces = entry_pieces(entry, state_key, flat, key)
+    if sum(piece.data.numel() for piece in pieces) < entry.numel:
+        flat.zero_()  # padding
+    plan.pieces += pieces
+    return flat
