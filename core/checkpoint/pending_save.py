@@ -7,6 +7,7 @@ committed even if training stands still, or has died of something else.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from core.checkpoint.errors import explain
 from core.checkpoint.root_directory import Committed, RootDirectory, SharedHold
 from core.checkpoint.staging_writer import StagingWriter
 
-AFTER_THE_END_S = 10.0  # how long rank 0 waits for parts once its main thread is gone: the other ranks may be, too
+AFTER_THE_END_S = 10.0  # once training has ended, rank 0 waits for parts while files grow at least so often
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class PendingSave:
     is_written: bool = False
     committed: Committed | None = None
     error: str | None = None
-    _alone_since_s: float | None = None  # when rank 0 noticed that its main thread is gone
+    _alone_since_s: float | None = None  # training ended with the save in flight: since then, or since the last write
+    _bytes_there: int = -1  # in the directory then, of all ranks
 
     def state(self) -> SaveState:
         """What this rank tells the others at a step edge."""
@@ -89,6 +91,16 @@ class PendingSave:
         self.thread = threading.Thread(target=self.run, name=f"save of step {self.step}")
         self.thread.start()
 
+    def finish_alone(self) -> None:
+        """After an exception in training, when nobody knows which ranks are left: end what can be ended without them.
+
+        This rank's files are written; rank 0 waits for those of the others as long as they grow, and commits.
+        """
+        self._alone_since_s = time.monotonic()
+        if self.thread is not None:
+            self.thread.join(self.timeout_s)
+        self.hold.release()
+
     def cancel(self, limit_s: float) -> bool:
         """Stop writing as soon as possible and let go of the directory; False if the thread is stuck in a write."""
         self.writer.cancelled.set()
@@ -109,9 +121,12 @@ class PendingSave:
             return "the save was given up because another rank failed"
         if time.monotonic() - self.started_s > self.timeout_s:
             return f"they did not come within {self.timeout_s:g} s"
-        if not threading.main_thread().is_alive():
-            if self._alone_since_s is None:
-                self._alone_since_s = time.monotonic()
+        if self._alone_since_s is None and not threading.main_thread().is_alive():
+            self._alone_since_s = time.monotonic()
+        if self._alone_since_s is not None:
+            bytes_there = sum(entry.stat().st_size for entry in os.scandir(self.saving))
+            if bytes_there != self._bytes_there:  # somebody is writing
+                self._bytes_there, self._alone_since_s = bytes_there, time.monotonic()
             if time.monotonic() - self._alone_since_s > AFTER_THE_END_S:
-                return "this process has ended, and theirs seem to have, too"
+                return f"training has ended here, and nothing was written for {AFTER_THE_END_S:g} s"
         return None

@@ -64,6 +64,6 @@ def kill_at(point: str, rank: int, occurrence: int = 1) -> Hook:
 def set_hook_from(environment: Mapping[str, str]) -> None:
     """Read CORE_CHECKPOINT_KILL_AT='point:rank' or 'point:rank:occurrence', by which a test ends a rank of a job."""
     wish = environment.get(KILL_AT)
-    if wish:
+    if wish and _hook is None:  # a process may make many savers; occurrences are counted over all of them
         point, rank, *occurrence = wish.split(":")
         set_hook(kill_at(point, int(rank), *map(int, occurrence)))

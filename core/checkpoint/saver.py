@@ -181,9 +181,8 @@ class CheckpointSaver:
             self.close()
             return
         # Other ranks may be gone, so nothing collective. A save that all ranks have written still becomes a checkpoint.
-        if self._in_flight is not None and self._in_flight.thread is not None:
-            self._in_flight.thread.join(min(self.timeout_s, LOCK_LIMIT_S))
-            self._in_flight.cancel(LOCK_LIMIT_S)
+        if self._in_flight is not None:
+            self._in_flight.finish_alone()
             self._in_flight = None
         self.root.unlock()
 

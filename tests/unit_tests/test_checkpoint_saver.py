@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from core.checkpoint import errors, save_points, saver
+from core.checkpoint import errors, pending_save, save_points, saver
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.damage import open_manifest
 from core.checkpoint.directory import find_intact, list_steps
@@ -339,15 +339,45 @@ def test_a_save_that_takes_too_long_is_given_up_on_all_ranks(rank: int, world: i
 
 
 @ranks(2)
+@pytest.mark.parametrize("slow_s", [0.0, 1.0])
 def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_root(
-    rank: int, world: int, tmp_path: Path
+    rank: int, world: int, slow_s: float, tmp_path: Path
 ) -> None:
-    with pytest.raises(ZeroDivisionError), CheckpointSaver(tmp_path, asynchronous=True) as open_saver:
-        save_step(open_saver, 1)
-        raise ZeroDivisionError
+    """Rank 1 may write a while longer than rank 0 waits when nothing happens."""
+
+    def slow(point: str, by_rank: int) -> None:
+        if by_rank == 1 and point in ("half a file", "between files", "before file fsync", "before part"):
+            time.sleep(slow_s / 4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending_save, "AFTER_THE_END_S", 0.8)
+        save_points.set_hook(slow)
+        with (
+            pytest.raises(ZeroDivisionError),
+            CheckpointSaver(tmp_path, asynchronous=True, file_bytes=1000) as open_saver,
+        ):
+            save_step(open_saver, 1)
+            raise ZeroDivisionError
+        save_points.set_hook(None)
     dist.barrier()
     assert list_steps(tmp_path) == [1]
     CheckpointSaver(tmp_path).close()
+
+
+@ranks(2)
+def test_an_exception_in_training_does_not_wait_long_for_a_rank_that_is_gone(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    save_points.set_hook(fail_on("before part", 1, errno.EIO))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending_save, "AFTER_THE_END_S", 0.5)
+        start_s = time.monotonic()
+        with pytest.raises(ZeroDivisionError), CheckpointSaver(tmp_path, asynchronous=True) as open_saver:
+            save_step(open_saver, 1)
+            raise ZeroDivisionError
+        assert time.monotonic() - start_s < 20
+    save_points.set_hook(None)
+    assert list_steps(tmp_path) == []
 
 
 def test_a_process_that_ends_without_closing_still_commits(tmp_path: Path) -> None:
@@ -422,6 +452,20 @@ def test_snapshots_are_copies_of_any_shape_and_dtype_in_kept_memory() -> None:
     memory.take(tensors[:2])
     assert memory.bytes == held
     assert not torch.equal(copies[0], expected[0]), "one snapshot at a time: the next overwrites it"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_snapshots_of_tensors_on_a_device_are_complete_when_take_returns() -> None:
+    tensors = [torch.randn(1 << 22, device="cuda"), torch.randn(7, 3, device="cuda").t(), torch.randn(5)]
+    expected = [tensor.cpu().clone() for tensor in tensors]
+    memory = SnapshotMemory()
+    copies = memory.take(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    for copy, value in zip(copies, expected, strict=True):
+        assert copy.device.type == "cpu" and torch.equal(copy, value)
 
 
 def test_a_tensor_for_torch_save_shares_memory_and_its_storage_holds_nothing_else() -> None:
