@@ -66,8 +66,8 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
     if not config.use_precision_aware_optimizer:
         return
     for bucket in buckets:
-        dtype = bucket.grad.dtype
-        if dtype in (torch.float32, *LOW_PRECISION) and dtype != config.main_grads_dtype:
+        dtype = bucket.owned_grad.dtype
+        if bucket.params[0].dtype in LOW_PRECISION and dtype != config.main_grads_dtype:
             raise ValueError(
                 f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
                 f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "

@@ -95,10 +95,9 @@ class MegatronOptimizer:
             for bucket in self._buckets()
         ]
         self.scratch = Scratch(self.masters, config)
-        for masters in self.masters:
-            for run in masters.runs:
-                torch_groups[run.group]["params"].append(run.master)
         runs = [run for masters in self.masters for run in masters.runs]
+        for run in runs:
+            torch_groups[run.group]["params"].append(run.master)
         self.optimizer = self._inner_optimizer(torch_groups, runs)
         self.names = self._qualified_names()
         self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type, watched=self.model_chunks)

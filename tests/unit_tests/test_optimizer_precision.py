@@ -19,9 +19,10 @@ from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer, scratch
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
-from tests.unit_tests.test_optimizer import ALGORITHMS, STRATEGIES
+from tests.unit_tests.test_optimizer import ALGORITHMS
 from tests.unit_tests.test_optimizer_fp16 import assert_bit_equal
 
+STRATEGIES = ("no_shard", "optim", "optim_grads")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 12
 
@@ -30,11 +31,11 @@ def aware(**options: Any) -> dict[str, Any]:
     return {"use_precision_aware_optimizer": True, **options}
 
 
-def gradient(param: nn.Parameter, index: int, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of very different sizes; the same whatever holds the parameter."""
+def gradient(param: nn.Parameter, index: int, rank: int, step: int) -> torch.Tensor:
+    """Numbers of very different sizes, in the parameter's dtype; the same whatever the gradient is reduced in."""
     generator = torch.Generator().manual_seed(1000 * index + 10 * step + rank)
     size = 2.0 ** (-12 * torch.rand(param.shape, generator=generator))
-    return (torch.randn(param.shape, generator=generator) * size).to(dtype)
+    return (torch.randn(param.shape, generator=generator) * size).to(param.dtype)
 
 
 def train(ddp: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
@@ -42,11 +43,12 @@ def train(ddp: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
     norms = []
     for step in steps:
         optimizer.zero_grad()
-        for index, param in enumerate(ddp.module.parameters()):
-            param.grad.copy_(gradient(param, index, rank, step, param.grad.dtype))
+        products = [(p * gradient(p, i, rank, step)).sum() for i, p in enumerate(ddp.module.parameters())]
+        torch.stack(products).sum().backward()
         ddp.reducer.forward_seen = True
         finalize_model_grads([ddp])
         updated, norm, _ = optimizer.step()
+        ddp.finish_param_sync()
         assert updated
         norms.append(norm)
     return norms
@@ -70,7 +72,7 @@ def masters_by_name(optimizer: Any, ddp: Any) -> dict[str, torch.Tensor]:
     """The owned part of each master in fp32; parameters that are their own are read from the model."""
     found = {}
     for name, entries in optimizer.state_by_parameter().items():
-        flat = ddp.module.get_parameter(name).detach().view(-1)
+        flat = ddp.module.get_parameter(name).detach().reshape(-1)
         parts = [e.get("master", flat[e["offset"] : e["offset"] + e["numel"]]) for e in entries]
         found[name] = torch.cat([part.float() for part in parts])
     return found
@@ -122,9 +124,9 @@ def test_remainders_make_the_steps_of_fp32_masters_bit_for_bit(
 class Plain:
     """torch.optim on one process in fp64, over fp32 copies of the whole 16-bit model."""
 
-    def __init__(self, dtype: torch.dtype, world: int, options: dict[str, Any], grad_dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, world: int, options: dict[str, Any]) -> None:
         self.model = make_net(dtype, width=61)
-        self.world, self.grad_dtype = world, grad_dtype
+        self.world = world
         self.masters = [nn.Parameter(p.detach().double()) for p in self.model.parameters()]
         self.start = [p.detach().clone() for p in self.masters]
         decay = options["weight_decay"]
@@ -136,7 +138,7 @@ class Plain:
         norms = []
         for step in steps:
             for index, (master, param) in enumerate(zip(self.masters, self.model.parameters(), strict=True)):
-                grads = [gradient(param, index, r, step, self.grad_dtype).double() for r in range(self.world)]
+                grads = [gradient(param, index, r, step).double() for r in range(self.world)]
                 master.grad = torch.stack(grads).mean(0)
             norms.append(nn.utils.clip_grad_norm_(self.masters, self.clip).item())
             self.optimizer.step()
@@ -183,7 +185,7 @@ def test_steps_stay_within_the_stated_bound_of_fp64(rank: int, world: int, strat
     for case, (dtype, grads, extra) in CASES.items():
         options = {**ALGORITHMS["adamw"], "clip_grad": 3.0, **extra}
         ddp, optimizer = build(strategy, options, dtype=dtype, grads_in_fp32=grads == FP32)
-        plain = Plain(dtype, world, options, grads)
+        plain = Plain(dtype, world, options)
         norms, want_norms = train(ddp, optimizer, rank, range(STEPS)), plain.train(range(STEPS))
         assert norms == pytest.approx(want_norms, rel=1e-2 if grads != FP32 else 1e-5), case
         assert min(want_norms) > 3.0, "nothing was clipped"
@@ -291,3 +293,43 @@ def test_dtypes_that_contradict_the_model_are_refused(rank: int, world: int) -> 
         build("optim", {"lr": 0.1}, dtype=FP16)
     with pytest.raises(ValueError, match="fp16 is True and no parameter is in fp16"):
         build("optim", {"lr": 0.1, "fp16": True}, dtype=BF16)
+
+
+class Odd(nn.Module):
+    """A bf16 matrix whose memory is transposed, a bf16 vector, and fp32 norm weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.matrix = nn.Parameter(torch.randn(5, 7, generator=generator).to(BF16).t())
+        self.vector = nn.Parameter(torch.randn(9, generator=generator).to(BF16))
+        self.norm = nn.Parameter(torch.randn(6, generator=generator))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("grads", [BF16, FP32])
+def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
+    rank: int, world: int, strategy: str, grads: torch.dtype
+) -> None:
+    """Gradients are equal on both ranks, so their mean is exact in bf16 as well."""
+    parallel_state.initialize_model_parallel()
+    trained = []
+    for options in ({}, aware(main_grads_dtype=grads)):
+        model = Odd()
+        assert not model.matrix.is_contiguous()
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy, grad_reduce_in_fp32=grads == FP32)
+        optimizer = get_megatron_optimizer(OptimizerConfig(**ALGORITHMS["adamw"], clip_grad=0.0, **options), [ddp])
+        train(ddp, optimizer, 0, range(STEPS))
+        trained.append((masters_by_name(optimizer, ddp), model))
+    assert_bit_equal(trained[0][0], trained[1][0])
+    for name, param in Odd().named_parameters():
+        master = torch.nn.Parameter(param.detach().double())
+        reference = torch.optim.AdamW([master], lr=0.05, weight_decay=0.1 * (param.dim() > 1), eps=1e-3)
+        index = list(dict(Odd().named_parameters())).index(name)
+        for step in range(STEPS):
+            master.grad = gradient(param, index, 0, step).double()
+            reference.step()
+        got = trained[1][1].get_parameter(name).double()
+        assert torch.allclose(got, master, rtol=2.0**-8, atol=1e-5), name
+        assert (master - param).abs().max() > 0.1

@@ -25,6 +25,7 @@ from tests.unit_tests.test_optimizer_fp16 import assert_bit_equal, snapshot
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "replicated": ({}, "no_shard"),
     "sharded": ({}, "optim"),
+    "sharded gradients": ({}, "optim_grads"),
     "instances": ({"num_distributed_optimizer_instances": 2}, "optim"),
     "experts": ({"expert_model_parallel_size": 2}, "optim"),
     "stages": ({"pipeline_model_parallel_size": 2}, "optim"),
