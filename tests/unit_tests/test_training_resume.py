@@ -15,12 +15,15 @@ import pytest
 
 pytest.importorskip("tyro")
 
+from core import parallel_state
 from core.checkpoint import list_steps
 from core.training.checkpoints import as_json, check_text, compare_configurations
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
+from core.training.job import JobResult, train
 from core.training.plan import plan_job
-from tests.unit_tests.training_reference import ROOT, TINY, losses_on_ranks, read_losses, text_flags_in
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.training_reference import CPU, ROOT, TINY, losses_on_ranks, read_losses, text_flags_in
 
 STEPS = 6
 SHORT = [*TINY, "--run.steps", str(STEPS), "--optimizer.warmup-steps", "2", "--run.validation-windows", "4"]
@@ -77,6 +80,31 @@ def test_another_layout_goes_on_with_the_same_losses(
     assert losses == pytest.approx(whole, abs=2e-5, rel=0)
 
 
+@ranks(2, timeout_s=120.0)
+def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_schedule_can_be_asked_for(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
+    flags += ["--checkpoint.dir", str(tmp_path / "checkpoints")]
+
+    def run(*more: str) -> JobResult:
+        parallel_state.destroy_model_parallel()
+        config = load_config([*flags, *more])
+        return train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
+
+    run("--run.stop-after", "2")
+    for more, message in (
+        (["--run.steps", "8"], r"lr_decay_steps \(saved 40, configured 56\)"),
+        (["--model.hidden-size", "48"], r"has shape \[256, 32\] in the checkpoint and \[256, 48\] in this model"),
+        (["--model.num-attention-heads", "2"], "saved with --model.num-attention-heads 4, and this run has 2"),
+        (["--run.seed", "5"], "belongs to seed 1234 and this sampler has 5"),
+        (["--checkpoint.step", "7"], r"--checkpoint\.step 7: .*no such step"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run("--checkpoint.resume", *more)
+    assert len(run("--checkpoint.resume", "--run.steps", "8", "--checkpoint.schedule", "given").losses) == 6
+
+
 def read_run(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
@@ -102,8 +130,8 @@ def test_sigterm_to_one_rank_saves_on_all_ranks_and_the_command_ends_well(
         if line.startswith("step 3/"):
             break
     children = psutil.Process(process.pid).children()
-    ranks = {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
-    ranks["1"].send_signal(signal.SIGTERM)
+    by_rank = {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
+    by_rank["1"].send_signal(signal.SIGTERM)
     rest, _ = process.communicate(timeout=120)
     output = "".join(seen) + rest
     assert process.returncode == 0, output
