@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from core.booster import Booster
-from core.booster.plugin import DPPluginBase, TorchDDPPlugin, TorchFSDPPlugin
+from core.booster.plugin import DPPluginBase, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from core.training.text import standard_library
 
 
@@ -31,8 +31,6 @@ def new_plugin(options: argparse.Namespace) -> DPPluginBase:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
         return TorchFSDPPlugin(auto_wrap_policy={LlamaDecoderLayer})
-    from core.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
-
     return LowLevelZeroPlugin(stage=2, precision=options.precision, initial_scale=2**12)
 
 
@@ -62,7 +60,7 @@ def train(options: argparse.Namespace) -> list[float]:
                 loss = model(input_ids=tokens, labels=tokens).loss / options.accumulate
                 booster.backward(loss, optimizer)
             losses.append(float(mean_of_ranks(loss.detach() * options.accumulate)))
-        if options.clip and options.plugin != "low_level_zero":  # which clips in step, by its max_norm
+        if options.clip:
             optimizer.clip_grad_by_norm(options.clip)
         optimizer.step()
         scheduler.step()

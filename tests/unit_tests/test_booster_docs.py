@@ -100,17 +100,18 @@ def test_the_example_gives_the_same_losses_with_each_plugin(rank: int, world: in
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     save = ["--save", folder[0]]
-    losses = {
-        plugin: losses_of(example, plugin, "--precision", "fp32", *save) for plugin in ("torch_ddp", "torch_fsdp")
-    }
-    assert losses["torch_ddp"] == pytest.approx(losses["torch_fsdp"], rel=1e-4)
+    plugins = ("torch_ddp", "torch_fsdp", "low_level_zero")
+    losses = {plugin: losses_of(example, plugin, "--precision", "fp32", *save) for plugin in plugins}
+    for plugin in plugins[1:]:
+        assert losses[plugin] == pytest.approx(losses["torch_ddp"], rel=1e-4)
     assert losses["torch_ddp"][-1] < 0.9 * losses["torch_ddp"][0]
-    resumed = losses_of(example, "torch_ddp", "--precision", "fp32", "--resume", folder[0])
-    assert resumed[0] < 0.8 * losses["torch_ddp"][0]
+    for plugin in plugins:  # each goes on from what the last has saved
+        resumed = losses_of(example, plugin, "--precision", "fp32", "--resume", folder[0])
+        assert resumed[0] < 0.8 * losses["torch_ddp"][0]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp"])
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero"])
 def test_the_command_of_the_example_runs(plugin: str) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
