@@ -320,6 +320,17 @@ def test_sync_module_states_begins_with_rank_0s_values(rank: int, world: int, sy
     assert model.unwrap().table.tolist() == [0.0 if sync else float(rank)] * 3
 
 
+@ranks(2)
+def test_no_sync_of_fsdp_reduces_nothing(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(new_model(), auto_wrap_policy=LINEARS)
+    inputs, targets = batch(rank, 0, torch.float32)
+    with booster.no_sync(model, optimizer):
+        booster.backward(mean_loss(model(inputs), targets), optimizer)
+    assert all(param.grad is None for param in model.unwrap().parameters() if isinstance(param, DTensor))
+    booster.backward(mean_loss(model(inputs), targets), optimizer)
+    assert all(param.grad is not None for param in model.parameters())
+
+
 @ranks(2, 3)
 def test_fp8_communication_rounds_parameters_and_gradients_within_bounds(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(nn.Linear(40, 20, bias=False), fp8_communication=True)
