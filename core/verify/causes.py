@@ -97,12 +97,13 @@ def _part(
     got: dict[tuple[int, str], Tensor],
 ) -> RankPart:
     """What this rank has; of copies in several chunks the sum, and the first one's result."""
-    locals_ = []
-    for held in mine:
-        param: Any = held.tensor
-        own = param.main_grad if param.grad is None else param.grad
-        locals_.append(own.detach().cpu().double().reshape(-1).clone())
     held = mine[0]
+    if any(chunk.ddp_config.reduces_every_microbatch for chunk in job.model.chunks):
+        local = torch.zeros(held.tensor.numel(), dtype=torch.float64)  # a rank's own gradients exist nowhere
+    else:
+        params: list[Any] = [held.tensor for held in mine]
+        own = [param.main_grad if param.grad is None else param.grad for param in params]
+        local = torch.stack([grad.detach().cpu().double().reshape(-1) for grad in own]).sum(dim=0)
     want = held.slice_of(expected.grads[held.name]).double().reshape(-1)
     auxiliary = None
     if plain is not None:
@@ -112,7 +113,7 @@ def _part(
     return RankPart(
         dist.get_rank(),
         {axis: job.groups.rank(field) for axis, field in _axes(job.groups, held).items()},
-        torch.stack(locals_).sum(dim=0)[chosen],
+        local[chosen],
         have[chosen],
         want[chosen],
         job.model.valid_mask(held)[chosen],

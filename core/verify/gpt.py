@@ -121,7 +121,7 @@ def model_config(layout: Layout, dtype: torch.dtype) -> TransformerConfig:
         "vocab_size": VOCABULARY,
         "max_sequence_length": SEQUENCE,
         "params_dtype": dtype,
-        "init_method_std": 0.3,
+        "init_method_std": 0.18,  # about 1 / sqrt(hidden): gradients are of one size from the first layer to the last
         "share_embeddings_and_output_weights": layout.shares_embedding,
         "calculate_per_token_loss": layout.per_token,
     }
@@ -173,6 +173,10 @@ def wrapper_config(layout: Layout, *, check_replicas: bool = False) -> Distribut
         num_distributed_optimizer_instances=layout.instances,
         average_in_collective=layout.average,
         deterministic_reduction=layout.deterministic,
+        scale_in_optimizer=layout.scale_in_optimizer,
+        whole_param_shards=layout.whole_shards,
+        reduce_microbatches="every" if layout.every_microbatch else "last",
+        overlap_param_gather=layout.overlap_gather,
         check_replicas=check_replicas,
     )
 

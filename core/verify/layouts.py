@@ -13,6 +13,10 @@ from core.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks
 
 SEQUENCE, HEADS, QUERY_GROUPS, EXPERTS, FFN, EXPERT_FFN = 8, 8, 4, 4, 48, 24  # of the models in core.verify.gpt
 MODELS = ("classic", "modern", "tagged")
+FLAGS = (
+    *("per_token", "average", "fusion", "recompute", "deterministic"),
+    *("scale_in_optimizer", "whole_shards", "every_microbatch", "overlap_gather"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,10 @@ class Layout:
     (none on some), divided by all of them at the end. recompute: layers are computed again in backward. fusion: linear
     layers write their weight gradients into the buffer.
 
-    Gradients: strategy, overlap, bucket_size (elements, None for the default), average (the collective divides),
-    deterministic (reductions add in rank order).
+    Gradients: strategy; overlap; bucket_size: elements, None for the default; average: the collective divides;
+    deterministic: reductions add in rank order; scale_in_optimizer: divided at the very end; whole_shards: no parameter
+    lies in two shards; every_microbatch: whole gradients are not even kept for a step; overlap_gather: parameters are
+    gathered under the next forward.
 
     model: 'classic' (learned positions, GELU, LayerNorm), 'modern' (rotary, SwiGLU, RMSNorm, grouped queries, q/k norm)
     or 'tagged' (classic, with a parameter for every sync rule that those two do not need). tied: do embedding and
@@ -66,6 +72,10 @@ class Layout:
     fusion: bool = False
     recompute: bool = False
     deterministic: bool = False
+    scale_in_optimizer: bool = False
+    whole_shards: bool = False
+    every_microbatch: bool = False
+    overlap_gather: bool = False
     model: str = "classic"
     tied: bool | None = None
 
@@ -124,8 +134,7 @@ class Layout:
         words += [f"bucket {self.bucket_size}"] if self.bucket_size else []
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         words += [f"{self.instances} instances"] if self.instances > 1 else []
-        flags = ("per_token", "average", "fusion", "recompute", "deterministic")
-        words += [flag.replace("_", " ") for flag in flags if getattr(self, flag)]
+        words += [flag.replace("_", " ") for flag in FLAGS if getattr(self, flag)]
         words += [self.model] if self.model != "classic" else []
         words += [] if self.tied is None else ["tied" if self.tied else "untied"]
         return " ".join(words)
@@ -240,6 +249,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("instances", "strategy"),
         lambda n, strategy: "instances shard, and nothing is sharded" if n > 1 and strategy == "no_shard" else None,
+    ),
+    Rule(
+        ("whole_shards", "overlap_gather", "strategy"),
+        lambda whole, gather, strategy: "nothing is sharded" if (whole or gather) and strategy == "no_shard" else None,
+    ),
+    Rule(
+        ("every_microbatch", "strategy"),
+        lambda every, strategy: "only optim_grads does so" if every and strategy != "optim_grads" else None,
+    ),
+    Rule(
+        ("every_microbatch", "vpp"),
+        lambda every, vpp: "ranks may differ in which chunk had a backward" if every and vpp > 1 else None,
+    ),
+    Rule(
+        ("average", "scale_in_optimizer"),
+        lambda average, later: "two places would divide" if average and later else None,
     ),
     Rule(
         ("per_token", "average"),

@@ -132,6 +132,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "average": (False, True),
     "fusion": (False, True),
     "recompute": (False, True),
+    "scale_in_optimizer": (False, True),
+    "whole_shards": (False, True),
+    "every_microbatch": (False, True),
+    "overlap_gather": (False, True),
     "model": ("classic", "modern", "tagged"),
     "tied": (True, False),
 }
@@ -208,8 +212,10 @@ TRAINED = (
     Layout(pp=2, schedule="Interleaved1F1B", vpp=2, microbatches=4, model="tagged"),
     Layout(tp=2, cp=2, cp_comm="p2p", sp=True, per_token=True, microbatches=2),
     replace(_EXPERTS, dp=4, ep=2, expert_bias=True, shared=True, strategy="optim"),
+    Layout(dp=3, strategy="optim_grads", microbatches=2, every_microbatch=True, overlap_gather=True, per_token=True),
+    Layout(dp=2, tp=2, strategy="optim_grads", scale_in_optimizer=True, whole_shards=True, overlap_gather=True),
     FULL_HOUSE,
-    replace(FULL_HOUSE, strategy="optim", overlap=True, bucket_size=900, per_token=True),
+    replace(FULL_HOUSE, strategy="optim_grads", overlap=True, bucket_size=900, per_token=True, overlap_gather=True),
 )
 
 

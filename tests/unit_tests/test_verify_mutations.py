@@ -225,7 +225,7 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
     for name, (layout, parameter, group) in RULES.items():
         kind, words = ("mean", MEAN_WORDS) if name.endswith("mean") else ("sum", SUM_WORDS)
         for mutation, cause in words.items():
-            for strategy in ("no_shard", "optim"):
+            for strategy in ("no_shard", "optim", "optim_grads"):
                 yield (
                     f"{name}: {mutation}, {strategy}",
                     Case(
@@ -233,7 +233,7 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
                         rule(name, mutation),
                         parameter,
                         (f"{kind} over {group} ({name})", cause),
-                        nightly=strategy == "optim" or (name, mutation) not in ALWAYS,
+                        nightly=strategy != "no_shard" or (name, mutation) not in ALWAYS,
                     ),
                 )
 
@@ -305,6 +305,20 @@ OTHERS = {
     "bias: counts of tp": Case(BIAS, over("tp_dp_cp", "tp", counts=True), "expert_bias", ("added over dp",), True),
     "bias: rate": Case(BIAS, bias_moves(2.0), "expert_bias", ("2 times as far",), True),
     "bias: unmoved": Case(BIAS, bias_moves(0.0), "expert_bias", ("0 times as far",), True),
+    "no own gradients to look at": Case(
+        Layout(dp=4, strategy="optim_grads", microbatches=3, every_microbatch=True),
+        divisor(4.0),
+        "",
+        ("dp times too large (dp is 4)",),
+        True,
+    ),
+    "left to the optimizer": Case(
+        Layout(dp=4, strategy="optim", scale_in_optimizer=True, whole_shards=True),
+        reduction("dp_cp", "drop"),
+        "",
+        ("not reduced over dp",),
+        True,
+    ),
     "microbatches: added": Case(PIPELINE, microbatches_added, "", ("number of microbatches: not divided",), True),
     "full house: tied": Case(
         HOUSE, rule("tied word embedding sum", "drop"), "word_embeddings", ("not reduced over pp", "over embd"), True
