@@ -63,17 +63,21 @@ def run_crashes(crashes: list[Crash], folder: str, send: Callable[[Outcome], Non
         root = Path(folder) / f"case {number}"
         shutil.copytree(template, root)
         ranks = [_forked(crash, rank, root, Path(folder) / f"store-{number}") for rank in range(WORLD)]
-        send(_judged(crash, root, [_exit_of(rank) for rank in ranks]))
+        send(_judged(crash, root, [exit_of(rank) for rank in ranks]))
         shutil.rmtree(root)
 
 
 def _judged(crash: Crash, root: Path, exits: list[int]) -> Outcome:
-    from core.checkpoint.directory import find_intact
+    from core.checkpoint.directory import check_directory, find_intact
+    from core.checkpoint.root_directory import list_committed
     from tests.unit_tests.checkpoint_saves import assert_is_step, loaded, save_alone
 
     found = newest = None
     error = ""
     try:
+        for committed in list_committed(root):
+            damages = check_directory(committed.path)
+            assert not damages, f"{committed.path.name} has a checkpoint's name and is half gone: {damages[0]}"
         directory = find_intact(root, strict=True)
         for rank in range(WORLD):
             assert_is_step(loaded(directory, rank), directory.step, rank)
@@ -123,7 +127,7 @@ def _save(crash: Crash, rank: int, root: Path, store: Path) -> None:
             time.sleep(1.0)  # the moment may come after everything
 
 
-def _exit_of(child: int) -> int:
+def exit_of(child: int) -> int:
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 
