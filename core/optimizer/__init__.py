@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from core.optimizer.chained_optimizer import ChainedOptimizer
@@ -44,7 +44,7 @@ __all__ = [
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[ModelChunk],
-    no_weight_decay_cond: Condition | None = None,
+    no_weight_decay_cond: Condition | Overrides | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
     *,
@@ -56,7 +56,8 @@ def get_megatron_optimizer(
     no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
         By default biases and one-dimensional parameters do not decay.
     config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
-        the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`.
+        the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`. It may
+        be the third argument, as in Megatron's newer versions.
     pg_collection: the groups of the job; default those that the model was wrapped with.
 
         model = DistributedDataParallel(config, ddp_config, model)
@@ -72,16 +73,20 @@ def get_megatron_optimizer(
         for bucket in buckets_of(model_chunks)
         for param, contract in zip(bucket.params, bucket.contracts, strict=True)
     ]
-    conditions = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    if isinstance(no_weight_decay_cond, Mapping) and config_overrides is None:
+        config_overrides, no_weight_decay_cond = no_weight_decay_cond, None
     if config_overrides is not None:
         if no_weight_decay_cond is not None or scale_lr_cond is not None:
             raise ValueError(
                 "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; write the conditions as "
                 "ParamKey(with_name_predicate=...) of config_overrides"
             )
-        conditions = dict(config_overrides)
+        overrides = dict(config_overrides)
+    else:
+        assert not isinstance(no_weight_decay_cond, Mapping), "taken as config_overrides above"
+        overrides = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     frozen = [(n, p) for chunk in model_chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
-    groups = ParamGroups(config, params, conditions, frozen=frozen)
+    groups = ParamGroups(config, params, overrides, frozen=frozen)
     if pg_collection is None:
         pg_collection = model_chunks[0].groups
     groups.agree(everybody(pg_collection))

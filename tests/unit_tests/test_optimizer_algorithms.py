@@ -275,9 +275,21 @@ def test_groups_with_algorithms_and_options_of_their_own_step_together(rank: int
         for each in plain:
             each.step()
     assert_equal_after_moving(model, reference, start)
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    train(ddp, optimizer, rank, STEPS)  # the state is found again by every member
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    keys = {name: set(entry) for name, entries in saved["state"].items() for entry in entries}
+    assert all("exp_avg" in found for found in keys.values())
+    assert {name for name, found in keys.items() if "exp_avg_sq" not in found} <= {"second.weight"}
+    resumed = make_net(width=61, seed=9)
+    resumed_ddp = wrap(resumed, data_parallel_sharding_strategy=strategy, bucket_size=60)
+    resumed_optimizer = get_megatron_optimizer(config, [resumed_ddp], config_overrides={**standard, **overrides})
+    with torch.no_grad():
+        resumed.load_state_dict(weights)
+    resumed_optimizer.reload_model_params()
+    resumed_optimizer.load_state_dict(saved)
+    train(ddp, optimizer, rank, STEPS)
+    train(resumed_ddp, resumed_optimizer, rank, STEPS)
+    for (name, got), want in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want), f"{name}: a step after loading is another one"
     with pytest.raises(ValueError, match="lion has no option 'eps'"):
         get_megatron_optimizer(
             config, [ddp], config_overrides={ParamKey(name="second.*"): {"optimizer": "lion", "eps": 0.5}}

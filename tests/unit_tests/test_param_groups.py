@@ -187,6 +187,8 @@ def test_a_key_that_matches_nothing_anywhere_is_refused_on_all_ranks(rank: int, 
     overrides = {ParamKey(name=name): {"lr_mult": 2.0} for name in ("first", "second", "frozen")}
     optimizer = get_megatron_optimizer(config, [ddp], config_overrides=overrides)
     assert [group["lr"] for group in optimizer.param_groups] == [2.0]
+    third = get_megatron_optimizer(config, [ddp], overrides)  # where newer versions of Megatron have it
+    assert [group["lr"] for group in third.param_groups] == [2.0]
     with pytest.raises(ValueError, match="both given"):
         get_megatron_optimizer(config, [ddp], lambda name, param: True, config_overrides=overrides)
 
