@@ -124,6 +124,8 @@ class AdoptedOptimizer(DistributedOptimizer):
     def apply(self, max_norm: float) -> bool:
         """Update the parameters from measured gradients, clipped to `max_norm` if it is not 0; False where skipped."""
         stats = self._measured()
+        # What torch's schedulers look at; a rank that owns nothing, or skips, does not call the user's step.
+        self.user._opt_called = True
         if not stats.finite:
             self._skip(stats)
             return False

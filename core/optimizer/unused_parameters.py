@@ -29,8 +29,16 @@ class UnusedParameters:
         ]
         self.found: list[nn.Parameter] = []
 
+    def note_assigned(self) -> None:
+        """Before gradients leave `.grad`: one that somebody wrote there has not passed through a hook."""
+        for watch in self.watches:
+            watch.note_assigned()
+
     def agree(self) -> None:
-        """Let the ranks of each data group tell each other what was used. Collective; before gradients are final."""
+        """Let the ranks of each data group tell each other what was used. Collective.
+
+        After every bucket was launched: a rank may be in its backward yet, waiting for a bucket of this one.
+        """
         self.found = [param for watch in self.watches for param in watch.agreed()]
 
     def reset(self) -> None:
@@ -55,15 +63,14 @@ class _Watch:
 
     def agreed(self) -> list[nn.Parameter]:
         """Those that no rank of the group has used, and that are not frozen anyway."""
-        self._note_assigned()
         self.used.copy_(torch.frombuffer(self.seen, dtype=torch.uint8) if self.seen else self.used)
         if self.params:
             agree_max(self.used, self.group).wait()
         flags = self.used.tolist()
         return [p for p, flag in zip(self.params, flags, strict=True) if not flag and p.requires_grad]
 
-    def _note_assigned(self) -> None:
-        """A gradient that somebody wrote to `.grad` has not passed through a hook."""
+    def note_assigned(self) -> None:
+        """Note gradients that are neither in the buffer nor were noted."""
         index = 0
         for bucket in self.buckets:
             homes = set(map(id, bucket.views))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
@@ -56,3 +55,19 @@ CASES = [
 def test_five_steps_equal_one_process(rank: int, world: int, case: int) -> None:
     for stage, precision, accumulate, clip, options in CASES[case : case + 4]:
         check(rank, world, stage, precision, accumulate, clip, **options)
+
+
+@pytest.mark.nightly
+@ranks(1, 2, 3, 4, timeout_s=120.0)
+@pytest.mark.parametrize("clip", [False, True], ids=["whole", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_five_steps_equal_one_process_in_all_combinations(
+    rank: int, world: int, stage: int, precision: str, accumulate: int, clip: bool
+) -> None:
+    for overlap in (True, False):
+        options = {"overlap_communication": overlap, "overlap_allgather": overlap}
+        check(rank, world, stage, precision, accumulate, clip, **options)
+        if stage == 2:
+            check(rank, world, stage, precision, accumulate, clip, reduce_microbatches="every", **options)

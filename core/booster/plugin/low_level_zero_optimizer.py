@@ -117,7 +117,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         if self.found_inf and error_if_nonfinite:
             raise RuntimeError(f"the gradient's norm is {self._grad_norm}, so it cannot be clipped")
         self._clip_once = max_norm
-        return torch.tensor(self._grad_norm)
+        return torch.tensor(self._grad_norm, dtype=torch.float64)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective."""
@@ -152,12 +152,13 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Once a step: reduce what backward has not, and measure."""
         if self._ready:
             return
-        self.engine.unused.agree()
+        self.engine.unused.note_assigned()
         order = self.model.reducer.order
         done = all(bucket.state is BucketState.FINAL for bucket in order)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or self.model.reducer.launches == self._stepped_at:
             finalize_model_grads([self.model])
+        self.engine.unused.agree()
         self.found_inf = self.engine.measure()
         self._grad_norm = self.engine.measured_norm
         self._ready = True

@@ -195,8 +195,9 @@ class LowLevelZeroPlugin(DPPluginBase):
     ) -> Boosted:
         """Move and cast the model, give every rank rank 0's weights, shard the optimizer. Collective.
 
-        The optimizer is a torch optimizer, of any class whose update of an element needs that element alone; another
-        one's `needs_shapes` says so. Adapters of `enable_lora` that it does not hold are added to it.
+        The optimizer is a torch optimizer. One that looks at whole parameters (Adafactor, Muon, a class of yours with
+        `needs_shapes = True`) gets every parameter whole, on one rank. Adapters of `enable_lora` that the optimizer
+        does not hold are added to it.
         """
         shaped = False
         if optimizer is not None:
@@ -211,7 +212,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         if optimizer is None:
             return LowLevelZeroModel(model, cast_to), None, criterion, dataloader, lr_scheduler
         self._freeze_what_nobody_trains(model, optimizer)
-        wrapped = self._wrap(model, optimizer, shaped)
+        wrapped = DistributedDataParallel(None, self._wrapper_config(shaped), model, pg_collection=self.groups())
         engine = AdoptedOptimizer(self._optimizer_config(), wrapped, optimizer)
         if self.precision == "fp16":
             engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
@@ -234,18 +235,6 @@ class LowLevelZeroPlugin(DPPluginBase):
         for _, param in left:
             param.requires_grad_(False)
 
-    def _wrap(self, model: nn.Module, optimizer: Any, shaped: bool) -> DistributedDataParallel:
-        groups = self.groups()
-        if shaped and groups.size("intra_dp_cp") > 1:
-            for name, param in model.named_parameters():
-                if param.requires_grad and param.dim() < 2:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} looks at whole parameters, and {name!r} of shape "
-                        f"{list(param.shape)} is cut between ranks, as all vectors are; give it matrices only, or use "
-                        "TorchDDPPlugin"
-                    )
-        return DistributedDataParallel(None, self._wrapper_config(shaped), model, pg_collection=groups)
-
     def _wrapper_config(self, shaped: bool) -> DistributedDataParallelConfig:
         memory, wire = self._gradient_dtypes()
         return DistributedDataParallelConfig(
@@ -259,7 +248,7 @@ class LowLevelZeroPlugin(DPPluginBase):
             initial_weights="broadcast",
             # Sums that are divided later could leave fp16's range.
             scale_in_optimizer=torch.float16 not in (wire, DTYPES[self.precision]),
-            whole_param_shards=shaped,
+            whole_param_shards="all" if shaped else False,
             grad_communication_dtype=wire,
         )
 

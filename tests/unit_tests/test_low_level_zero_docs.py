@@ -1,0 +1,34 @@
+"""The program on the page about LowLevelZeroPlugin runs, and trains like one process."""
+
+import pytest
+import torch
+
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_docs import ROOT, run_page
+
+
+@ranks(2)
+def test_the_page_on_low_level_zero_trains_like_one_process(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(ROOT / "docs" / "source" / "low_level_zero.md", monkeypatch)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    start = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    norms = []
+    for seeds in [[10 * step + r for r in range(2)] for step in range(4)] + [[m + 100 * r for m in range(4)
+                  for r in range(2)]]:  # fmt: skip
+        optimizer.zero_grad()
+        for seed in seeds:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+            ((model(x) - x).square().mean() / len(seeds)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        scheduler.step()
+    assert names["grad_norm"] == pytest.approx(norms[3], rel=2e-2)
+    for ours, theirs, before in zip(names["model"].parameters(), model.parameters(), start, strict=True):
+        moved = (theirs - before).norm()
+        assert ours.dtype == torch.bfloat16 and moved > 0.1
+        assert (ours.float() - theirs).norm() < 0.2 * moved  # Adam makes steps of small gradients, which bf16 rounds
