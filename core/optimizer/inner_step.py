@@ -29,7 +29,7 @@ def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Se
         run.master.grad = run.grad
     if common != 1.0:
         # Read by torch's fused kernels, which divide by it.
-        optimizer.grad_scale = torch.tensor(1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
+        optimizer.grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
     try:
         step_only(optimizer, runs)
     finally:

@@ -32,6 +32,11 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> 
             "overlap_param_gather_with_optimizer_step is True and the optimizer is not sharded, so it gathers nothing; "
             "wrap the model with use_distributed_optimizer=True, or set the option to False"
         )
+    if config.fp16 and config.loss_scale is None and any(c.ddp_config.check_for_nan_in_grad for c in model_chunks):
+        raise ValueError(
+            "a dynamic loss scale finds its size by overflowing, and check_for_nan_in_grad=True would raise each time; "
+            "wrap the model with record_nan_in_grad=True instead, which only notes where and when, or set loss_scale"
+        )
     buckets = list(buckets_of(model_chunks))
     _check_parameters(config, buckets)
     _check_gradients(config, buckets)

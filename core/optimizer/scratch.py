@@ -89,11 +89,13 @@ class Scratch:
         for run in wave:
             if run.home is not None:
                 run.home.read(run.master.data.view(-1))
-            for low, high in run.gaps:  # whatever lies in the padding must not reach the scale of an fp16 moment
-                run.grad.view(-1)[low:high] = 0
-                run.master.data.view(-1)[low:high] = 0
             for key, values in run.moments.items():
                 values.read(state[run.master][key].view(-1))
+        # Whatever lies in the padding must not reach the scale of an fp16 moment.
+        gaps = [(run, low, high) for run in wave for low, high in run.gaps]
+        if gaps:
+            torch._foreach_zero_([run.grad.view(-1)[low:high] for run, low, high in gaps])
+            torch._foreach_zero_([run.master.data.view(-1)[low:high] for run, low, high in gaps])
 
     def pack(self, wave: Sequence[Run], state: State) -> None:
         """Put masters and moments back to where they are kept; parameters follow their masters."""

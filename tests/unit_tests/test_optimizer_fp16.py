@@ -226,6 +226,15 @@ def test_what_was_skipped_and_why_is_logged(rank: int, world: int) -> None:
     assert "the next loss scale is 32" in message
 
 
+@ranks(1)
+def test_a_guard_that_raises_on_overflow_is_refused_beside_a_dynamic_scale(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(torch.float16), check_for_nan_in_grad=True)
+    with pytest.raises(ValueError, match="record_nan_in_grad=True instead"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True), [ddp])
+    get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True, loss_scale=8.0), [ddp])
+
+
 @ranks(2)
 def test_a_pipeline_scales_its_losses_with_grad_scale_func(rank: int, world: int) -> None:
     norms = []
