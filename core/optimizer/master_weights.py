@@ -141,10 +141,16 @@ def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], i
     fill a vector, in another way than those before, and a cut shall not change a bit.
     """
     first, last = slices[0].start, slices[-1].end
-    stretches = []
+    stretches: list[tuple[list[Slice], int]] = []
+    index = 0
     for start in range(first, last, numel):
         end = min(start + numel, last)
-        stretch = [piece.cut(start, end) for piece in slices if piece.start < end and piece.end > start]
+        stretch = []
+        while index < len(slices) and slices[index].start < end:
+            stretch.append(slices[index].cut(start, end))
+            if slices[index].end > end:
+                break  # it goes on in the next stretch
+            index += 1
         if stretch:
             stretches.append((stretch, end))
     return stretches
