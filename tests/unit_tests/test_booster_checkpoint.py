@@ -1,6 +1,7 @@
 """What one plugin has written, every other reads; training goes on as if it had not stopped."""
 
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -118,17 +119,20 @@ def test_torch_alone_reads_the_files_and_the_booster_reads_torchs(rank: int, wor
 @ranks(2)
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(rank: int, world: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
+    write = files.write
     for plugin in PLUGINS:
         booster = Booster(plugin=new_plugin(plugin))
-        model, optimizer, criterion, _, _ = booster.boost(new_model(), None, mean_loss)
+        model, *_ = booster.boost(new_model(), None, mean_loss)
         wanted = whole_weights(model)
         wanted = {name: weight.clone() for name, weight in wanted.items()}
-        for number in range(2):  # the second uses the first's memory
-            booster.save_model(model, folder / f"{plugin}{number}", use_async=True)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.add_(1.0)
-        booster.checkpoint_io.synchronize()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(files, "write", lambda *a, **k: (time.sleep(0.3), write(*a, **k)))
+            for number in range(2):  # the second uses the first's memory
+                booster.save_model(model, folder / f"{plugin}{number}", use_async=True)
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.add_(1.0)
+            booster.checkpoint_io.synchronize()
         for number in range(2):
             saved = torch.load(folder / f"{plugin}{number}", weights_only=True)
             for name, want in wanted.items():
@@ -343,6 +347,9 @@ def test_hugging_face_reads_the_directory(rank: int, world: int, tmp_path: Path,
     model, *_ = booster.boost(transformers.GPT2LMHeadModel(config))
     for name, options in (("bin", {}), ("safe", {"use_safetensors": True})):
         booster.save_model(model, folder / name, shard=True, size_per_shard=0.01, **options)
+        index = next((folder / name).glob("*.index.json"))
+        tied = "lm_head.weight" in json.loads(index.read_text())["weight_map"]
+        assert tied == (name == "bin"), "Hugging Face writes a tied weight once"
         if name == "safe":  # Hugging Face no longer reads torch's files
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
             ours = whole_weights(model)
