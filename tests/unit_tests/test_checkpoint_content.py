@@ -232,7 +232,9 @@ def test_settings_are_those_of_the_new_optimizer_unless_asked_for(rank: int, wor
     train(other, its_optimizer, 2)
     assert same(weights(model), weights(other))
     sgd_model, sgd = build(Net(), optimizer="sgd")
-    assert "those of ['adam'] were saved, and here is ['sgd']" in refused(tmp_path, sgd_model, sgd, load_hyperparameters=True)
+    assert "those of ['adam'] were saved, and here is ['sgd']" in refused(
+        tmp_path, sgd_model, sgd, load_hyperparameters=True
+    )
 
 
 def scheduler_of(optimizer: Any, max_lr: float = 0.1, **options: Any) -> OptimizerParamScheduler:
@@ -270,6 +272,27 @@ def test_a_scheduler_goes_on_at_its_count_with_saved_or_new_numbers_or_refuses(
     its_scheduler = scheduler_of(its_optimizer, max_lr=0.05, use_checkpoint_opt_param_scheduler=False)
     message = refused(tmp_path, other, its_optimizer, scheduler=its_scheduler)
     assert "the scheduler refuses its state" in message and its_scheduler.num_steps == 0
+
+
+@ranks(1)
+def test_a_loss_scaler_that_refuses_leaves_the_scheduler_as_it_was(rank: int, world: int, tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, float]:
+            return {"scale": 8.0}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("not these numbers")
+
+    model, optimizer = build()
+    scheduler = scheduler_of(optimizer)
+    scheduler.step(6)
+    optimizer.grad_scaler = Refusing()
+    save_checkpoint(tmp_path, 2, [model], optimizer, scheduler)
+    scheduler.load_state_dict({**scheduler.state_dict(), "num_steps": 1})
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    message = refused(tmp_path, model, optimizer, scheduler=scheduler)
+    assert "the loss_scaler refuses its state: not these numbers" in message
+    assert scheduler.num_steps == 1 and [group["lr"] for group in optimizer.param_groups] == lrs
 
 
 @ranks(2)
