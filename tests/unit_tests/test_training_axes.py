@@ -36,13 +36,15 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("world", "model", "layout"),
     [
         (4, [], "--tp 1 --cp 2 --run.micro-batch-size 1"),
-        (4, [], "--tp 2 --cp 2 --parallel.cp-comm-type all_gather"),
+        pytest.param(4, [], "--tp 2 --cp 2 --parallel.cp-comm-type all_gather", marks=pytest.mark.nightly),
         (4, [], "--tp 1 --cp 2 --pp 2 --parallel.cp-comm-type a2a"),
         (2, EXPERTS, "--tp 1 --ep 2 --run.micro-batch-size 1"),
         (4, EXPERTS, "--tp 2 --ep 4 --etp 1 --model.moe-token-dispatcher-type allgather"),
         (4, [*EXPERTS, *SHARED], "--tp 2 --pp 2 --vpp 2"),
         (4, EXPERTS, "--tp 1 --cp 2 --ep 2 --run.micro-batch-size 2"),
-        (4, EXPERTS, "--tp 1 --pp 2 --ep 2 --schedule InterleavedZeroBubble --vpp 2"),
+        pytest.param(
+            4, EXPERTS, "--tp 1 --pp 2 --ep 2 --schedule InterleavedZeroBubble --vpp 2", marks=pytest.mark.nightly
+        ),
         (8, EXPERTS, "--tp 2 --pp 2 --ep 2 --parallel.order tp-cp-ep-dp-pp"),
     ],
 )

@@ -40,7 +40,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         (2, ["--tp", "1", "--model.hidden-dropout", "0.1", "--checkpoint.async"]),
         (4, ["--tp", "1", "--pp", "2", "--ep", "2", *EXPERTS]),
-        (2, ["--tp", "2", "--model.dtype", "bfloat16"]),
+        pytest.param(2, ["--tp", "2", "--model.dtype", "bfloat16"], marks=pytest.mark.nightly),
         (2, ["--tp", "1", "--model.dtype", "float16", "--optimizer.initial-loss-scale", "6e5"]),
     ],
     ids=["dropout-async", "pp2-ep2", "bf16", "fp16"],
@@ -63,7 +63,10 @@ def test_a_run_in_two_parts_has_the_losses_of_one_run_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(4, ["--tp", "1", "--pp", "2"]), (2, ["--tp", "1", "--ep", "2", "--ddp.no-overlap-param-gather"])],
+    [
+        (4, ["--tp", "1", "--pp", "2"]),
+        pytest.param(2, ["--tp", "1", "--ep", "2", "--ddp.no-overlap-param-gather"], marks=pytest.mark.nightly),
+    ],
     ids=["dp2-pp2", "dp2-ep2"],
 )
 def test_another_layout_goes_on_with_the_same_losses(
