@@ -263,6 +263,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self._torchs[0].process_group if self._torchs else None
 
     def _check_clipping(self) -> None:
+        if getattr(self.optim, "clips_whole_gradient", False):
+            return
         if isinstance(self.optim, MegatronOptimizer):
             raise ValueError(
                 "this optimizer clips inside step(), by a norm over all ranks; set OptimizerConfig(clip_grad=...) and "

@@ -77,6 +77,16 @@ def test_training_goes_on_under_another_plugin(rank: int, world: int, tmp_path: 
         check_pair(writer, reader, rank, world, folder / f"{writer}-{reader}", (form,))
 
 
+@ranks(4)
+def test_replicated_shards_are_written_once(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    booster = Booster(plugin=new_plugin("zero2", extra_dp_size=2))
+    model, optimizer, _ = train(booster, rank, steps=range(3))
+    save(booster, model, optimizer, folder, "shards")
+    saved = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    goes_on("zero1", rank, world, folder, saved)
+
+
 @pytest.mark.nightly
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("reader", NAMES)

@@ -30,5 +30,5 @@ def test_the_page_on_low_level_zero_trains_like_one_process(rank: int, world: in
     assert names["grad_norm"] == pytest.approx(norms[3], rel=2e-2)
     for ours, theirs, before in zip(names["model"].parameters(), model.parameters(), start, strict=True):
         moved = (theirs - before).norm()
-        assert ours.dtype == torch.bfloat16 and moved > 0.1
+        assert ours.dtype == torch.bfloat16 and moved > 0.03
         assert (ours.float() - theirs).norm() < 0.2 * moved  # Adam makes steps of small gradients, which bf16 rounds

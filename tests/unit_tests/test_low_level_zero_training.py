@@ -14,6 +14,7 @@ from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
 from core.gradient_accumulation import accumulate_gradient
 from tests.unit_tests.booster_reference import (
+    MAX_NORM,
     assert_same_training,
     mean_loss,
     new_model,
@@ -406,8 +407,18 @@ def test_the_accumulation_wrappers_drive_it(rank: int, world: int) -> None:
         for inputs, targets in loader:
             accumulating.zero_grad()
             accumulating.backward(mean_loss(model(inputs), targets))
+            accumulating.clip_grad_by_norm(MAX_NORM)
             accumulating.step()
-        assert_same_training(model, trained_on_one_process(world, 4, False)[0], 1e-6)
+        assert_same_training(model, trained_on_one_process(world, 4, True)[0], 1e-6)
+
+
+@ranks(3)
+def test_each_rank_gets_its_part_of_a_dataset(rank: int, world: int) -> None:
+    plugin = LowLevelZeroPlugin()
+    dataset = torch.utils.data.TensorDataset(torch.arange(6))
+    assert [int(x) for (x,) in plugin.prepare_dataloader(dataset, 1)] == [rank, rank + 3]
+    parallel_state.initialize_model_parallel()
+    assert (plugin.data_rank(), plugin.data_size()) == (rank, 3)
 
 
 @ranks(1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core import parallel_state
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.collectives import Collectives
 from core.distributed.wire_format import FP8, gradient_collectives
@@ -45,7 +46,8 @@ def test_reductions_round_once_and_come_back(rank: int, world: int, dtype: torch
 
 
 @ranks(2)
-def test_a_model_is_reduced_so_with_late_gradients_and_instances_apart(rank: int, world: int) -> None:
+def test_a_model_is_reduced_so_late_gradients_too(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
     for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3), (FP8, 0.13)):
         for options in ({}, {"overlap_grad_reduce": True}, {"data_parallel_sharding_strategy": "optim_grads"}):
             model = make_net()

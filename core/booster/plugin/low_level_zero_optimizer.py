@@ -28,6 +28,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     calls `step`, `zero_grad`, clipping and norms alike.
     """
 
+    clips_whole_gradient = True  # for wrappers around this one: its clipping knows the other ranks' parts
+
     def __init__(
         self,
         optim: torch.optim.Optimizer,

@@ -177,11 +177,11 @@ class LowLevelZeroPlugin(DPPluginBase):
 
     def data_rank(self) -> int:
         """Which part of the data is this rank's."""
-        return self.groups().rank("dp")
+        return self.groups().rank("dp") if parallel_state.model_parallel_is_initialized() else self.rank
 
     def data_size(self) -> int:
         """In how many parts the data is split."""
-        return self.groups().size("dp")
+        return self.groups().size("dp") if parallel_state.model_parallel_is_initialized() else self.world_size
 
     # -- boost ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,9 @@ class LowLevelZeroPlugin(DPPluginBase):
             self.check_optimizer(model, optimizer)
             shaped = needs_shapes(optimizer)
         dtype = DTYPES[self.precision]
-        model = model.to(device=self.device(), dtype=dtype)
+        model = model.to(self.device())
+        if dtype is not None:
+            model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
         if self.use_fp8 and not use_fp8_linears(model):
             raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
         cast_to = dtype if self.cast_inputs else None
