@@ -386,7 +386,7 @@ def test_ranks_share_a_dataset_and_the_seed_of_its_shuffle(rank: int, world: int
 
 @ranks(2)
 def test_workers_have_seeds_of_their_own_and_the_users_function_runs(rank: int, world: int) -> None:
-    loader = new_loader(rank, world, num_workers=2, worker_init_fn=seed_python, seed=5)
+    loader = new_loader(rank, world, num_workers=2, worker_init_fn=seed_python, seed=5, multiprocessing_context="fork")
     got = [tuple(float(column[0]) for column in batch) for batch in loader]
     for worker, (_, python, by_numpy, by_torch) in enumerate(got[:2]):
         seed = 5 + 2 * rank + worker
