@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from core.verify import GradientReport, Layout, check_gradients
 from core.verify.__main__ import main
+from core.verify.gpt import check_gpt
 from core.verify.rank_pool import RankFailure, RankPool
 from core.verify.table import run_table
+from core.verify.tables import FULL_HOUSE, tables
 from tests.unit_tests.reference import Net
 from tests.unit_tests.test_docs import program_of
 from tests.unit_tests.test_verify import mean_loss, samples
@@ -95,6 +97,18 @@ def test_layouts_are_listed_without_running_them(capsys: pytest.CaptureFixture[s
     assert listed and all(line.startswith("dp3") and "optim" in line for line in listed)
 
 
+def test_every_table_has_its_list(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in tables():
+        assert main(["--list", "--table", name]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) > 200 and str(FULL_HOUSE) in listed
+
+
+def test_a_layout_that_cannot_run_is_refused_before_any_group_exists() -> None:
+    with RankPool(1) as pool, pytest.raises(RankFailure, match=r"layout \[dp1 tp1\+sp no_shard\] cannot run: sp=True"):
+        pool.run(check_gpt, 1, (Layout(sp=True),))
+
+
 def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
@@ -116,10 +130,11 @@ def test_command_starts_its_own_ranks() -> None:
 def test_command_runs_under_torchrun() -> None:
     done = run_command(
         *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "core.verify", "--only", "dp2", "--dtypes", "fp64"),
+        *("-m", "core.verify", "--only", "dp2 tp1", "--steps", "3", "--optimizers", "sgd"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["a", "right", "PASSED:"]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [words[0] for words in lines] == ["a", "right", "PASSED:"] and lines[1][1] == "sgd"
 
 
 def test_the_program_in_the_docs_runs(tmp_path: Path) -> None:

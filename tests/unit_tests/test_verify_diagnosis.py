@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.verify.diagnosis import RankPart, explain, name_factor
+from core.verify.diagnosis import BiasPart, RankPart, explain, explain_bias, name_factor
 
 Mix = Callable[[int, list[Tensor]], Tensor]
 GRID = {"dp": 2, "tp": 2}  # rank = tp + 2 dp
@@ -133,3 +133,68 @@ def test_only_the_elements_that_a_rank_holds_are_looked_at() -> None:
 def test_names_of_factors(factor: float, suspects: list[str], words: str) -> None:
     sizes = {"dp": 7, "ep": 4, "pp": 3}
     assert words in name_factor(factor, sizes, suspects, tokens=70, microbatches=5)
+
+
+# --- auxiliary losses and router biases -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (5.0, "5 times the weight that is due beside the loss: they are not divided by the number of microbatches, 5"),
+        (1 / 5, "divided by the number of microbatches, 5, twice"),
+        (0.5, "the ranks of cp (2) share them"),
+        (0.0, "auxiliary losses have 0 times the weight"),
+        (7.0, "auxiliary losses have 7 times the weight that is due beside the loss"),
+    ],
+)
+def test_auxiliary_losses_with_another_weight_are_told_from_wrong_reductions(weight: float, words: str) -> None:
+    own = own_gradients()
+    auxiliary = own[3].roll(7)
+    parts = []
+    for rank in range(4):
+        right = sequence_parallel(rank, own)
+        got = right + (weight - 1.0) * auxiliary
+        parts.append(RankPart(rank, place(rank), got, got, right, torch.ones(50, dtype=torch.bool), auxiliary))
+    assert words in explain(parts, {**GRID, "cp": 2}, ["dp"], microbatches=5)[0]
+
+
+def test_a_wrong_reduction_is_not_blamed_on_auxiliary_losses() -> None:
+    own = own_gradients()
+    parts = [
+        RankPart(r, place(r), own[r], 2 * right, right, torch.ones(50, dtype=torch.bool), own[0])
+        for r in range(4)
+        for right in [sequence_parallel(r, own)]
+    ]
+    assert "tp times too large" in explain(parts, GRID, ["tp"])[0]
+
+
+COUNTS = ([9, 1, 3, 7], [2, 8, 4, 6], [1, 1, 9, 9], [0, 10, 5, 5])  # of ranks 0 to 3; in all 12, 20, 21, 27
+
+
+def moved(*counted: int) -> list[float]:
+    totals = [sum(COUNTS[rank][expert] for rank in counted) for expert in range(4)]
+    return [0.1 * ((total * 4 < sum(totals)) - (total * 4 > sum(totals))) for total in totals]
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        ([moved(0), moved(1), moved(2), moved(3)], "by counts that are not added over dp and tp"),
+        ([moved(0, 2), moved(1, 3), moved(0, 2), moved(1, 3)], "by counts that are not added over tp"),
+        ([moved(0, 1), moved(0, 1), moved(2, 3), moved(2, 3)], "by counts that are not added over dp"),
+        ([[2 * move for move in moved(0, 1, 2, 3)]] * 4, "2 times as far as moe_router_bias_update_rate says"),
+        ([[0.0] * 4] * 4, "0 times as far"),
+        ([moved(0, 1, 2, 3)] * 4, "those of another step were left among them"),
+        ([moved(0, 1, 2, 3)] * 3 + [moved(3)], "ranks disagree"),
+    ],
+)
+def test_causes_of_a_wrong_router_bias(moves: list[list[float]], words: str) -> None:
+    parts = [BiasPart(rank, {**place(rank), "cp": 0}, COUNTS[rank], moves[rank]) for rank in range(4)]
+    assert words in explain_bias(parts, 0.1)
+
+
+def test_a_divisor_that_differs_between_ranks_is_named_in_tokens() -> None:
+    tokens = [10, 20, 25, 30]
+    cause = diagnose(sequence_parallel, lambda r, own: 60 / tokens[r] * sequence_parallel(r, own), ["dp"], tokens=60)
+    assert "ranks [0, 1, 2, 3] divide by [10, 20, 25, 30] tokens, and the whole batch has 60" in cause
