@@ -333,3 +333,33 @@ def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
         got = trained[1][1].get_parameter(name).double()
         assert torch.allclose(got, master, rtol=2.0**-8, atol=1e-5), name
         assert (master - param).abs().max() > 0.1
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_every_algorithm_passes_through_scratch_unchanged(rank: int, world: int, strategy: str) -> None:
+    """Elementwise ones in pieces, Muon with whole matrices in their shape; none of them knows of remainders."""
+    parallel_state.initialize_model_parallel()
+    whole = scratch.CPU_NUMEL
+    scratch.CPU_NUMEL = 128
+    try:
+        for algorithm in ("muon", "lion", "NAdam", "Adagrad"):
+            trained = []
+            for extra in ({}, aware(main_grads_dtype=BF16)):
+                ddp = wrap(
+                    make_net(BF16, width=61),
+                    data_parallel_sharding_strategy=strategy,
+                    grad_reduce_in_fp32=False,
+                    whole_param_shards=strategy == "optim",
+                )
+                config = OptimizerConfig(optimizer=algorithm, lr=0.02, weight_decay=0.1, **extra)
+                optimizer = get_megatron_optimizer(config, [ddp])
+                train(ddp, optimizer, rank, range(4))
+                trained.append(masters_by_name(optimizer, ddp))
+            assert_bit_equal(trained[1], trained[0], algorithm)
+            for name, value in trained[0].items():
+                entry = make_net(BF16, width=61).get_parameter(name).detach().float().view(-1)
+                moved = min((value - part).abs().max() for part in entry.unfold(0, value.numel(), 1))
+                assert moved > 1e-3, f"{algorithm}: {name}"
+    finally:
+        scratch.CPU_NUMEL = whole
