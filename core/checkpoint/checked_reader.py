@@ -20,14 +20,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
-from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest, Segment
+from core.checkpoint.manifest import FileRecord, Manifest, Segment
 
 
 class CheckedReader(StorageReader):
     """Reads one committed directory."""
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, rank: int, index: bytes) -> None:
+        """index: of torch.distributed.checkpoint, as `find_intact` has read and checked it."""
         self.path = path
+        self._index = index
         self.rank = rank  # that reads, for messages
         self._files = {file.name: file for file in manifest.files}
         self._places: dict[Any, Any] = {}
@@ -39,11 +41,7 @@ class CheckedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of tensors."""
-        record = self._record(METADATA_NAME)
-        with self._open(record) as stream:
-            data = stream.read()
-        self._check(record, "the index of all tensors", data, record.size, record.crc32)
-        metadata: Metadata = pickle.loads(data)
+        metadata: Metadata = pickle.loads(self._index)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

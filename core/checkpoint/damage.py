@@ -86,6 +86,20 @@ def damage_of(directory: Path, record: FileRecord, others: Iterable[FileRecord] 
         return _damage(record, f"cannot be read: {explain(error, path)}", record.names())
 
 
+def read_whole(directory: Path, name: str, manifest: Manifest) -> bytes | Damage:
+    """The bytes of a file, which are those that were saved; or what is wrong with it."""
+    record = manifest.file(name)
+    if record is None:
+        return Damage(MANIFEST_NAME, f"does not list {name}")
+    try:
+        data = (directory / name).read_bytes()
+    except OSError:
+        data = b""
+    if (len(data), zlib.crc32(data)) == (record.size, record.crc32):
+        return data
+    return damage_of(directory, record, manifest.files) or _damage(record, "gives other bytes at every reading", ())
+
+
 def checksum(path: Path, start: int = 0, length: int | None = None) -> int:
     """CRC-32 of a file or of a part of it."""
     crc32, remaining = 0, length

@@ -256,7 +256,7 @@ def test_plain_torch_reads_what_the_check_would_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["flipped", "gone", "index"])
+@pytest.mark.parametrize("kind", ["flipped", "gone"])
 def test_damage_that_comes_after_the_check_is_found_while_reading(kind: str, tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     directory = find_intact(tmp_path)
@@ -265,16 +265,21 @@ def test_damage_that_comes_after_the_check_is_found_while_reading(kind: str, tmp
         case "flipped":
             flip(path, 8 * (offset + length // 2))
             words = "gives other bytes for 'rank0.weight' than were saved"
-        case "gone":
+        case _:
             shutil.rmtree(directory.path)
             words = "Was the checkpoint deleted while it was read"
-        case _:
-            flip(directory.path / ".metadata", 800)
-            words = "gives other bytes for the index of all tensors"
     with pytest.raises(CheckpointException) as error:
         loaded(directory, 0)
     failure = str(error.value.failures[0][0])
     assert words in failure and "rank 0" in failure and str(directory.path) in failure
+
+
+def test_damage_of_the_index_after_the_check_harms_nothing(tmp_path: Path) -> None:
+    """dcp.load would hide the reason, and fail on one rank alone; so the index is read with the check."""
+    save_alone(tmp_path, 1)
+    directory = find_intact(tmp_path)
+    flip(directory.path / ".metadata", 800)
+    assert_is_step(loaded(directory, 0), 1, 0)
 
 
 def test_a_file_that_cannot_be_read_is_damage_not_a_crash(tmp_path: Path) -> None:
