@@ -182,7 +182,7 @@ def compare(
     """Run steps and compare each with the reference. Collective over the world."""
     largest, loss_error, digests = 0.0, 0.0, []
     wrong: list[Comparison] = []
-    cause = ""
+    cause = drift = ""
     details: tuple[str, ...] = ()
     expected: Expected | None = None
     norms: dict[str, float] = {}
@@ -201,32 +201,25 @@ def compare(
             _comparison(job, held, step, got[held.key], expected.grads[held.name], max(norms[held.name], floor))
             for held in job.model.trained
         ]
-        mine_of_biases = [_bias_comparison(held, step, expected.biases[held.name]) for held in job.model.biases]
-        everyone = _from_all([mine, mine_of_biases])
+        mine += [_bias_comparison(held, step, expected.biases[held.name]) for held in job.model.biases]
+        everyone = [comparison for rank in _from_all(mine) for comparison in rank]
         order = {name: number for number, name in enumerate([*expected.grads, *expected.biases])}
-        largest = max([largest, *(c.error for rank in everyone for kind in rank for c in kind)])
-        wrong = sorted(
-            (c for rank in everyone for kind in rank for c in kind if not c.error <= bound),
-            key=lambda c: (order[c.name], c.rank),
-        )
+        largest = max([largest, *(c.error for c in everyone)])
+        wrong = sorted((c for c in everyone if not c.error <= bound), key=lambda c: (order[c.name], c.rank))
         if wrong:
             moved = {held.key: held.tensor - biases[held.key] for held in job.model.biases}
             for held in job.model.biases:  # so that a backward of the diagnosis chooses the same experts
                 held.tensor.copy_(biases[held.key])
-            wrong_names = list(dict.fromkeys(c.name for c in wrong))
-            if wrong_names[0] in expected.biases:
-                cause, details = cause_of_bias(job, batch, wrong_names[0], moved)
+            names = list(dict.fromkeys(c.name for c in wrong))
+            if names[0] in expected.biases:
+                cause, details = cause_of_bias(job, batch, names[0], moved)
             else:
-                cause, details = cause_of_gradient(job, reference, expected, batch, got, wrong_names)
+                cause, details = cause_of_gradient(job, reference, expected, batch, got, names)
             if step > 0:
                 cause += f" (only from step {step} on: the steps before left something behind)"
             break
-        drift = _drift(job)
-        if drift:
-            wrong, cause = wrong or [], f"every gradient is right, and the drift guard raises: {drift}"
-            loss_error = float("inf")
-            break
-    if not loss_error <= bound and not cause.startswith("every gradient"):
+        drift = drift or _drift(job)
+    if not loss_error <= bound:
         then = f"; of the gradients: {cause}" if cause else ""
         cause = f"the forward passes differ already, relative error of the loss {loss_error:.3g}{then}"
     return GradientReport(
@@ -240,6 +233,7 @@ def compare(
         unmoved=tuple(name for name, norm in norms.items() if norm == 0.0),
         digest=hashlib.sha256(repr(_from_all(digests)).encode()).hexdigest()[:16],
         details=details,
+        drift=drift,
     )
 
 

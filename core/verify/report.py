@@ -43,7 +43,7 @@ class GradientReport:
 
     wrong: what is out of bounds, in registration order, one entry a rank. cause: the likely one, of the first wrong
     parameter. unmoved: parameters whose reference gradient is zero, about which nothing was shown. digest: a hash over
-    the bits of every rank's whole gradients.
+    the bits of every rank's whole gradients. drift: what the guard against drifting copies says of right gradients.
     """
 
     title: str
@@ -56,11 +56,12 @@ class GradientReport:
     unmoved: tuple[str, ...] = ()
     digest: str = ""
     details: tuple[str, ...] = field(default=())
+    drift: str = ""
 
     @property
     def ok(self) -> bool:
         """Were all gradients, and the loss, within the bound?"""
-        return not self.wrong and self.loss_error <= self.bound
+        return not self.wrong and not self.drift and self.loss_error <= self.bound
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -75,6 +76,8 @@ class GradientReport:
                 f"(bound {self.bound:g}){silent}"
             )
         first = self.first_wrong
+        if first is None and self.drift:
+            return f"{self.title}: every gradient is right, and the guard against drifting copies raises: {self.drift}"
         if first is None:
             return f"{self.title}: {self.cause}"
         names = dict.fromkeys(entry.name for entry in self.wrong)

@@ -15,6 +15,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Handle
+from core.distributed.guards import ReplicaDriftError
 from core.model_parallel_config import ModelParallelConfig
 from core.models import GPTModel
 from core.verify import GradientReport, Layout, WrongGradientError, check_gradients
@@ -246,6 +247,18 @@ def test_oracle_names_a_backward_that_was_done_twice(rank: int, world: int) -> N
 def test_oracle_notices_gradients_of_the_step_before(rank: int, world: int) -> None:
     with mock.patch("core.distributed.grad_buffer.GradBuffer.zero", lambda self: [b.attach() for b in self.buckets]):
         red(check_gpt(Layout(dp=2)), "only from step 1 on")
+
+
+@ranks(2)
+def test_a_guard_that_raises_on_right_gradients_is_reported(rank: int, world: int) -> None:
+    def raises(*_: Any) -> None:
+        if rank == 1:
+            raise ReplicaDriftError("these two differ")
+
+    with mock.patch("core.verify.check.check_replicas", raises):
+        report = check_gpt(Layout(dp=2))
+    assert not report.ok and not report.wrong
+    assert "every gradient is right, and the guard against drifting copies raises: these two differ" in str(report)
 
 
 # --- models of users --------------------------------------------------------------------------------------------------
