@@ -524,3 +524,11 @@ def test_a_fill_that_plans_on_each_rank_alone_is_refused_on_all(rank: int, world
         ):
             open_saver.save(1, alone, meta={})
         assert save_step(open_saver, 2).committed
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_view_of_a_large_buffer_is_saved_without_the_rest_of_it(asynchronous: bool, tmp_path: Path) -> None:
+    buffer = torch.randn(1 << 18)
+    with CheckpointSaver(tmp_path, asynchronous=asynchronous) as open_saver:
+        open_saver.save(1, fill_with({"view": buffer[10:20]}), meta={})
+    assert find_intact(tmp_path).manifest.total_bytes < 10_000
