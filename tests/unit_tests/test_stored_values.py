@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from core.distributed.gradient_contract import GradientContract
-from core.optimizer.master_weights import Slice, cut_slices, join_slices
+from core.optimizer.master_weights import Run, Slice, cut_slices, join_slices
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.scratch import Scratch
 from core.optimizer.stored_values import CopiedValues, HalfValues, ParameterValues, RemainderValues, stored
 
 
@@ -150,3 +152,18 @@ def test_cut_slices_cover_every_element_once() -> None:
                 assert piece.start - piece.offset == whole.start
                 seen[id(piece.param)] += range(piece.offset, piece.offset + piece.numel)
         assert all(seen[id(p)] == list(range(p.numel())) for p in params)
+
+
+def test_padding_is_zero_in_scratch_whatever_lay_there() -> None:
+    """A NaN in the padding of gradient or master would become the scale of an fp16 moment."""
+    params = [nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (3, 5)]
+    slices = slices_of(*params, gap=4)
+    reduced = torch.full((12,), math.nan)
+    for piece in slices:
+        reduced[piece.start : piece.end] = 2.0
+    run = Run(tuple(slices), reduced, nn.Parameter(torch.full((12,), math.nan)), torch.full((12,), math.nan), True)
+    run.home = RemainderValues(torch.full((12,), 7, dtype=torch.int16), ParameterValues(slices))
+    Scratch([], OptimizerConfig()).unpack([run], {})
+    assert run.grad.tolist() == [2.0] * 3 + [0.0] * 4 + [2.0] * 5
+    assert run.master[3:7].tolist() == [0.0] * 4
+    assert bool((run.master[:3] > 1.0).all()) and bool((run.master[7:] > 1.0).all())
