@@ -6,6 +6,7 @@ No ranks are started and no model is built. A damaged checkpoint is shown as far
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from core.checkpoint import convert
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.inspection import inspect, verify
 
-INTACT, DAMAGED, USAGE_ERROR = 0, 1, 2
+INTACT, DAMAGED, USAGE_ERROR, NOT_READ = 0, 1, 2, 141  # 141: as a shell names a closed pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
+        return NOT_READ
     except (CheckpointError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

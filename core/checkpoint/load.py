@@ -54,7 +54,7 @@ class LoadReport:
     configuration: dict[str, Any]
     random_restored: bool
     notes: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  # damaged steps that were passed over
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were damaged, a sentence for each
 
 
 def load_checkpoint(

@@ -7,6 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.distributed.global_slices import written_here
 from core.optimizer.optimizer_state import save_groups
+from core.process_groups import ProcessGroups
 
 CONTENT_FORMAT = 1  # of names and of what `meta` holds
 LAYOUT_AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
@@ -48,7 +50,8 @@ def save_checkpoint(
     save weights alone. scheduler: anything with a JSON-able state_dict(). extra, configuration: JSON-able, the same on
     every rank; `extra` (the data's position, say) comes back as `LoadReport.extra`.
     group: all ranks of the job, able to carry CPU objects; the default group if None.
-    saver: one that lives through the job, for asynchronous saves; by default one is made for this save.
+    saver: one that lives through the job, for asynchronous saves, made for this root; by default one is made for this
+    save, which `keep_last` is for.
 
     Call it between steps. Raises CheckpointError, the same on every rank, before anything is written for what cannot be
     saved, and for what the storage refuses.
@@ -60,6 +63,7 @@ def save_checkpoint(
     chunks: list[Any] = []
     error: str | None = None
     try:
+        _check_saver(saver, root, keep_last)
         chunks = checked_chunks(model_chunks)
         pieces = _pieces(chunks, optimizer)
         blobs = {random_key(groups_of(chunks[0])): save_random_state()}
@@ -83,6 +87,18 @@ def save_checkpoint(
         return once.save(step, fill, meta=meta)
 
 
+def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], keep_last: int | None) -> None:
+    """ValueError where a saver would not do what the other arguments say."""
+    if saver is None:
+        return
+    if Path(os.path.realpath(root)) != saver.root.path:
+        raise ValueError(f"root is {root} and the saver was made for {saver.root.path}; pass the saver's root")
+    if keep_last is not None and keep_last != saver.keep_last:
+        raise ValueError(
+            f"keep_last is {keep_last} and the saver's is {saver.keep_last}; say it to CheckpointSaver(keep_last=...)"
+        )
+
+
 def _differing(extras: Sequence[str]) -> str | None:
     """What is wrong where ranks gave other extras; only the first rank's would be written."""
     odd = next((rank for rank, text in enumerate(extras) if text != extras[0]), None)
@@ -98,10 +114,20 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
     """The chunks as a list. ValueError for a model that is not in one, or for none."""
     if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
         raise ValueError("model_chunks is a model; pass a list of this rank's chunks, [model] where there is one")
-    chunks = list(model_chunks)
+    chunks = [_wrapper_in(chunk) for chunk in model_chunks]
     if not chunks:
         raise ValueError("model_chunks is empty; pass this rank's wrapped chunks")
     return chunks
+
+
+def _wrapper_in(chunk: Any) -> Any:
+    """The wrapper inside of modules around it, which finalize_model_grads looks for too; a bare module as it is."""
+    part = chunk
+    while part is not None:
+        if isinstance(getattr(part, "groups", None), ProcessGroups):
+            return part
+        part = getattr(part, "module", None)
+    return chunk
 
 
 def words_of(failure: Exception) -> str:
@@ -147,7 +173,9 @@ def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:
         layout["dp"] = groups.size("dp_cp")
     layout["chunks"] = len(chunks)
     ddp_config = getattr(chunks[0], "ddp_config", None)
-    layout["strategy"] = getattr(ddp_config, "data_parallel_sharding_strategy", "no_shard")
+    strategy = getattr(ddp_config, "data_parallel_sharding_strategy", "no_shard")
+    # use_distributed_optimizer is the other name of 'optim'.
+    layout["strategy"] = "optim" if strategy == "no_shard" and getattr(ddp_config, "sharded", False) else strategy
     return layout
 
 

@@ -70,8 +70,8 @@ class JobCheckpoints:
             notes.append(
                 "random streams start anew, since they belong to another layout (only dropout draws from them)"
             )
-        notes += [f"step {name} is damaged and was passed over" for name in report.skipped]
-        return "; ".join([f"going on after step {report.step} from {report.path}", *notes])
+        going_on = "; ".join([f"going on after step {report.step} from {report.path}", *notes])
+        return " ".join([*report.skipped, going_on])
 
     def step_edge(self) -> None:
         """After a step: see how a save in flight has fared, and save if it is time."""

@@ -111,3 +111,9 @@ def test_the_command_runs_as_a_module_and_its_status_tells(root: Path) -> None:
         [sys.executable, "-m", "core.checkpoint", "verify", str(root)], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == DAMAGED and "DAMAGED" in done.stdout, done.stderr
+
+
+def test_a_reader_that_goes_away_early_gets_no_traceback(root: Path) -> None:
+    command = f"{sys.executable} -m core.checkpoint inspect '{root}' | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == "" and done.stdout.strip() == "141", "neither intact nor damaged: nobody has read it"

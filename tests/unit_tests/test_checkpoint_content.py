@@ -580,3 +580,16 @@ def test_an_algorithm_is_asked_for_its_keys_without_touching_it(make: Any, kept:
 def test_numbers_are_stored_exactly() -> None:
     for value in (0.1, 2**40 + 1, True, torch.tensor(3.0)):
         assert as_scalar(value).item() == (value.item() if isinstance(value, Tensor) else value)
+
+
+@ranks(2)
+def test_the_layout_says_that_the_optimizer_was_sharded_by_either_name(rank: int, world: int, tmp_path: Path) -> None:
+    parallel_state.initialize_model_parallel()
+    for options, strategy in (
+        ({}, "no_shard"),
+        ({"use_distributed_optimizer": True}, "optim"),
+        ({"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads"}, "optim_grads"),
+    ):
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(**options), nn.Linear(3, 2))
+        save_checkpoint(tmp_path / strategy, 1, [model])
+        assert load_checkpoint(tmp_path / strategy, [model]).layout["strategy"] == strategy

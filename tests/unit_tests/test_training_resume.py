@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ pytest.importorskip("tyro")
 
 from core import parallel_state
 from core.checkpoint import list_steps
+from core.checkpoint.root_directory import list_committed
 from core.training.checkpoints import as_json, check_text, compare_configurations
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
@@ -106,6 +109,29 @@ def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_
         with pytest.raises(ConfigError, match=message):
             run("--checkpoint.resume", *more)
     assert len(run("--checkpoint.resume", "--run.steps", "8", "--checkpoint.schedule", "given").losses) == 6
+
+
+@ranks(1, timeout_s=120.0)
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_says_which_and_why(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
+    flags += ["--checkpoint.dir", str(tmp_path / "checkpoints"), "--checkpoint.every", "1"]
+
+    def run(*more: str) -> str:
+        parallel_state.destroy_model_parallel()
+        config, printed = load_config([*flags, *more]), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            train(config, plan_job(config, world), CPU, prepares_data=True)
+        return printed.getvalue()
+
+    run("--run.stop-after", "2")
+    newest = list_committed(tmp_path / "checkpoints")[-1].path
+    (newest / "rank_00000_000.distcp").unlink()
+    told = [line for line in run("--checkpoint.resume", "--run.stop-after", "3").splitlines() if "going on" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"Checkpoint of step 2 in {newest} is damaged: rank_00000_000.distcp (")
+    assert ". going on after step 1 from " in told[0] and told[0].count("damaged:") == 1
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:
