@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.optimizer.master_weights import BucketMasters, Run, Slice, is_per_element
-from core.optimizer.stored_values import CopiedValues, RemainderValues
+from core.optimizer.stored_values import CopiedValues, PlainValues, RemainderValues
 
 if TYPE_CHECKING:
     from core.optimizer.optimizer import MegatronOptimizer
@@ -104,6 +104,7 @@ def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> No
                         f"{len(entries)} in it; was it saved by another model or another rank?"
                     )
                 parts[id(piece)] = needed_part(name, piece, entries[name])
+    _keep_from_being_overwritten(optimizer, parts)
     optimizer.optimizer.state.clear()
     for masters in optimizer.masters:
         masters.load_parameters()
@@ -114,6 +115,21 @@ def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> No
                 of_run = [parts[id(piece)] for piece in run.slices]
                 load_master(masters, run, of_run)
                 load_moments(optimizer, run, of_run)
+
+
+def _keep_from_being_overwritten(optimizer: MegatronOptimizer, parts: Mapping[int, Entry]) -> None:
+    """Copy what is to be loaded and lies in the masters' own memory, as in `load_state_dict(state_dict())`."""
+    kept = [masters.main for masters in optimizer.masters]
+    kept += [
+        run.home.values.data
+        for masters in optimizer.masters
+        for run in masters.runs
+        if isinstance(run.home, CopiedValues) and isinstance(run.home.values, PlainValues)
+    ]
+    live = {values.untyped_storage().data_ptr() for values in kept if values is not None}
+    for part in parts.values():
+        if MASTER in part and part[MASTER].untyped_storage().data_ptr() in live:
+            part[MASTER] = part[MASTER].clone()
 
 
 def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:

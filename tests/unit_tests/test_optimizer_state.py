@@ -101,6 +101,34 @@ def test_saving_before_the_first_step_and_loading_it(rank: int, world: int) -> N
 
 
 @ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("masters", [{}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_its_own_state_changes_nothing(
+    rank: int, world: int, strategy: str, masters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    parallel_state.initialize_model_parallel()
+    options = {**ALGORITHMS["adamw"], **masters}
+    if dtype is torch.float16:
+        options["loss_scale"] = 1.0
+    if masters:
+        options["main_grads_dtype"] = dtype
+    ddp, optimizer = build(make_net(dtype, width=61), strategy, **options)
+    train(ddp, optimizer, rank, range(3))
+    before = copy.deepcopy(optimizer.state_dict())["state"]
+    weights = copy.deepcopy(ddp.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())  # views of what is loaded into
+    after = optimizer.state_dict()["state"]
+    for name, entries in before.items():
+        for entry, again in zip(entries, after[name], strict=True):
+            assert entry.keys() == again.keys()
+            for key, value in entry.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[key])), (name, key)
+    for name, value in ddp.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+@ranks(2)
 def test_what_another_rank_saved_is_refused_and_changes_nothing(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp, optimizer = build(make_net(width=61), "optim", **ALGORITHMS["adamw"])
