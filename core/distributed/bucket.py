@@ -90,6 +90,7 @@ class Bucket:
         self._due_scale = scale if scale_later else 1.0
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
+        self.spent = False  # has an optimizer made its step of these gradients?
         self.op: Op = "mean" if average else "sum"
         self.views = self._views()  # of each parameter's gradient
         self._shard_range = 0, layout.numel
@@ -154,6 +155,7 @@ class Bucket:
         self.state = BucketState.ACCUMULATING
         self.full = not self.sharded
         self.pending_scale = 1.0
+        self.spent = False
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
         self.handle = Handle()

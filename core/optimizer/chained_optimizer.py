@@ -53,7 +53,7 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler
         self.steps_skipped = 0
-        self._stats = None
+        self._stats = self._spent = None
         self._clip = {}
 
     def _check(self) -> None:
@@ -86,7 +86,7 @@ class ChainedOptimizer(MegatronOptimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step every optimizer with the common factors; True."""
-        stats = self._measured()
+        stats = self._spent = self._measured()
         self._stats = None
         begin = 0
         for optimizer in self.chained_optimizers:

@@ -104,6 +104,7 @@ class MegatronOptimizer:
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
+        self._spent: GradStats | None = None  # of those that the last step was made of
         self._clip: dict[str | None, float] = {}  # norm group -> coefficient
 
     def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
@@ -161,10 +162,11 @@ class MegatronOptimizer:
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
-        factors = self._factors(self._measured())
-        self._stats = None
+        self._spent, self._stats = self._measured(), None
+        factors = self._factors(self._spent)
         for masters in self.masters:
             masters.bucket.take_scale()
+            masters.bucket.spent = True
         self._update(factors)
         return True
 
@@ -236,6 +238,12 @@ class MegatronOptimizer:
     def _expect_final_gradients(self) -> None:
         for masters in self.masters:
             bucket = masters.bucket
+            if bucket.spent:
+                raise SyncError(
+                    f"rank {dist.get_rank()}: an optimizer has made a step of the gradients of "
+                    f"{bucket.layout.describe()} already, which may have multiplied them by its factor; a second step "
+                    "would do so again. Run zero_grad, backward and finalize_model_grads before the next one"
+                )
             whole = bucket.state is BucketState.REDUCED and not any(contract.rules for contract in bucket.contracts)
             if bucket.state is not BucketState.FINAL and not whole:
                 raise SyncError(
@@ -295,7 +303,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """The global norm of reduced gradients. Collective: every rank of the job."""
+        """The global norm of reduced gradients; after a step, of those it was made of. Collective: every rank."""
         return self._stats_or_measure().norm
 
     @torch.no_grad()
@@ -311,7 +319,7 @@ class MegatronOptimizer:
         return self._stats_or_measure(count_zeros=True).num_zeros or 0
 
     def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:
-        stats = self._stats
+        stats = self._spent if any(masters.bucket.spent for masters in self.masters) else self._stats
         if stats is not None and not (count_zeros and stats.num_zeros is None):
             return stats
         self._expect_final_gradients()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.bucket import SyncError
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.inner_step import step_runs
 from core.optimizer.master_weights import Run
 from tests.unit_tests.ranks import ranks
@@ -157,6 +157,31 @@ def test_clipping_can_be_left_out_or_called_apart(rank: int, world: int, strateg
         reference.assert_equals(ddp)
         with pytest.raises(SyncError, match="prepare_grads"):
             optimizer.step_with_ready_grads()
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chained", [False, True])
+def test_gradients_make_one_step_and_their_norm_is_known_until_the_next(
+    rank: int, world: int, strategy: str, chained: bool
+) -> None:
+    """A second step would divide by the loss scale again."""
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(torch.float32), data_parallel_sharding_strategy=strategy, scale_in_optimizer=True)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.01, loss_scale=8.0), [ddp])
+    if chained:
+        optimizer = ChainedOptimizer([optimizer])
+    for microbatch in range(2):
+        _, norm, _ = step(ddp, optimizer, rank, microbatch)
+        assert norm > 0.1
+        assert optimizer.get_grad_norm() == norm
+        weights = {name: value.clone() for name, value in ddp.state_dict().items()}
+        with pytest.raises(SyncError, match="already"):
+            optimizer.step()
+        assert all(torch.equal(value, weights[name]) for name, value in ddp.state_dict().items())
+    optimizer.zero_grad()
+    with pytest.raises(SyncError, match="finalize_model_grads"):
+        optimizer.get_grad_norm()
 
 
 def test_runs_with_different_factors_are_stepped_in_one_call() -> None:
