@@ -23,6 +23,8 @@ from torch import nn
 from core.distributed.boxes import Box, Index, Split, split_boxes, whole_shape
 from core.distributed.gradient_contract import data_group_of, shared_copies
 
+TRANSPARENT = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # modules torch puts around others: no names
+
 
 class Places(Protocol):
     """Where this rank stands on each axis; ProcessGroups is one."""
@@ -100,7 +102,7 @@ def global_name(module: nn.Module, local_name: str) -> str:
         rest = rest[len(taken) :]
         for part in taken:
             current = getattr(current, part, None)
-    return ".".join(path)
+    return ".".join(part for part in path if part not in TRANSPARENT)
 
 
 def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
@@ -132,7 +134,7 @@ def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> 
         expert_dim = getattr(param, "expert_dim", None)
         if expert_dim is not None:
             splits.append(Split(expert_dim, places.size("ep"), places.rank("ep")))
-        elif name == local_name:
+        elif name == ".".join(part for part in local_name.split(".") if part not in TRANSPARENT):
             raise ValueError(
                 f"parameter {local_name!r} is an expert's (allreduce=False), the {places.size('ep')} ranks of 'ep' "
                 "hold different ones, and nothing says which. Set param.expert_dim to the dimension along which "

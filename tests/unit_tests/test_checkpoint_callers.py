@@ -1,0 +1,93 @@
+"""What a caller hands to save and load: models in other modules, compiled ones, and a saver made for something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.checkpoint import CheckpointError, CheckpointSaver, load_checkpoint, save_checkpoint
+from core.distributed import finalize_model_grads
+from core.distributed.global_slices import global_name
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_checkpoint_content import Net, build, flat_state, same, train, weights
+
+
+class Around(nn.Module):
+    """A wrapper of the caller's own around ours."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_modules_around_the_wrapper_change_nothing(rank: int, world: int, strategy: str, tmp_path: Path) -> None:
+    model, optimizer = build(strategy=strategy)
+    around = Around(Around(model))
+    around(torch.ones(3, 4)).sum().backward()
+    finalize_model_grads([around])
+    optimizer.step()
+    save_checkpoint(tmp_path, 1, [around], optimizer)
+    other, its_optimizer = build(Net(), strategy=strategy)
+    load_checkpoint(tmp_path, [other], its_optimizer)
+    assert same(weights(other), weights(model))
+    assert flat_state(its_optimizer) == flat_state(optimizer)
+    again, its_optimizer = build(Net(), strategy=strategy)
+    load_checkpoint(tmp_path, [Around(again)], its_optimizer)
+    assert same(weights(again), weights(model))
+    assert flat_state(its_optimizer) == flat_state(optimizer)
+
+
+@ranks(2)
+def test_a_compiled_model_has_the_names_of_the_model(rank: int, world: int, tmp_path: Path) -> None:
+    net = Net()
+    net.first = torch.compile(net.first)  # type: ignore[assignment]
+    model, optimizer = build(torch.compile(net), strategy="optim")  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    for param in net.parameters():
+        if param.requires_grad:
+            param.grad = torch.ones_like(param)
+    finalize_model_grads([model])
+    optimizer.step()
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+    plain, its_optimizer = build(Net(), strategy="optim")
+    report = load_checkpoint(tmp_path, [plain], its_optimizer)
+    assert report.notes == ()
+    expected = {name.replace("_orig_mod.", ""): value for name, value in weights(model).items()}
+    assert same(weights(plain), expected)
+    # And back: plain weights into a compiled model.
+    for param in net.parameters():
+        param.data.zero_()
+    load_checkpoint(tmp_path, [model], optimizer)
+    assert same({name.replace("_orig_mod.", ""): value for name, value in weights(model).items()}, expected)
+
+
+def test_modules_that_torch_puts_around_others_are_in_no_name() -> None:
+    stage = nn.Sequential(nn.Linear(2, 2))
+    stage.global_names = {"0": "layers.7"}  # type: ignore[assignment]
+    compiled: Any = torch.compile(stage)
+    assert [name for name, _ in compiled.named_parameters()] == ["_orig_mod.0.weight", "_orig_mod.0.bias"]
+    assert global_name(compiled, "_orig_mod.0.weight") == "layers.7.weight"
+
+
+@ranks(2)
+def test_a_saver_of_another_root_or_with_another_keep_last_is_refused(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with CheckpointSaver(mine, keep_last=2) as saver:
+        with pytest.raises(CheckpointError, match="saver was made for .*mine"):
+            save_checkpoint(other, 1, [model], optimizer, saver=saver)
+        with pytest.raises(CheckpointError, match="keep_last is 1 and the saver's is 2"):
+            save_checkpoint(mine, 1, [model], optimizer, saver=saver, keep_last=1)
+        save_checkpoint(tmp_path / "other" / ".." / "mine", 1, [model], optimizer, saver=saver, keep_last=2)
+    assert not other.exists()
+    assert load_checkpoint(mine, [model], optimizer).step == 1
