@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+NOT_SCALED = (
+    "this step's gradients come from a loss that was not multiplied by the loss scale, and would be divided by it; "
+    "call booster.backward(loss, optimizer) in place of loss.backward(), once or more before each step"
+)
+
 
 class OptimizerWrapper:
     """Holds a torch optimizer, or another wrapper, as `optim`.

@@ -29,6 +29,11 @@ class UnusedParameters:
         ]
         self.found: list[nn.Parameter] = []
 
+    @property
+    def any_arrived(self) -> bool:
+        """Has a backward of this rank given any parameter a gradient in this step?"""
+        return any(1 in watch.seen for watch in self.watches)
+
     def note_assigned(self) -> None:
         """Before gradients leave `.grad`: one that somebody wrote there has not passed through a hook."""
         for watch in self.watches:

@@ -325,6 +325,22 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     assert not (tmp_path / "it ran").exists()
 
 
+def test_the_kind_of_a_file_is_told_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    booster = Booster(device="cpu")
+    plain = new_model()
+    model, optimizer, *_ = booster.boost(plain, new_optimizer(plain))
+    booster.save_optimizer(optimizer, tmp_path / "optimizer.safetensors")
+    booster.load_optimizer(optimizer, tmp_path / "optimizer.safetensors")
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    for name, use_safetensors in (("torch.safetensors", False), ("safe.bin", True)):
+        booster.save_model(model, tmp_path / name, use_safetensors=use_safetensors)
+        for value in plain.state_dict().values():
+            value.zero_()
+        booster.load_model(model, tmp_path / name)
+        assert all(torch.equal(value, weights[key]) for key, value in plain.state_dict().items())
+
+
 def test_reading_with_threads_gives_the_same(tmp_path: Path) -> None:
     booster = Booster(device="cpu")
     model, *_ = booster.boost(new_model())

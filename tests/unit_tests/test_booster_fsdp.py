@@ -134,6 +134,9 @@ def test_auto_wrap_policy_chooses_the_units_in_all_its_forms() -> None:
     assert names(partial(size_based_auto_wrap_policy, min_num_params=70)) == ["", "0", "0.second"]
     with pytest.raises(TypeError, match="auto_wrap_policy is 3"):
         names(3)
+    for wrong in (nn.Linear, {"Linear"}, [nn.Linear, int]):
+        with pytest.raises(TypeError, match="a set of module classes"):
+            names(wrong)
 
 
 @ranks(2)
@@ -446,6 +449,16 @@ def test_combinations_that_cannot_be_are_refused_when_the_plugin_is_made(rank: i
         TorchFSDPPlugin(sharding_strategy=ShardingStrategy.NO_SHARD, fp8_communication=True)
     with pytest.raises(TypeError, match="sharding_strategy is 'zero'"):
         TorchFSDPPlugin(sharding_strategy="zero")  # type: ignore[arg-type]
+    for option, wrong in (
+        ("mixed_precision", "bf16"),
+        ("backward_prefetch", "pre"),
+        ("cpu_offload", "params"),
+        ("process_group", "world"),
+        ("param_init_fn", 1),
+        ("auto_wrap_policy", nn.Linear),
+    ):
+        with pytest.raises(TypeError, match=f"{option} is .*; expected "):
+            TorchFSDPPlugin(**{option: wrong})
     with pytest.warns(UserWarning, match="decides the precision"):
         Booster(mixed_precision="fp16", plugin=TorchFSDPPlugin(mixed_precision=MixedPrecision(torch.bfloat16)))
 

@@ -1,10 +1,11 @@
 """Five steps with each plugin equal one process on the same global batch."""
 
 import pytest
+import torch
 
 from core.booster import Booster
 from core.booster.mixed_precision import FP16TorchMixedPrecision
-from core.booster.plugin import DPPluginBase, TorchDDPPlugin, TorchFSDPPlugin
+from core.booster.plugin import DPPluginBase, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from tests.unit_tests.booster_reference import BOUNDS, MAX_NORM, assert_same_training, train, trained_on_one_process
 from tests.unit_tests.ranks import ranks
 
@@ -52,3 +53,26 @@ def test_five_steps_equal_one_process_in_all_combinations(
     rank: int, world: int, plugin: str, precision: str, accumulate: int, clip: bool
 ) -> None:
     check(rank, world, plugin, precision, accumulate, clip)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", [*PLUGINS, "low_level_zero"])
+def test_an_fp16_gradient_of_a_loss_that_was_not_scaled_is_refused_on_all_ranks(
+    rank: int, world: int, plugin: str
+) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(initial_scale=2.0**4))
+    if plugin != "low_level_zero":
+        booster = Booster(mixed_precision=FP16TorchMixedPrecision(init_scale=2.0**4), plugin=new_plugin(plugin))
+    net = torch.nn.Linear(3, 1)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for use in (optimizer.step, lambda: optimizer.clip_grad_by_norm(1.0)):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).float().mean().backward()
+        with pytest.raises(RuntimeError, match=r"booster\.backward\(loss, optimizer\) in place of loss\.backward"):
+            use()
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(torch.ones(2, 3)).float().mean()).backward()
+    optimizer.step()
+    assert not optimizer.found_inf
+    optimizer.zero_grad()
+    optimizer.step()  # without any gradient: nothing to refuse

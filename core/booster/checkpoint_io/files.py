@@ -63,8 +63,8 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
         indices = [file for file in path.glob("*" + INDEX_SUFFIX) if ("optim" in file.name) == optimizer]
         found = sorted(indices) if prefix is None else []
     if not found:
-        what = "optimizer" if optimizer else "model"
-        raise FileNotFoundError(f"{path.absolute()} holds no checkpoint of a {what}: {sorted(os.listdir(path))}")
+        what = "an optimizer" if optimizer else "a model"
+        raise FileNotFoundError(f"{path.absolute()} holds no checkpoint of {what}: {sorted(os.listdir(path))}")
     if len(found) > 1:
         raise ValueError(
             f"Found multiple index files in {path.absolute()}: {[file.name for file in found]}, please remove "
@@ -121,12 +121,13 @@ def replace(path: Path, write_to: Callable[[str], Any]) -> None:
 
 
 def read(path: Path) -> Any:
-    """The content of a file, on the CPU. Runs no code from it."""
+    """The content of a file, on the CPU, whatever its name ends in. Runs no code from it."""
     with path.open("rb") as file:
         start = file.read(9)
-    if path.suffix == ".safetensors" or (start[:2] != b"PK" and start[8:] == b"{"):
-        return safetensors_package().load_file(str(path))
-    return torch.load(path, map_location="cpu", weights_only=True)
+        if start[:2] == b"PK" or (path.suffix != ".safetensors" and start[8:] != b"{"):
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)  # given a name, torch goes by its suffix
+    return safetensors_package().load_file(str(path))
 
 
 def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

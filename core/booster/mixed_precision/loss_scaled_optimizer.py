@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from core.interface import OptimizerWrapper
+from core.interface.optimizer import NOT_SCALED
 from core.optimizer.loss_scaler import DynamicLossScaler
 
 
@@ -22,11 +23,13 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self.scaler = scaler
         self.found_inf = False  # in the gradients that were unscaled last
         self._unscaled = False
+        self._scaled = False  # has a loss of this step been scaled?
         if isinstance(optim, OptimizerWrapper):
             self.param_names = optim.param_names
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale, in fp32: 65536 is not an fp16 number."""
+        self._scaled = True
         return loss.float() * self.scaler.value
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
@@ -38,11 +41,20 @@ class TorchAMPOptimizer(OptimizerWrapper):
             )
         super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph, **kwargs)
 
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
+    ) -> None:
+        """As OptimizerWrapper's: the gradient carries the scale already."""
+        self._scaled = True
+        super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+
     def unscale_grad(self) -> None:
         """Divide the gradients by the scale, once a step. Collective where ranks hold parts of a gradient."""
         if self._unscaled:
             return
         grads = [_local(param.grad) for param in self.parameters if param.grad is not None]
+        if grads and not self._scaled:
+            raise RuntimeError(NOT_SCALED)
         finite = True
         if grads:
             # A sum of maxima: inf or NaN anywhere is inf or NaN here, and one read from the device serves all.
@@ -69,12 +81,12 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self.unscale_grad()
         result = None if self.found_inf else self.optim.step()
         self.scaler.update(self.found_inf)
-        self._unscaled = False
+        self._unscaled = self._scaled = False
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; a new step begins."""
-        self._unscaled = False
+        self._unscaled = self._scaled = False
         self.optim.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -21,6 +23,21 @@ from torch.distributed.fsdp import (
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "process_group": (
+        (dist.ProcessGroup, DeviceMesh, tuple, list),
+        "a process group, a pair of them, or a DeviceMesh",
+    ),
+    "cpu_offload": (
+        (CPUOffload, OffloadPolicy, bool),
+        "torch.distributed.fsdp.CPUOffload(offload_params=True), or a policy of fully_shard",
+    ),
+    "backward_prefetch": ((BackwardPrefetch,), "torch.distributed.fsdp.BackwardPrefetch.BACKWARD_PRE or BACKWARD_POST"),
+    "mixed_precision": (
+        (MixedPrecision, MixedPrecisionPolicy),
+        "torch.distributed.fsdp.MixedPrecision(param_dtype=...); names are for Booster(mixed_precision='bf16')",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,17 +81,36 @@ def units_of(
     return units
 
 
+def check_policy(policy: Any) -> None:
+    """Refuse what chooses no modules; TypeError."""
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        fits = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in policy)
+    else:
+        fits = policy is None or hasattr(policy, "_run_policy") or (callable(policy) and not isinstance(policy, type))
+    if not fits:
+        raise TypeError(
+            f"auto_wrap_policy is {policy!r}; expected a function (module, recurse, nonwrapped_numel) -> bool, a "
+            "policy of torch.distributed.fsdp.wrap, or a set of module classes, such as {torch.nn.Linear}"
+        )
+
+
+def check_kinds(**options: Any) -> None:
+    """Refuse options of another kind than FSDP's, which torch would notice late or never; TypeError."""
+    check_policy(options.pop("auto_wrap_policy"))
+    for name, (kinds, expected) in KINDS.items():
+        if options[name] is not None and not isinstance(options[name], kinds):
+            raise TypeError(f"{name} is {options[name]!r}; expected {expected}")
+    if options["param_init_fn"] is not None and not callable(options["param_init_fn"]):
+        raise TypeError(f"param_init_fn is {options['param_init_fn']!r}; expected a function of one module")
+
+
 def _wrapped_by(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> Iterable[nn.Module]:
     if hasattr(policy, "_run_policy"):  # ModuleWrapPolicy, CustomPolicy
         return [module for module in policy._run_policy(model, ignored, {}) if module is not model]
+    check_policy(policy)
     if isinstance(policy, (set, frozenset, list, tuple)):
         classes = tuple(policy)
         return [module for module in model.modules() if isinstance(module, classes) and module is not model]
-    if not callable(policy):
-        raise TypeError(
-            f"auto_wrap_policy is {policy!r}; expected a function (module, recurse, nonwrapped_numel) -> bool, a "
-            "policy of torch.distributed.fsdp.wrap, or a set of module classes"
-        )
     wrapped: list[nn.Module] = []
     _ask(policy, model, ignored, wrapped)
     return [module for module in wrapped if module is not model]

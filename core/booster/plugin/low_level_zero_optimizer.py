@@ -12,9 +12,9 @@ from torch import nn
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.distributed.bucket import BucketState
+from core.distributed.bucket import BucketState, SyncError
 from core.interface import OptimizerWrapper
-from core.interface.optimizer import check_max_norm
+from core.interface.optimizer import NOT_SCALED, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import LossScaler
 
@@ -46,6 +46,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.verbose = verbose
         self.found_inf = False  # in the gradients of the last step
         self._ready = False  # are this step's gradients whole and measured?
+        self._scaled = False  # has a loss of this step been scaled?
         self._clip_once: float | None = None  # in place of max_norm, in this step
         self._stepped_at = -1  # reductions that had been launched when the last step was made
 
@@ -81,6 +82,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers."""
         if self.scaler is None:
             return super().scale_loss(loss)
+        self._scaled = True
         return loss.float() * self.scaler.value
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
@@ -94,6 +96,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     ) -> None:
         """Go on with a gradient from elsewhere, which carries the loss scale already."""
         self._expect_open("backward_by_grad")
+        self._scaled = True
         torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
@@ -154,12 +157,23 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Once a step: reduce what backward has not, and measure."""
         if self._ready:
             return
+        arrived = self.engine.unused.any_arrived
+        if self.scaler is not None and arrived and not self._scaled:
+            raise RuntimeError(NOT_SCALED)
         self.engine.unused.note_assigned()
         order = self.model.reducer.order
         done = all(bucket.state is BucketState.FINAL for bucket in order)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or self.model.reducer.launches == self._stepped_at:
-            finalize_model_grads([self.model])
+            try:
+                finalize_model_grads([self.model])
+            except SyncError as error:
+                if not done or arrived:
+                    raise
+                raise SyncError(
+                    "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
+                    "booster.backward(loss, optimizer) before each step"
+                ) from error
         self.engine.unused.agree()
         self.found_inf = self.engine.measure()
         self._grad_norm = self.engine.measured_norm
@@ -168,6 +182,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def _begin(self) -> None:
         self.engine.unused.reset()
         self._ready = False
+        self._scaled = False
         self._clip_once = None
 
     def _norm(self) -> float:

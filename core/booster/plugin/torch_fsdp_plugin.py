@@ -25,7 +25,16 @@ from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
 from core.booster.mixed_precision import FP16TorchMixedPrecision, TorchAMPOptimizer
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.fsdp_collectives import FP8AllGather, FP8ReduceScatter
-from core.booster.plugin.fsdp_options import HYBRID, RESHARDED, Unit, mesh_of, offload_of, own_modules, units_of
+from core.booster.plugin.fsdp_options import (
+    HYBRID,
+    RESHARDED,
+    Unit,
+    check_kinds,
+    mesh_of,
+    offload_of,
+    own_modules,
+    units_of,
+)
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
 from core.interface import ModelWrapper, OptimizerWrapper
@@ -124,6 +133,14 @@ class TorchFSDPPlugin(DPPluginBase):
             raise TypeError(
                 f"sharding_strategy is {sharding_strategy!r}; expected a torch.distributed.fsdp.ShardingStrategy"
             )
+        check_kinds(
+            process_group=process_group,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+        )
         if isinstance(process_group, DeviceMesh):
             pair = process_group.ndim == 2
         else:
