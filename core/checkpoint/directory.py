@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.damage import Damage, damage_of, open_manifest, read_whole, shares
-from core.checkpoint.errors import CheckpointDamaged, CheckpointNotFound
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from core.checkpoint.manifest import METADATA_NAME, Manifest, TensorRecord
 from core.checkpoint.root_directory import Committed, list_committed, read_latest
 
@@ -82,6 +82,10 @@ def find_intact(
     """
     ranks = Ranks(group)
     path = Path(os.path.realpath(root))
+    asked = ranks.gather(step)
+    odd = next((rank for rank, other in enumerate(asked) if other != asked[0]), None)
+    if odd is not None:
+        raise CheckpointError(f"step is {asked[0]} on rank 0 and {asked[odd]} on rank {odd}; ask for one on every rank")
     until = time.monotonic() + RELIST_S
     while True:
         found = _newest_intact(path, step, ranks, strict)

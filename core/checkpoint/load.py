@@ -106,6 +106,8 @@ def load_checkpoint(
     random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
     ranks.agree(_load_numbers(directory, scheduler, loss_scaler_of(optimizer)))
     _put_in_place(chunks, optimizer, plan)
+    if meta.get("scheduler") is not None:
+        _set_learning_rates(scheduler)
     for leaf, saved in zip(leaves(optimizer), groups, strict=False):
         load_groups(leaf.param_groups, saved)
     if random_state is not None:
@@ -214,6 +216,13 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
         load_groups([dict(group) for group in leaf.param_groups], groups)  # on copies: does it fit?
         found.append(groups)
     return found
+
+
+def _set_learning_rates(scheduler: Any) -> None:
+    """torch's schedulers go on from the groups' learning rates, which come with an optimizer's state in torch."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def _load_numbers(directory: CheckpointDirectory, scheduler: Any, scaler: Any) -> str | None:

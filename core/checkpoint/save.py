@@ -71,9 +71,10 @@ def save_checkpoint(
     except Exception as failure:  # the others wait in the next gather, and must hear of it
         error = f"cannot save step {step}: {words_of(failure)}"
     ranks.agree(error)
-    everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks)))
-    ranks.agree(_differing([extra for extra, _ in everybody]))
-    meta["tied"] = {name: kept for _, names in everybody for name, kept in names.items()}
+    holds = {"an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
+    everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks), holds))
+    ranks.agree(_differing([extra for extra, _, _ in everybody]) or _given_by_some([given for *_, given in everybody]))
+    meta["tied"] = {name: kept for _, names, _ in everybody for name, kept in names.items()}
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
@@ -108,6 +109,17 @@ def _differing(extras: Sequence[str]) -> str | None:
         f"extra is {extras[0]} on rank 0 and {extras[odd]} on rank {odd}; it must be the same on every rank. Gather "
         "what ranks have of their own into one list"
     )
+
+
+def _given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
+    """What is wrong where some ranks alone save an optimizer or a scheduler: parts of its state would be missing."""
+    for what in everybody[0]:
+        without = [rank for rank, given in enumerate(everybody) if not given[what]]
+        if 0 < len(without) < len(everybody):
+            return (
+                f"ranks {without} were given no {what.partition(' ')[2]} and the others {what}; pass it on every rank"
+            )
+    return None
 
 
 def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:

@@ -91,3 +91,47 @@ def test_a_saver_of_another_root_or_with_another_keep_last_is_refused(rank: int,
         save_checkpoint(tmp_path / "other" / ".." / "mine", 1, [model], optimizer, saver=saver, keep_last=2)
     assert not other.exists()
     assert load_checkpoint(mine, [model], optimizer).step == 1
+
+
+@ranks(2)
+def test_arguments_that_differ_between_ranks_are_refused(rank: int, world: int, tmp_path: Path) -> None:
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 1)
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] were given no optimizer and the others an optimizer"):
+        save_checkpoint(tmp_path, 1, [model], optimizer if rank == 0 else None)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
+    with pytest.raises(CheckpointError, match=r"ranks \[0\] were given no scheduler and the others a scheduler"):
+        save_checkpoint(tmp_path, 1, [model], optimizer, scheduler if rank == 1 else None)
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, [model], optimizer)
+    for step in (1 + rank, 1 if rank else None):
+        with pytest.raises(CheckpointError, match="step is .* on rank 0 and .* on rank 1"):
+            load_checkpoint(tmp_path, [model], optimizer, step=step)
+
+
+@ranks(1)
+@pytest.mark.parametrize("name", ["ExponentialLR", "SequentialLR"])
+def test_a_scheduler_of_torch_goes_on_with_its_rate(rank: int, world: int, name: str, tmp_path: Path) -> None:
+    """It computes the next rate from the last one."""
+
+    def make() -> tuple[Any, Any, Any]:
+        model, optimizer = build()
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
+        if name == "SequentialLR":
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 0.25, total_iters=4)
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer.optimizer, [warmup, scheduler], [5])
+        return model, optimizer, scheduler
+
+    model, optimizer, scheduler = make()
+    for step in range(3):
+        train(model, optimizer, 1, step)
+        scheduler.step()
+    save_checkpoint(tmp_path, 3, [model], optimizer, scheduler)
+    again, resumed, its_scheduler = make()
+    load_checkpoint(tmp_path, [again], resumed, its_scheduler)
+    for step in range(3, 8):
+        for one in ((model, optimizer, scheduler), (again, resumed, its_scheduler)):
+            train(one[0], one[1], 1, step)
+            one[2].step()
+        assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    assert same(weights(again), weights(model))
