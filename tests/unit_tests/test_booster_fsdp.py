@@ -134,6 +134,8 @@ def test_auto_wrap_policy_chooses_the_units_in_all_its_forms() -> None:
     assert names(partial(size_based_auto_wrap_policy, min_num_params=70)) == ["", "0", "0.second"]
     with pytest.raises(TypeError, match="auto_wrap_policy is 3"):
         names(3)
+    with pytest.warns(UserWarning, match=r"no module of \['Conv2d'\], so it is one unit"):
+        assert names({nn.Conv2d}) == [""]
     for wrong in (nn.Linear, {"Linear"}, [nn.Linear, int]):
         with pytest.raises(TypeError, match="a set of module classes"):
             names(wrong)

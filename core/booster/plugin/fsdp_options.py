@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,12 @@ def units_of(
     if auto_wrap_policy is not None:
         for module in _wrapped_by(auto_wrap_policy, model, ignored):
             chosen[module] = inner
+        if not chosen and isinstance(auto_wrap_policy, (set, frozenset, list, tuple)):
+            warnings.warn(
+                f"auto_wrap_policy: the model has no module of {sorted(kind.__name__ for kind in auto_wrap_policy)}, "
+                "so it is one unit, all of which is gathered at once",
+                stacklevel=4,
+            )
     if isinstance(mixed_precision, MixedPrecision) and mixed_precision.param_dtype is not None:
         exempt = MixedPrecisionPolicy(
             param_dtype=torch.float32, output_dtype=mixed_precision.param_dtype, cast_forward_inputs=True
