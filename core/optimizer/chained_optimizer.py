@@ -47,7 +47,11 @@ class ChainedOptimizer(MegatronOptimizer):
         self.everybody = first.everybody
         self.masters = [masters for optimizer in self.chained_optimizers for masters in optimizer.masters]
         self.meter = GradMeter(
-            self.masters, self.everybody, norm_type=self.config.grad_norm_type, watched=self.model_chunks
+            self.masters,
+            self.everybody,
+            norm_type=self.config.grad_norm_type,
+            watched=self.model_chunks,
+            models=[number for number, optimizer in enumerate(self.chained_optimizers) for _ in optimizer.masters],
         )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:

@@ -81,6 +81,7 @@ class GradMeter:
 
     norm_type: p of the norm, math.inf for the largest magnitude.
     watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
+    models: for each bucket the number of its model, where there are several: names are shared within one alone.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class GradMeter:
         *,
         norm_type: float = 2.0,
         watched: Sequence[Any] = (),
+        models: Sequence[int] = (),
     ) -> None:
         self.masters = masters
         self.groups = groups
@@ -102,11 +104,12 @@ class GradMeter:
         counted: list[bool] = []
         norm_group: list[int] = []
         bucket: list[int] = []
-        shared_copies: dict[str, int] = {}
+        shared_copies: dict[int, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
+            copies = shared_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
             # Padding between slices is left out: it may hold what a peer's collective left there.
-            for stretch in _stretches(bucket_masters, shared_copies):
+            for stretch in _stretches(bucket_masters, copies):
                 memory = bucket_masters.grad[stretch.start : stretch.end]
                 parts = memory.split(CPU_NORM_ELEMENTS) if memory.device.type == "cpu" else (memory,)
                 self.pieces.extend(parts)

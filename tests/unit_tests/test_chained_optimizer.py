@@ -139,3 +139,27 @@ def test_optimizers_that_cannot_decide_alike_are_refused(rank: int, world: int) 
         ChainedOptimizer([one, get_megatron_optimizer(OptimizerConfig(lr=0.1), [chunks[0]])])
     with pytest.raises(ValueError, match="no optimizer"):
         ChainedOptimizer([])
+
+
+class Tied(nn.Module):
+    """A stage that shares its only weight with the other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(3, 4, bias=False)
+        self.embedding.weight.shared_embedding = True  # type: ignore[assignment]
+        nn.init.ones_(self.embedding.weight)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_weights_of_two_models_with_one_name_both_count_in_the_norm(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    models = [wrap(Tied(), data_parallel_sharding_strategy=strategy) for _ in range(2)]
+    chain = ChainedOptimizer([get_megatron_optimizer(OptimizerConfig(lr=0.1), [model]) for model in models])
+    chain.zero_grad()
+    for model, factor in zip(models, (3.0, 4.0), strict=True):
+        (factor * model.module.embedding(torch.ones(1, 3)).sum()).backward()
+        finalize_model_grads([model])
+    # Each stage adds its factor, and a tied weight counts once.
+    assert chain.get_grad_norm() == pytest.approx(2 * 5 * 12**0.5, rel=1e-6)
