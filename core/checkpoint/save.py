@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 import warnings
@@ -202,7 +203,7 @@ def _meta(
     scaler = loss_scaler_of(optimizer)
     meta = {
         "content_format": CONTENT_FORMAT,
-        "step": step,
+        "step": operator.index(step),  # of numpy, say
         "layout": layout_of(chunks),
         **versions(),
         "optimizer": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -135,3 +136,12 @@ def test_a_scheduler_of_torch_goes_on_with_its_rate(rank: int, world: int, name:
             one[2].step()
         assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in optimizer.param_groups]
     assert same(weights(again), weights(model))
+
+
+@ranks(1)
+def test_a_step_may_be_of_any_kind_of_integer(rank: int, world: int, tmp_path: Path) -> None:
+    model, _ = build()
+    save_checkpoint(tmp_path, np.int64(4), [model])  # type: ignore[arg-type]
+    assert load_checkpoint(tmp_path, [model]).step == 4
+    with pytest.raises(CheckpointError, match="float"):
+        save_checkpoint(tmp_path, 5.0, [model])  # type: ignore[arg-type]
