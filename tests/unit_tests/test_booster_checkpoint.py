@@ -246,6 +246,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     torch.save(one_group.state_dict(), tmp_path / "one")
     with pytest.raises(ValueError, match=r"groups of \[7\] parameters.*\[3, 4\]"):
         booster.load_optimizer(optimizer, tmp_path / "one")
+    with pytest.raises(ValueError, match="more holds no state of an optimizer.*save_model"):
+        booster.load_optimizer(optimizer, tmp_path / "more")
     (tmp_path / "two").mkdir()
     for name in ("pytorch_model.bin.index.json", "model.safetensors.index.json"):
         (tmp_path / "two" / name).write_text(json.dumps({"weight_map": {"a": "missing.bin"}}))

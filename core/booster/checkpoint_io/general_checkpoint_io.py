@@ -226,6 +226,11 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def load() -> None:
             content = files.read(checkpoint)
+            if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
+                raise ValueError(
+                    f"{checkpoint.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
+                    "was it written by save_model?"
+                )
             self._load_optimizer(optimizer, content["param_groups"], [lambda: content["state"]])
             _load_scaler(optimizer, content.get("loss_scaler"))
 
