@@ -57,13 +57,15 @@ class RankFailure(AssertionError):
     """The first failing rank's traceback, or the frame of a rank that did not end."""
 
 
-def ranks(*worlds: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test function on `world` ranks, for each of `worlds`.
+def ranks(
+    *worlds: int, nightly: Sequence[int] = (), timeout_s: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test function on `world` ranks, for each of `worlds`, and for each of `nightly` among the long sweeps.
 
     The function takes `rank` and `world`, and any parameters and fixtures whose values can be pickled. It must be
     found by its name in its module: no closures.
     """
-    if not worlds or any(not 1 <= world <= MAX_WORLD for world in worlds):
+    if not worlds or any(not 1 <= world <= MAX_WORLD for world in (*worlds, *nightly)):
         raise ValueError(f"@ranks takes worlds from 1 to {MAX_WORLD}, got {worlds}; write @ranks(4) or @ranks(1, 2).")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -83,7 +85,9 @@ def ranks(*worlds: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         test.rank_function = function  # type: ignore[attr-defined]
         marked = pytest.mark.timeout(timeout_s + START_LIMIT_S)(test)
-        return pytest.mark.parametrize("world", worlds, ids=[f"{world}ranks" for world in worlds])(marked)
+        cases = [pytest.param(world, id=f"{world}ranks") for world in worlds]
+        cases += [pytest.param(world, id=f"{world}ranks", marks=pytest.mark.nightly) for world in nightly]
+        return pytest.mark.parametrize("world", cases)(marked)
 
     return decorate
 

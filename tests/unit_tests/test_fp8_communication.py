@@ -40,7 +40,7 @@ def test_a_block_costs_four_bytes_more_than_its_numbers() -> None:
     assert fp8.quantize(torch.ones(2, 512)).shape == (2, 512 + 4 * 512 // fp8.BLOCK)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("numel", [1, 257, 5000])
 def test_a_mean_of_ranks_is_within_the_stated_bound(rank: int, world: int, numel: int, dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("case", range(0, len(CASES), 4))
 def test_five_steps_equal_one_process(rank: int, world: int, case: int) -> None:
     for stage, precision, accumulate, clip, options in CASES[case : case + 4]:
@@ -59,7 +59,7 @@ def test_five_steps_equal_one_process(rank: int, world: int, case: int) -> None:
 
 
 @pytest.mark.nightly
-@ranks(1, 2, 3, 4, timeout_s=120.0)
+@ranks(1, 3, nightly=(2, 4), timeout_s=120.0)
 @pytest.mark.parametrize("clip", [False, True], ids=["whole", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("precision", BOUNDS)

@@ -206,7 +206,7 @@ def branch_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return mean_loss(model(inputs, step in (0, 2) or (step == 3 and rank == 0)), targets)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 def test_parameters_without_a_gradient_are_left_alone_as_by_torch(rank: int, world: int) -> None:
     torch.manual_seed(5)
     start = Branches()

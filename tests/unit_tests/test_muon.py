@@ -180,7 +180,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
@@ -263,7 +263,7 @@ def test_bf16_matrices_have_fp32_masters_that_follow_the_fp32_reference(
         assert torch.equal(model.get_parameter(name), master.view(want.shape).bfloat16())
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_matrix_cut_over_ranks_is_orthogonalized_whole(rank: int, world: int, nesterov: bool) -> None:
     """Rows, columns, halves of rows (as SwiGLU's), stacks of experts, padded rows, fused qkv, on one to three ranks."""
@@ -431,7 +431,7 @@ def test_blockwise_orthogonalizes_parts(rank: int, world: int) -> None:
 # -- other algorithms that need whole parameters ----------------------------------------------------------------------
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: int, strategy: str, name: str) -> None:
@@ -463,7 +463,7 @@ def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: i
     assert_equal_after_moving(*(dict(net.named_parameters()) for net in (model, whole, start)), rtol=rtol)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_adafactor_sees_every_parameter_whole(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()

@@ -139,7 +139,7 @@ def test_lion_leaves_parameters_without_a_gradient_alone() -> None:
     assert torch.allclose(moving, torch.full((3,), 0.25))
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_lion_trains_in_shards_as_it_does_on_one_process(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
@@ -158,7 +158,7 @@ def test_lion_trains_in_shards_as_it_does_on_one_process(rank: int, world: int, 
 # -- classes of torch, and of users -----------------------------------------------------------------------------------
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "NAdam"])
 def test_a_torch_class_trains_in_shards_as_it_does_on_one_process(

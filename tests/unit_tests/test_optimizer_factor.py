@@ -36,7 +36,7 @@ def step(ddp: Any, optimizer: Any, rank: int, microbatch: int, tokens: int | Non
     return optimizer.step()
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale_in_optimizer", [False, True])
 def test_all_factors_together_make_the_steps_of_one_process(

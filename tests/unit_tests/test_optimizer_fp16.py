@@ -47,7 +47,7 @@ def assert_bit_equal(got: Any, want: Any, where: str = "") -> None:
         assert got == want, where
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("grads_in_fp32", [True, False])
 def test_gradients_below_the_range_of_fp16_move_fp32_masters(

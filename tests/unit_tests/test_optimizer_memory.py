@@ -52,7 +52,7 @@ def test_the_formula_by_hand(
     assert got.total == sum(expected)
 
 
-@ranks(1, 2, 3)
+@ranks(2, nightly=(1, 3))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_tensor_that_a_step_leaves_is_in_the_formula(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()

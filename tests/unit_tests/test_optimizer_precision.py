@@ -78,7 +78,7 @@ def masters_by_name(optimizer: Any, ddp: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_remainders_make_the_steps_of_fp32_masters_bit_for_bit(
@@ -178,7 +178,7 @@ def bound_of(case: str) -> float:
     return next(bound for words, bound in BOUNDS.items() if words in case)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(3, nightly=(1, 2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_stay_within_the_stated_bound_of_fp64(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()

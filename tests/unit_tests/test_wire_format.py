@@ -18,7 +18,7 @@ def values_of(rank: int) -> torch.Tensor:
     return torch.randn(12, generator=torch.Generator().manual_seed(rank)) * 3
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
 def test_reductions_round_once_and_come_back(rank: int, world: int, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
