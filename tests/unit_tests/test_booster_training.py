@@ -36,7 +36,7 @@ def check(rank: int, world: int, plugin: str, precision: str, accumulate: int, c
         assert not optimizer.found_inf and optimizer.scaler.value == 2.0**10
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_five_steps_equal_one_process(rank: int, world: int, plugin: str) -> None:
     for precision, accumulate, clip in (("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, True), ("fp16", 1, True)):

@@ -245,7 +245,7 @@ def test_scale_gradients_scales_what_is_valid_and_zero_grad_buffer_zeroes_all(ra
         assert all(param.grad is param.main_grad for param in ddp.parameters())
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("whole", [True, "all"])
 def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, overlap: bool, whole: Any) -> None:

@@ -105,7 +105,7 @@ def functional_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(x).pow(2).sum() * (1 + rank)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 def test_training_with_overlapped_gathers_equals_one_process(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     cases: list[tuple[Any, Any]] = [
@@ -352,7 +352,7 @@ def test_an_evaluation_that_reads_weights_in_its_own_way_waits_for_all(rank: int
         assert torch.allclose(got, want, rtol=1e-9), f"step {step}"
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: int, overlap: bool) -> None:
     parallel_state.initialize_model_parallel()

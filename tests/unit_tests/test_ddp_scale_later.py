@@ -24,7 +24,7 @@ def true_gradients(ddp: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_memory_times_the_pending_scale_is_the_mean_over_ranks(rank: int, world: int, overlap: bool) -> None:
     parallel_state.initialize_model_parallel()

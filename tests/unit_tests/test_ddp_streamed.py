@@ -29,7 +29,7 @@ def accumulate(ddp: DistributedDataParallel, rank: int, microbatches: range) -> 
     loss_of(ddp, rank, microbatches[-1]).backward()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("reduce_microbatches", ["last", "every"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_accumulated_gradients_equal_one_process(

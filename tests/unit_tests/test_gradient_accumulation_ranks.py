@@ -107,7 +107,7 @@ def train(
         optimizer.step()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_way_of_reducing_equals_one_process_on_the_large_batch(

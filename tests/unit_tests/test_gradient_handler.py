@@ -77,7 +77,7 @@ def counted_calls() -> Iterator[list[tuple[torch.dtype, int]]]:
 # -- data parallel --------------------------------------------------------------------------------------------------
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("handler", [DataParallelGradientHandler, SequenceParallelGradientHandler, MoeGradientHandler])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_become_the_mean_over_ranks(rank: int, world: int, handler: Any, deterministic: bool) -> None:

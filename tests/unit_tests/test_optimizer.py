@@ -78,7 +78,7 @@ def train_step(ddp: DistributedDataParallel, optimizer: Any, rank: int, microbat
     return optimizer.step()
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_steps_equal_those_of_one_process_on_the_whole_batch(

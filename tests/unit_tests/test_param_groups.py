@@ -143,7 +143,7 @@ def test_groups_that_differ_in_a_learning_rate_only_have_names_of_their_own() ->
     assert names == {"adam", "adam max_lr", "adam max_lr #2"}
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, nightly=(2,))
 def test_every_rank_lists_the_same_groups_though_stages_hold_different_parameters(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
     model = nn.Module()
