@@ -143,6 +143,16 @@ class GradReducer:
         bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce)
         self._count_launch(bucket)
 
+    def _launch_rest(self) -> None:
+        while self.next < len(self.order):
+            self._launch_next()
+
+    def _learn(self) -> None:
+        """Expect what has arrived, unless nothing has."""
+        if any(count for bucket in self.order for count in bucket.arrivals):
+            for bucket in self.order:
+                bucket.learn()
+
     def _count_launch(self, bucket: Bucket) -> None:
         self.next += 1
         self.launches += 1
@@ -165,9 +175,7 @@ class GradReducer:
         self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
 
     def _reset_round(self) -> None:
-        if any(count for bucket in self.order for count in bucket.arrivals):
-            for bucket in self.order:
-                bucket.learn()
+        self._learn()
         for bucket in self.streamed:
             bucket.next_round()
         self.next = self.noted = 0
@@ -178,8 +186,7 @@ class GradReducer:
         """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
         self.backward_watched = False
         if self.open and all(wire.is_own([self]) for wire in self.wires):
-            while self.next < len(self.order):
-                self._launch_next()
+            self._launch_rest()
 
     def _announce_round(self) -> None:
         assert self.round_group is not None
@@ -276,8 +283,7 @@ class GradReducer:
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
         for other in self._before():
             other.start(force_all_reduce=force_all_reduce)
-        while self.next < len(self.order):
-            self._launch_next()
+        self._launch_rest()
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
         """Complete the reduction over the data groups; a second call does nothing. Collective.
@@ -307,9 +313,7 @@ class GradReducer:
                 bucket.gather_whole(self.collectives)
             if then is not None:
                 then(bucket)
-        if any(count for bucket in self.order for count in bucket.arrivals):
-            for bucket in self.order:
-                bucket.learn()
+        self._learn()
         self.open = self.forward_seen = False
         self._write_report(begun, len(late))
 
