@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 import sys
 
-# Name -> (module with a main(arguments), one line about it).
+# Name -> (module with a main(arguments), one line about it). What main returns, if anything, is the exit status.
 BENCHMARKS = {
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
+    "steps": ("benchmarks.steps", "step time, processor time and memory beside torch's wrappers and other frameworks"),
 }
 
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark that `arguments` names, with the rest of them; return the exit status."""
     if not arguments or arguments[0] not in BENCHMARKS:
-        known = "\n".join(f"  {name:<12} {line}" for name, (_, line) in BENCHMARKS.items())
-        print(f"usage: python -m benchmarks NAME [options]\n{known}", file=sys.stderr)
+        known = "\n".join(f"  {name:<14} {line}" for name, (_, line) in BENCHMARKS.items())
+        print(f"usage: python -m benchmarks NAME [--json FILE] [options]\n{known}", file=sys.stderr)
         return 2
     module, _ = BENCHMARKS[arguments[0]]
-    importlib.import_module(module).main(arguments[1:])
-    return 0
+    return importlib.import_module(module).main(arguments[1:]) or 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ Step = Callable[[Sequence[Microbatch]], float]
 Build = Callable[[Workload, int, int], Step]
 
 Stage = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "none"]
-Kind = Literal["floor", "peer", "ours", "control"]
+Kind = Literal["reference", "control", "floor", "peer", "ours"]
 
 # AdamW nearly cancels a constant factor of the gradients, and with it the commonest mistake, a sum for a mean. It does
 # not where eps is as large as the gradients themselves: then a wrong scale shows in the losses. eps costs no time.
@@ -37,7 +37,13 @@ BETAS = (0.9, 0.95)
 EPS = 1e-3
 WEIGHT_DECAY = 0.01
 
-MODULES = ("arms_torch", "arms_core", "arms_megatron", "arms_deepspeed", "arms_colossalai")
+MODULES = (
+    "benchmarks.arms_torch",
+    "benchmarks.arms_core",
+    "benchmarks.arms_megatron",
+    "benchmarks.arms_deepspeed",
+    "benchmarks.arms_colossalai",
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class Arm:
 
     name: unique, lower case, as given to --arms. about: one line, the settings included. stage: whose peer it is, a
     DistributedDataParallelConfig.data_parallel_sharding_strategy, or 'none'. build: see the module's docstring; called
-    on all ranks of the arm together. kind: 'floor' for an arm that communicates nothing (its losses are its own and are
-    not checked), 'control' for one that must be caught. imports: modules that build needs beside torch, imported in the
+    on all ranks of the arm together. kind: 'reference' for the one whose losses are right, 'control' for one that is
+    wrong and must be caught, 'floor' for one that communicates nothing (its losses are not checked). imports: modules that build needs beside torch, imported in the
     rank processes before the memory's zero is taken; where one is not installed the arm is absent.
     """
 
@@ -72,11 +78,11 @@ def all_arms(modules: Sequence[str] = MODULES) -> tuple[dict[str, Arm], dict[str
     arms: dict[str, Arm] = {}
     missing: dict[str, str] = {}
     for module in modules:
-        if importlib.util.find_spec(f"benchmarks.{module}") is None:
-            missing[module] = f"there is no benchmarks/{module}.py"
+        if importlib.util.find_spec(module) is None:
+            missing[module] = f"there is no module {module}"
             continue
-        for arm in importlib.import_module(f"benchmarks.{module}").ARMS:
+        for arm in importlib.import_module(module).ARMS:
             if arm.name in arms:
-                raise ValueError(f"two arms are called {arm.name!r}, the second in benchmarks/{module}.py; rename one")
+                raise ValueError(f"two arms are called {arm.name!r}, the second in {module}; rename one")
             arms[arm.name] = arm
     return arms, missing

@@ -1,0 +1,32 @@
+"""Peak memory of other processes, read from /proc while they work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+KINDS = ("Pss_Anon:", "Pss_Shmem:")
+
+
+def resident_bytes(pid: int) -> int:
+    """Bytes of memory that a process has touched, without files; a page that n processes map counts 1/n for each.
+
+    So memory that ranks share is counted once, whereas the high-water mark of each rank (VmHWM) holds all of it. Mapped
+    files are left out: they are the libraries. OSError where there is no /proc/PID/smaps_rollup.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(KINDS))
+
+
+class PeakWatch:
+    """The largest memory seen at `sample()`, by process."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self.peak_bytes = {pid: 0 for pid in pids}
+        self.samples = 0
+
+    def sample(self) -> None:
+        """Look once at every process."""
+        for pid in self.peak_bytes:
+            self.peak_bytes[pid] = max(self.peak_bytes[pid], resident_bytes(pid))
+        self.samples += 1
