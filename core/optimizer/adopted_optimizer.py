@@ -68,7 +68,6 @@ class AdoptedOptimizer(DistributedOptimizer):
         super().__init__(config, [model], AdoptedGroups(user), everybody(model.groups))
         self.unused = UnusedParameters(model)
         self._left_out: list[nn.Parameter] = []
-        self._scale = 1.0  # of the loss, when the gradients were measured
         if before:
             self._take_over(before)
 
@@ -104,7 +103,6 @@ class AdoptedOptimizer(DistributedOptimizer):
     def measure(self) -> bool:
         """Norm and finiteness of reduced gradients; the loss scale follows. Returns: was there an overflow anywhere?"""
         self._left_out = self.unused.found
-        self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
         with frozen(self._left_out):
             return self.prepare_grads()
 

@@ -11,6 +11,7 @@ import torch
 from core.optimizer.clip_grads import GradMeter
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import Entry
+from core.optimizer.skip_log import SkipLog
 
 # What they must agree on to decide together.
 COMMON = (
@@ -57,6 +58,8 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler
         self.steps_skipped = 0
+        self.skip_log = SkipLog()
+        self._scale = 1.0
         self._stats = self._spent = None
         self._clip = {}
 
@@ -99,6 +102,7 @@ class ChainedOptimizer(MegatronOptimizer):
             optimizer._clip = self._clip
             optimizer.step_with_ready_grads()
             begin = end
+        self.skip_log.made(self._scale)
         return True
 
     def _follow_freezing(self) -> None:

@@ -9,7 +9,6 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,9 +37,8 @@ from core.optimizer.optimizer_state import (
 )
 from core.optimizer.param_groups import ParamGroups
 from core.optimizer.scratch import Scratch, scratch_numel
+from core.optimizer.skip_log import SkipLog
 from core.process_groups import ProcessGroups
-
-logger = logging.getLogger(__name__)
 
 
 class ModelChunk(Protocol):
@@ -103,6 +101,8 @@ class MegatronOptimizer:
         self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type, watched=self.model_chunks)
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
+        self.skip_log = SkipLog()
+        self._scale = 1.0  # of the loss, when the gradients were measured
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
         self._spent: GradStats | None = None  # of those that the last step was made of
         self._clip: dict[str | None, float] = {}  # norm group -> coefficient
@@ -142,8 +142,8 @@ class MegatronOptimizer:
         """
         self._expect_final_gradients()
         self._follow_freezing()
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
-        self._stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad, loss_scale=scale)
+        self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+        self._stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad, loss_scale=self._scale)
         self._clip = {}
         if self.grad_scaler is not None:
             self.grad_scaler.update(not self._stats.finite)
@@ -168,6 +168,7 @@ class MegatronOptimizer:
             masters.bucket.take_scale()
             masters.bucket.spent = True
         self._update(factors)
+        self.skip_log.made(self._scale)
         return True
 
     def _update(self, factors: Sequence[Mapping[str | None, float]]) -> None:
@@ -212,9 +213,7 @@ class MegatronOptimizer:
         if dist.get_rank() == 0:
             threshold = self.config.grad_norm_skip_threshold
             reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
-            if self.grad_scaler is not None:
-                reason += f"; the next loss scale is {self.grad_scaler.value:g}"
-            logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
+            self.skip_log.skipped(reason, self.grad_scaler, self._scale)
 
     def _buckets(self) -> list[Bucket]:
         return [
