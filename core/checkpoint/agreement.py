@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +71,20 @@ class Ranks:
         errors = self.gather(error)
         if errors.count(None) < len(errors):
             raise CheckpointError(self.joined(errors))
+
+    def agree_on_arguments(self, wrong: str | None, alike: Mapping[str, Any]) -> None:
+        """Raise one ValueError on all ranks where any rank's arguments are wrong, or where those in `alike` differ."""
+        everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
+        if any(text is not None for text, _ in everybody):
+            raise ValueError(self.joined([text for text, _ in everybody]))
+        for name in alike:
+            values = [given[name] for _, given in everybody]
+            odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if odd is not None:
+                raise ValueError(
+                    f"{name} is {values[0]!r} on rank {self.global_rank(0)} and {values[odd]!r} on rank "
+                    f"{self.global_rank(odd)}; pass the same on every rank"
+                )
 
     def joined(self, errors: Sequence[str | None]) -> str:
         """The errors of all ranks as one message; ranks with the same words share them."""

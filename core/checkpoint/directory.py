@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.damage import Damage, damage_of, open_manifest, read_whole, shares
-from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, warn_caller
 from core.checkpoint.manifest import METADATA_NAME, Manifest, TensorRecord
 from core.checkpoint.root_directory import Committed, list_committed, read_latest
+from core.checkpoint.save_arguments import whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -81,11 +81,20 @@ def find_intact(
     Raises CheckpointNotFound or CheckpointDamaged, with the same words on every rank.
     """
     ranks = Ranks(group)
-    path = Path(os.path.realpath(root))
-    asked = ranks.gather(step)
-    odd = next((rank for rank, other in enumerate(asked) if other != asked[0]), None)
+    wrong = None
+    if not isinstance(root, (str, os.PathLike)):
+        wrong = f"root is {root!r}; it is the path of a directory"
+    elif step is not None and whole_number(step) is None:
+        wrong = f"step is {step!r}; it is a whole number, or None for the newest checkpoint"
+    asked = ranks.gather((wrong, step if wrong is None else None))
+    if any(text is not None for text, _ in asked):
+        raise CheckpointError(f"cannot load a checkpoint: {ranks.joined([text for text, _ in asked])}")
+    odd = next((rank for rank, (_, other) in enumerate(asked) if other != asked[0][1]), None)
     if odd is not None:
-        raise CheckpointError(f"step is {asked[0]} on rank 0 and {asked[odd]} on rank {odd}; ask for one on every rank")
+        raise CheckpointError(
+            f"step is {asked[0][1]} on rank 0 and {asked[odd][1]} on rank {odd}; ask for one on every rank"
+        )
+    path = Path(os.path.realpath(root))
     until = time.monotonic() + RELIST_S
     while True:
         found = _newest_intact(path, step, ranks, strict)
@@ -175,4 +184,4 @@ def _refusal(candidate: Committed, damages: list[tuple[int, Damage]]) -> str:
 
 def _warn(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warn_caller(text, RuntimeWarning)

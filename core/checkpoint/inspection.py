@@ -145,7 +145,9 @@ def _unvouched(directory: Path) -> Manifest | None:
 def _flat(layout: Any) -> str:
     if not isinstance(layout, Mapping) or not layout:
         return ""
-    return f" ({', '.join(f'{key} {value}' for key, value in layout.items())})"
+    # Without ep, and at tp's size, etp is the default, of a model without experts too.
+    no_news = layout.get("ep") == 1 and layout.get("etp") == layout.get("tp")
+    return f" ({', '.join(f'{key} {value}' for key, value in layout.items() if key != 'etp' or not no_news)})"
 
 
 def _shortened(value: Any) -> str:

@@ -33,6 +33,7 @@ from core.checkpoint.save import (
     CONTENT_FORMAT,
     LAYOUT_AXES,
     checked_chunks,
+    given_by_some,
     layout_of,
     loss_scaler_of,
     settle,
@@ -91,7 +92,14 @@ def load_checkpoint(
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
     except Exception as failure:  # the others wait in the next gather, and must hear of it
         error = f"cannot load {directory.path}: {words_of(failure)}"
-    _refuse_together(ranks, directory, plan, metadata, error, strict=strict)
+    given = {
+        "an optimizer": optimizer is not None,
+        "a scheduler": scheduler is not None,
+        "strict=True": bool(strict),
+        "load_random_state=True": bool(load_random_state),
+        "load_hyperparameters=True": bool(load_hyperparameters),
+    }
+    _refuse_together(ranks, directory, plan, metadata, error, given, strict=strict)
 
     random_name = _random_name(directory, chunks, metadata) if load_random_state else None
     planner = PieceLoadPlanner(plan.pieces, [] if random_name is None else [random_name])
@@ -141,15 +149,24 @@ def _check_format(meta: Mapping[str, Any]) -> None:
 
 
 def _refuse_together(
-    ranks: Ranks, directory: CheckpointDirectory, plan: LoadPlan, metadata: Metadata, error: str | None, *, strict: bool
+    ranks: Ranks,
+    directory: CheckpointDirectory,
+    plan: LoadPlan,
+    metadata: Metadata,
+    error: str | None,
+    given: Mapping[str, bool],
+    *,
+    strict: bool,
 ) -> None:
     """One CheckpointError on all ranks if any of them cannot load, or if nobody wants a tensor of the file."""
-    everybody = ranks.gather((error, plan.problems, plan.used))
-    failures = [failure for failure, _, _ in everybody if failure is not None]
+    everybody = ranks.gather((error, plan.problems, plan.used, given))
+    failures = [failure for failure, *_ in everybody if failure is not None]
     if failures:
-        raise CheckpointError(ranks.joined([failure for failure, _, _ in everybody]))
-    problems = list(dict.fromkeys(problem for _, found, _ in everybody for problem in found))
-    used = set().union(*(names for _, _, names in everybody))
+        raise CheckpointError(ranks.joined([failure for failure, *_ in everybody]))
+    if (text := given_by_some([theirs for *_, theirs in everybody])) is not None:
+        raise CheckpointError(f"cannot load {directory.path}: {text}. Nothing was changed")
+    problems = list(dict.fromkeys(problem for _, found, _, _ in everybody for problem in found))
+    used = set().union(*(names for _, _, names, _ in everybody))
     unexpected = sorted(key for key in tensor_records(metadata) if key.startswith(f"{MODEL}.") and key not in used)
     odd = [f"the checkpoint has {key!r}, which this model has not" for key in unexpected]
     if not strict:
@@ -232,11 +249,12 @@ def _load_numbers(directory: CheckpointDirectory, scheduler: Any, scaler: Any) -
         state = directory.meta.get(name)
         if target is None or state is None:
             continue
-        undo.append((target, copy.deepcopy(target.state_dict())))
         try:
+            before = copy.deepcopy(target.state_dict())
             target.load_state_dict(state)
-        except (ValueError, TypeError, KeyError) as failure:
-            for changed, before in undo[:-1]:
-                changed.load_state_dict(before)
-            return f"cannot load {directory.path}: the {name} refuses its state: {failure}"
+        except Exception as failure:  # whatever a user's own scheduler raises: the others wait in the next gather
+            for changed, state_before in undo:
+                changed.load_state_dict(state_before)
+            return f"cannot load {directory.path}: the {name} refuses its state: {words_of(failure)}"
+        undo.append((target, before))
     return None

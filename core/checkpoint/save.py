@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import platform
 import warnings
@@ -18,11 +17,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 import core
 from core.checkpoint.agreement import Ranks
-from core.checkpoint.errors import CheckpointError
+from core.checkpoint.errors import CheckpointError, warn_caller
 from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
 from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, module_of, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
+from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.distributed.global_slices import written_here
 from core.optimizer.optimizer_state import save_groups
@@ -64,6 +64,7 @@ def save_checkpoint(
     chunks: list[Any] = []
     error: str | None = None
     try:
+        step = checked_step(step)
         _check_saver(saver, root, keep_last)
         chunks = checked_chunks(model_chunks)
         pieces = _pieces(chunks, optimizer)
@@ -72,9 +73,9 @@ def save_checkpoint(
     except Exception as failure:  # the others wait in the next gather, and must hear of it
         error = f"cannot save step {step}: {words_of(failure)}"
     ranks.agree(error)
-    holds = {"an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
+    holds = {"a saver": saver is not None, "an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
     everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks), holds))
-    ranks.agree(_differing([extra for extra, _, _ in everybody]) or _given_by_some([given for *_, given in everybody]))
+    ranks.agree(_differing([extra for extra, _, _ in everybody]) or given_by_some([given for *_, given in everybody]))
     meta["tied"] = {name: kept for _, names, _ in everybody for name, kept in names.items()}
     planner = PieceSavePlanner(pieces, blobs)
 
@@ -90,9 +91,15 @@ def save_checkpoint(
 
 
 def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], keep_last: int | None) -> None:
-    """ValueError where a saver would not do what the other arguments say."""
+    """ValueError where a saver cannot be made, or would not do what the other arguments say."""
+    if not isinstance(root, (str, os.PathLike)):
+        raise ValueError(f"root is {root!r}; it is the path of a directory")
+    if (text := wrong_keep_last(keep_last)) is not None:
+        raise ValueError(text)
     if saver is None:
         return
+    if not isinstance(saver, CheckpointSaver):
+        raise ValueError(f"saver is a {type(saver).__name__}; pass a CheckpointSaver, or None to save once")
     if Path(os.path.realpath(root)) != saver.root.path:
         raise ValueError(f"root is {root} and the saver was made for {saver.root.path}; pass the saver's root")
     if keep_last is not None and keep_last != saver.keep_last:
@@ -112,14 +119,13 @@ def _differing(extras: Sequence[str]) -> str | None:
     )
 
 
-def _given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
-    """What is wrong where some ranks alone save an optimizer or a scheduler: parts of its state would be missing."""
+def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
+    """What is wrong where some ranks alone were given an optimizer, say: parts of its state would be missing."""
     for what in everybody[0]:
         without = [rank for rank, given in enumerate(everybody) if not given[what]]
         if 0 < len(without) < len(everybody):
-            return (
-                f"ranks {without} were given no {what.partition(' ')[2]} and the others {what}; pass it on every rank"
-            )
+            none = f"no {what.partition(' ')[2]}" if " " in what else f"not {what}"
+            return f"ranks {without} were given {none} and the others {what}; pass it on every rank"
     return None
 
 
@@ -174,7 +180,7 @@ def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         for name, value in module_of(chunk).state_dict().items():
             if name.endswith("_extra_state") and value is not None:
-                warnings.warn(f"{name!r} is no parameter or buffer, and is not saved", stacklevel=4)
+                warn_caller(f"{name!r} is no parameter or buffer, and is not saved", UserWarning)
                 return
 
 
@@ -203,7 +209,7 @@ def _meta(
     scaler = loss_scaler_of(optimizer)
     meta = {
         "content_format": CONTENT_FORMAT,
-        "step": operator.index(step),  # of numpy, say
+        "step": step,
         "layout": layout_of(chunks),
         **versions(),
         "optimizer": [

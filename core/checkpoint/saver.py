@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import operator
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from core.checkpoint.agreement import Ranks
-from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes
+from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes, warn_caller
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
+from core.checkpoint.save_arguments import FILE_BYTES, SaverOptions, checked_meta, checked_step
 from core.checkpoint.save_points import set_hook_from
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
@@ -29,7 +27,6 @@ from core.checkpoint.staging_writer import StagingWriter
 LOCK_LIMIT_S = 5.0  # a job that has just been killed may have children that end a moment later
 SHARED_LIMIT_S = 10.0  # network file systems show new files late
 LONGEST_PAUSE_S = 0.2
-FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,10 @@ class CheckpointSaver:
         snapshot_limit_bytes: int | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept; None keeps all.")
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error={on_error!r}; it is 'raise' or 'warn'.")
-        if timeout_s <= 0 or file_bytes < 1:
-            raise ValueError(f"timeout_s={timeout_s} and file_bytes={file_bytes} must be positive.")
         set_hook_from(os.environ)
         self.ranks = Ranks(group)
+        options = SaverOptions(root, keep_last, asynchronous, on_error, timeout_s, snapshot_limit_bytes, file_bytes)
+        self.ranks.agree_on_arguments(options.wrong(), options.alike())
         self.root = RootDirectory(root)
         self.keep_last = keep_last
         self.asynchronous = asynchronous
@@ -111,11 +104,17 @@ class CheckpointSaver:
         An asynchronous save has copied everything when this returns, and the tensors may change; it is committed later,
         and `step_edge` tells. A save that is still in flight is waited for first.
         """
-        step = _checked_step(step)
-        kept_meta = _checked_meta(meta)
+        wrong: str | None = None
+        kept_meta: dict[str, Any] = {}
+        try:
+            step = checked_step(step)
+            kept_meta = checked_meta(meta)
+        except ValueError as failure:  # the others wait in the next gather, and must hear of it
+            wrong = str(failure)
         start_s = time.monotonic()
         before = self.wait()
         waited_s = time.monotonic() - start_s if before is not None else 0.0
+        self.ranks.agree_on_arguments(wrong, {"step": step})
         try:
             save = self._begin(step, kept_meta, waited_s)
         except CheckpointError as error:
@@ -209,11 +208,6 @@ class CheckpointSaver:
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
         """A directory for the save, held by every rank. Collective."""
-        steps = self.ranks.gather(step)
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"save was called for step {step} on rank {self.ranks.rank}; the ranks' steps are {steps}."
-            )
         name = self.ranks.on_first(lambda: self._new_directory(step))
         saving = self.root.path / name
         hold: SharedHold | None = None
@@ -321,7 +315,7 @@ class CheckpointSaver:
         if self.on_error == "raise":
             raise CheckpointError(message)
         if self.ranks.rank == 0:
-            warnings.warn(f"{message} Training goes on without this checkpoint.", RuntimeWarning, stacklevel=4)
+            warn_caller(f"{message} Training goes on without this checkpoint.", RuntimeWarning)
         if save is None:
             return SaveReport(step, False, None, False, 0, 0.0, 0.0, 0.0, message)
         return self._report(save, error=message)
@@ -347,27 +341,6 @@ class CheckpointSaver:
             write_s=save.write_s,
             error=error,
         )
-
-
-def _checked_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or number < 0:
-        raise ValueError(f"step={step!r}; a step is a whole number from 0 on.")
-    return number
-
-
-def _checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that later changes do not reach; ValueError for what JSON cannot hold."""
-    for key, value in meta.items():
-        try:
-            json.dumps({key: value})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"meta[{key!r}] cannot be written as JSON: {error}.") from error
-    kept: dict[str, Any] = json.loads(json.dumps(dict(meta)))
-    return kept
 
 
 def _storage_error(error: CheckpointException, ranks: Ranks) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -50,9 +51,11 @@ class JobCheckpoints:
         """
         trainer, options = self.trainer, self.config.checkpoint
         try:
-            report = load_checkpoint(
-                self.root, trainer.chunks, trainer.optimizer, trainer.scheduler, step=options.step, group=self.group
-            )
+            with warnings.catch_warnings():  # what was damaged is in the report, and so in the sentence below
+                warnings.filterwarnings("ignore", message="Checkpoint of step .* is damaged", category=RuntimeWarning)
+                report = load_checkpoint(
+                    self.root, trainer.chunks, trainer.optimizer, trainer.scheduler, step=options.step, group=self.group
+                )
         except CheckpointNotFound:
             if options.step is not None:
                 raise ConfigError(f"--checkpoint.step {options.step}: there is no such step in {self.root}") from None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint import CheckpointError, CheckpointSaver, load_checkpoint, save_checkpoint
+from core.checkpoint import CheckpointError, CheckpointSaver, list_steps, load_checkpoint, save_checkpoint
 from core.distributed import finalize_model_grads
 from core.distributed.global_slices import global_name
 from tests.unit_tests.ranks import ranks
@@ -110,6 +110,118 @@ def test_arguments_that_differ_between_ranks_are_refused(rank: int, world: int, 
             load_checkpoint(tmp_path, [model], optimizer, step=step)
 
 
+@ranks(2, timeout_s=20)
+def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all_and_nothing_is_lost(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """The others would wait in a collective until the group's timeout."""
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 1)
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+
+    def odd(wrong: Any, right: Any) -> Any:
+        return wrong if rank == 1 else right
+
+    def refused(words: str, error: type[Exception] = CheckpointError) -> Any:
+        return pytest.raises(error, match=f"^(cannot load a checkpoint: )?rank 1: [^;]*{words}")
+
+    def save(root: Any = tmp_path, step: Any = 2, keep_last: Any = None, saver: Any = None) -> None:
+        save_checkpoint(root, step, [model], optimizer, keep_last=keep_last, saver=saver)
+
+    with refused("step=-1; a step is a whole number"):
+        save(step=odd(-1, 2))
+    with refused("step='2'; a step is a whole number"):
+        save(step=odd("2", 2))
+    with refused("keep_last=0: at least the newest"):
+        save(keep_last=odd(0, 1))
+    with refused("keep_last='3'; it is a whole number"):
+        save(keep_last=odd("3", 1))
+    with refused("root is None; it is the path"):
+        save(root=odd(None, tmp_path))
+    for option, value, words in (
+        ("keep_last", 0, "keep_last=0: at least the newest"),
+        ("on_error", "ignore", "on_error='ignore'"),
+        ("asynchronous", "yes", "asynchronous='yes'; it is True or False"),
+        ("timeout_s", "60", "timeout_s='60' must be a positive number"),
+        ("file_bytes", 0, "file_bytes=0 must be a positive number"),
+        ("snapshot_limit_bytes", -1, "snapshot_limit_bytes=-1; it is a number of bytes"),
+    ):
+        with refused(words, ValueError):
+            CheckpointSaver(tmp_path, **({option: value} if rank == 1 else {}))
+    with refused("root=None; it is the path", ValueError):
+        CheckpointSaver(odd(None, tmp_path))
+    with CheckpointSaver(tmp_path, asynchronous=True) as saver:
+        save(step=2, saver=saver)
+        with refused("step=-1; a step is a whole number"):
+            save(step=odd(-1, 3), saver=saver)
+        with refused("step=None; a step is a whole number", ValueError):
+            saver.save(odd(None, 3), lambda writer: None, meta={})
+        with refused("meta is a list", ValueError):
+            saver.save(3, lambda writer: None, meta=odd([], {}))
+        with refused("saver is a str; pass a CheckpointSaver"):
+            save(saver=odd("saver", saver))
+    for arguments, words in (
+        ({"root": odd(None, tmp_path)}, "root is None; it is the path"),
+        ({"step": odd("1", 1)}, "step is '1'; it is a whole number"),
+    ):
+        with refused(words):
+            load_checkpoint(**{"root": tmp_path, "model_chunks": [model], "optimizer": optimizer, **arguments})
+    assert list_steps(tmp_path) == [1, 2]  # the save in flight was committed
+    assert load_checkpoint(tmp_path, [model], optimizer).step == 2
+
+
+@ranks(2, timeout_s=20)
+def test_options_that_decide_what_ranks_do_together_are_the_same_on_every_rank(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = build(strategy="optim")
+    train(model, optimizer, 1)
+    for option, values in (("asynchronous", (False, True)), ("on_error", ("raise", "warn")), ("keep_last", (None, 2))):
+        words = rf"{option} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1; pass the same"
+        with pytest.raises(ValueError, match=words):
+            CheckpointSaver(tmp_path, **{option: values[rank]})
+    with (
+        CheckpointSaver(tmp_path) as saver,
+        pytest.raises(CheckpointError, match=r"ranks \[1\] were given no saver and the others a saver"),
+    ):
+        save_checkpoint(tmp_path, 1, [model], optimizer, saver=saver if rank == 0 else None)
+    save_checkpoint(tmp_path, 1, [model], optimizer)
+    before = weights(model)
+    train(model, optimizer, 1)
+    after = weights(model)
+    assert not same(after, before)
+    for option, first in (("strict", True), ("load_random_state", False), ("load_hyperparameters", False)):
+        odd = 1 if first else 0
+        words = rf"ranks \[{odd}\] were given not {option}=True and the others {option}=True.*Nothing was changed"
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(tmp_path, [model], optimizer, **{option: first if rank == 0 else not first})
+    with pytest.raises(CheckpointError, match=r"ranks \[0\] were given no optimizer and the others an optimizer"):
+        load_checkpoint(tmp_path, [model], optimizer if rank == 1 else None)
+    assert same(weights(model), after)
+
+
+@ranks(2, timeout_s=20)
+def test_whatever_a_scheduler_raises_on_one_rank_is_told_to_all_and_both_are_as_before(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.at = 3
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if rank == 1:
+                raise AttributeError("no such phase")
+            self.at = state["at"]
+
+    model, _ = build()
+    save_checkpoint(tmp_path, 1, [model], scheduler=Odd())
+    with pytest.raises(CheckpointError, match="rank 1: .*scheduler refuses its state: AttributeError: no such phase"):
+        load_checkpoint(tmp_path, [model], scheduler=Odd())
+
+
 @ranks(1)
 @pytest.mark.parametrize("name", ["ExponentialLR", "SequentialLR"])
 def test_a_scheduler_of_torch_goes_on_with_its_rate(rank: int, world: int, name: str, tmp_path: Path) -> None:
@@ -143,5 +255,5 @@ def test_a_step_may_be_of_any_kind_of_integer(rank: int, world: int, tmp_path: P
     model, _ = build()
     save_checkpoint(tmp_path, np.int64(4), [model])  # type: ignore[arg-type]
     assert load_checkpoint(tmp_path, [model]).step == 4
-    with pytest.raises(CheckpointError, match="float"):
+    with pytest.raises(CheckpointError, match="step=5.0; a step is a whole number"):
         save_checkpoint(tmp_path, 5.0, [model])  # type: ignore[arg-type]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from core.checkpoint import CheckpointSaver
 from core.checkpoint.__main__ import main
 from core.checkpoint.root_directory import list_committed
-from tests.unit_tests.checkpoint_saves import save_alone
+from tests.unit_tests.checkpoint_saves import fill_with, save_alone, state_of
 
 ROOT = Path(__file__).parents[2]
 INTACT, DAMAGED, USAGE_ERROR = 0, 1, 2
@@ -40,6 +41,23 @@ def test_inspect_shows_steps_layout_tensors_and_sizes(root: Path, capsys: pytest
     assert "9 tensors, " in second and "rank1.weight  float32   [31, 17]  2108 bytes" in second
     assert "shared.bias   float32   [40, 10]  1600 bytes" in second or "shared.bias" in second
     assert "crc32" in second and "rank_00000_000.distcp: rank 0" in second
+
+
+@pytest.mark.parametrize(
+    ("layout", "shown"),
+    [
+        ({"tp": 2, "dp": 1, "ep": 1, "etp": 2}, "(tp 2, dp 1, ep 1)"),  # a dense model's, or the experts' default
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, "(tp 2, dp 2, ep 2, etp 2)"),
+        ({"tp": 2, "dp": 2, "ep": 1, "etp": 1}, "(tp 2, dp 2, ep 1, etp 1)"),
+    ],
+)
+def test_inspect_shows_the_experts_own_size_only_where_it_says_something(
+    layout: dict[str, int], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointSaver(tmp_path) as saver:
+        saver.save(1, fill_with(state_of(1, 0)), meta={"layout": layout})
+    assert main(["inspect", str(tmp_path)]) == INTACT
+    assert capsys.readouterr().out.count(f"1 ranks {shown}") == 2
 
 
 def test_inspect_takes_a_step_by_number_or_by_its_directory(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,7 @@ def test_every_kind_of_damage_is_named_and_the_step_before_is_loaded(rank: int, 
         assert_is_step(loaded(directory, rank), 1, rank)
         texts = [str(warning.message) for warning in heard]
         assert len(texts) == (1 if rank == 0 else 0), texts
+        assert all(warning.filename == __file__ for warning in heard), "the caller's line is shown, not one of ours"
         (skipped,) = directory.skipped
         assert rank != 0 or texts[0] == f"{skipped} Loading step 1 from {directory.path} instead."
         for hint in hints[0]:

@@ -59,7 +59,7 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"keep_last": 0}, "keep_last=0: at least the newest"),
         ({"on_error": "ignore"}, "'raise' or 'warn'"),
-        ({"timeout_s": 0}, "must be positive"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a positive number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:

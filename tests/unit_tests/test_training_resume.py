@@ -9,11 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
@@ -25,6 +27,7 @@ from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
 from core.training.job import JobResult, train
 from core.training.plan import plan_job
+from core.training.trainer import Trainer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.training_reference import CPU, ROOT, TINY, losses_on_ranks, read_losses, text_flags_in
 
@@ -121,7 +124,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_says_which_and_why(
     def run(*more: str) -> str:
         parallel_state.destroy_model_parallel()
         config, printed = load_config([*flags, *more]), io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # the job says it itself, once
             train(config, plan_job(config, world), CPU, prepares_data=True)
         return printed.getvalue()
 
@@ -146,6 +150,31 @@ def run_command(flags: list[str], *, environment: dict[str, str] | None = None) 
     return subprocess.Popen(command, env={**inherited, **(environment or {})}, cwd=ROOT, **pipes)
 
 
+@ranks(2)
+def test_sigterm_to_one_rank_ends_the_run_of_all_ranks_with_a_checkpoint(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
+    config = load_config([*flags, "--run.steps", "50", "--checkpoint.dir", str(tmp_path / "checkpoints")])
+    train_step, steps = Trainer.train_step, []
+
+    def signalled_in_step_3(trainer: Trainer, **options: Any) -> Any:
+        steps.append(trainer.step)
+        if len(steps) == 3 and rank == 1:
+            signal.raise_signal(signal.SIGTERM)  # what a scheduler sends, to any rank, at any moment
+        return train_step(trainer, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", signalled_in_step_3)
+        result = train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
+    assert result.stopped and len(steps) in (3, 4), "the step at hand is done, and perhaps one more"
+    assert list_steps(tmp_path / "checkpoints") == [len(steps)]
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, len(steps))
+    assert len(set(everybody)) == 1
+
+
+@pytest.mark.nightly
 def test_sigterm_to_one_rank_saves_on_all_ranks_and_the_command_ends_well(
     tmp_path: Path, text_flags: list[str]
 ) -> None:

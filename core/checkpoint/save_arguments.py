@@ -1,0 +1,89 @@
+"""What may be asked of a save: judged on one rank alone, so that what is wrong there can be told to the others."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
+
+
+@dataclass(frozen=True)
+class SaverOptions:
+    """The arguments of a CheckpointSaver, as one rank was given them; whatever they are."""
+
+    root: Any
+    keep_last: Any
+    asynchronous: Any
+    on_error: Any
+    timeout_s: Any
+    snapshot_limit_bytes: Any
+    file_bytes: Any
+
+    def wrong(self) -> str | None:
+        """The first argument that no saver can have, and what it may be."""
+        if not isinstance(self.root, (str, os.PathLike)):
+            return f"root={self.root!r}; it is the path of a directory."
+        if (text := wrong_keep_last(self.keep_last)) is not None:
+            return text
+        if not isinstance(self.asynchronous, bool):
+            return f"asynchronous={self.asynchronous!r}; it is True or False."
+        if self.on_error not in ("raise", "warn"):
+            return f"on_error={self.on_error!r}; it is 'raise' or 'warn'."
+        for name in ("timeout_s", "file_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                return f"{name}={value!r} must be a positive number."
+        limit = self.snapshot_limit_bytes
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0):
+            return f"snapshot_limit_bytes={limit!r}; it is a number of bytes, or None for no limit."
+        return None
+
+    def alike(self) -> dict[str, Any]:
+        """What must be the same on every rank: each of these decides which collectives a rank calls, or who deletes."""
+        return {"keep_last": self.keep_last, "asynchronous": self.asynchronous, "on_error": self.on_error}
+
+
+def wrong_keep_last(keep_last: Any) -> str | None:
+    """Why so many checkpoints cannot be kept; None if they can."""
+    if keep_last is None:
+        return None
+    number = whole_number(keep_last)
+    if number is None:
+        return f"keep_last={keep_last!r}; it is a whole number, or None to keep all."
+    return f"keep_last={keep_last}: at least the newest checkpoint is kept; None keeps all." if number < 1 else None
+
+
+def checked_step(step: Any) -> int:
+    """The step as an int, of numpy's too. ValueError for anything else."""
+    number = whole_number(step)
+    if number is None or number < 0:
+        raise ValueError(f"step={step!r}; a step is a whole number from 0 on.")
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """The number that any kind of integer is; None for what is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that later changes do not reach; ValueError for what JSON cannot hold."""
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"meta is a {type(meta).__name__}; it is a dictionary that JSON can hold.")
+    for key, value in meta.items():
+        try:
+            json.dumps({key: value})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"meta[{key!r}] cannot be written as JSON: {error}.") from error
+    kept: dict[str, Any] = json.loads(json.dumps(dict(meta)))
+    return kept
