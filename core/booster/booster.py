@@ -93,7 +93,15 @@ class Booster:
         Returns (model, optimizer, criterion, dataloader, lr_scheduler); what was None stays None. The optimizer is
         made of the model's parameters before; a scheduler made before follows it.
         """
-        _check_boosted(model, optimizer, criterion, dataloader)
+        error: Exception | None = None
+        try:
+            _check_boosted(model, optimizer, criterion, dataloader)
+        except (TypeError, RuntimeError) as refusal:
+            error = refusal
+        if self.plugin is not None:
+            self.plugin.agree(error, model, optimizer)
+        elif error is not None:
+            raise error
         if self.plugin is not None:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler

@@ -136,10 +136,15 @@ class OptimizerWrapper:
         self.param_names = {param: name for name, param in model.named_parameters()}
 
 
+def is_number(value: Any) -> bool:
+    """Can it be compared with a number? So can a tensor of one element; text and None cannot."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def check_max_norm(max_norm: float) -> None:
     """Refuse a norm that gradients cannot be clipped to."""
-    if not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(
-            f"max_norm is {max_norm}; it must be positive (0 would make every gradient 0). To train without clipping, "
-            "leave out clip_grad_by_norm"
+            f"max_norm is {max_norm!r}; it must be a positive number (0 would make every gradient 0). To train without "
+            "clipping, leave out clip_grad_by_norm"
         )

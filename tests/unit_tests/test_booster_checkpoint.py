@@ -332,15 +332,92 @@ def test_the_kind_of_a_file_is_told_by_its_content_and_not_by_its_name(tmp_path:
     booster = Booster(device="cpu")
     plain = new_model()
     model, optimizer, *_ = booster.boost(plain, new_optimizer(plain))
-    booster.save_optimizer(optimizer, tmp_path / "optimizer.safetensors")
+    booster.save_optimizer(optimizer, tmp_path / "optimizer.bin")
+    (tmp_path / "optimizer.bin").rename(tmp_path / "optimizer.safetensors")
     booster.load_optimizer(optimizer, tmp_path / "optimizer.safetensors")
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     for name, use_safetensors in (("torch.safetensors", False), ("safe.bin", True)):
-        booster.save_model(model, tmp_path / name, use_safetensors=use_safetensors)
+        booster.save_model(model, tmp_path / "model", use_safetensors=use_safetensors)
+        (tmp_path / "model").rename(tmp_path / name)
         for value in plain.state_dict().values():
             value.zero_()
         booster.load_model(model, tmp_path / name)
         assert all(torch.equal(value, weights[key]) for key, value in plain.state_dict().items())
+
+
+def test_a_name_that_says_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    booster = Booster(device="cpu")
+    plain = new_model()
+    model, optimizer, *_ = booster.boost(plain, new_optimizer(plain))
+    with pytest.raises(ValueError, match=r"o.safetensors: an optimizer's state is written as.*\.bin or \.pt"):
+        booster.save_optimizer(optimizer, tmp_path / "o.safetensors")
+    with pytest.raises(ValueError, match="m.safetensors would be a file of torch.save under a name that"):
+        booster.save_model(model, tmp_path / "m.safetensors")
+    for suffix in (".bin", ".pt", ".pth"):
+        with pytest.raises(ValueError, match=f"m{suffix} would be a file of safetensors under a name"):
+            booster.save_model(model, tmp_path / f"m{suffix}", use_safetensors=True)
+    assert not list(tmp_path.iterdir())
+    booster.save_optimizer(optimizer, tmp_path / "o.safetensors", shard=True)  # of a directory
+
+
+@ranks(2, timeout_s=20)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all(
+    rank: int, world: int, tmp_path: Path, plugin: str
+) -> None:
+    """The others would wait in a collective until the group's timeout."""
+    folder = shared(tmp_path)
+    booster = Booster(plugin=new_plugin(plugin))
+
+    def odd(wrong: Any, right: Any) -> Any:
+        return wrong if rank == 1 else right
+
+    def refused(words: str) -> Any:
+        error = (ValueError, TypeError) if rank == 1 else RuntimeError
+        return pytest.raises(error, match=words if rank == 1 else f"rank 1 failed: .*{words}")
+
+    with refused("boost got a str for the model"):
+        booster.boost(odd("model", new_model()), None)
+    with refused("is not a parameter of the model"):
+        model = new_model()
+        booster.boost(model, new_optimizer(odd(new_model(), model)))
+    model, optimizer, _ = train(booster, rank, steps=range(1))
+    booster.save_model(model, folder / "there")
+    booster.save_optimizer(optimizer, folder / "state")
+    for ask_wrongly, words in (
+        (lambda: booster.save_model(odd(None, model), folder / "m"), "save_model got a NoneType"),
+        (lambda: booster.save_optimizer(odd(None, optimizer), folder / "o"), "save_optimizer got a NoneType"),
+        (lambda: booster.save_model(model, odd(None, folder / "m")), "NoneType"),
+        (lambda: booster.save_model(model, folder / "m", True, size_per_shard=odd("1", 1)), "size_per_shard is '1'"),
+        (lambda: booster.save_model(model, folder / "m", True, size_per_shard=odd(0, 1)), "size_per_shard is 0"),
+        (lambda: booster.save_model(model, folder / "m", prefix=odd(3, None)), "prefix is 3"),
+        (lambda: booster.save_optimizer(optimizer, folder / odd("o.safetensors", "o")), "o.safetensors: an optimizer"),
+        (lambda: booster.load_model(odd(None, model), folder / "there"), "load_model got a NoneType"),
+        (lambda: booster.load_optimizer(odd("o", optimizer), folder / "state"), "load_optimizer got a str"),
+        (lambda: booster.load_model(model, odd(None, folder / "there")), "NoneType"),
+    ):
+        with refused(words):
+            ask_wrongly()
+    assert sorted(path.name for path in folder.iterdir()) == ["state", "there"]
+    booster.save_model(model, folder / "m")
+    booster.load_model(model, folder / "m")
+
+
+@ranks(2, timeout_s=20)
+def test_an_asynchronous_save_that_failed_is_told_on_all_ranks_by_the_next_save(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """Under FSDP the others are in the next tensor's gather otherwise."""
+    folder = shared(tmp_path)
+    booster = Booster(plugin=new_plugin("torch_fsdp"))
+    model, _, _ = train(booster, rank, steps=range(1))
+    if rank == 0:
+        (folder / "file").write_text("no directory")
+    booster.save_model(model, folder / "file" / "model", use_async=True)
+    with pytest.raises(OSError if rank == 0 else RuntimeError, match="file"):
+        booster.save_model(model, folder / "model")
+    booster.save_model(model, folder / "model")
+    assert (folder / "model").exists()
 
 
 def test_reading_with_threads_gives_the_same(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ class CheckpointIO(ABC):
         config of a Hugging Face model. prefix: before the names of these files. use_async: return as soon as the
         weights are copied; files are complete after `synchronize`, the next save or the next load.
         """
-        path = self.target_of(checkpoint, shard)
+        path = self.target_of(
+            checkpoint,
+            SaveRequest(model, shard, gather_dtensor, prefix, size_per_shard, use_safetensors, optimizer=False),
+        )
         if shard:
             self.save_sharded_model(model, path, gather_dtensor, prefix, size_per_shard, use_safetensors, use_async)
         else:
@@ -75,7 +79,9 @@ class CheckpointIO(ABC):
         use_async: bool = False,
     ) -> None:
         """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`."""
-        path = self.target_of(checkpoint, shard)
+        path = self.target_of(
+            checkpoint, SaveRequest(optimizer, shard, gather_dtensor, prefix, size_per_shard, False, optimizer=True)
+        )
         if shard:
             self.save_sharded_optimizer(optimizer, path, gather_dtensor, prefix, size_per_shard, use_async)
         else:
@@ -97,9 +103,10 @@ class CheckpointIO(ABC):
         else:
             self.load_unsharded_optimizer(optimizer, path)
 
-    def target_of(self, checkpoint: StrPath, shard: bool) -> Path:
-        """The path of a save, refused where it cannot be written."""
-        return checked_target(checkpoint, shard)
+    def target_of(self, checkpoint: StrPath, request: SaveRequest) -> Path:
+        """The path of a save; refused where it cannot be written, or where an argument of the save is wrong."""
+        request.check()
+        return checked_target(checkpoint, request)
 
     def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
         """The file or the index that a load means."""
@@ -179,11 +186,61 @@ class CheckpointIO(ABC):
         """Write the adapters of a peft model, and their configuration, into a directory."""
 
 
-def checked_target(checkpoint: StrPath, shard: bool) -> Path:
-    """A path that can be written: a file, or with `shard` a directory. ValueError otherwise."""
+def expect_model(model: Any, caller: str) -> None:
+    """TypeError where it is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} got a {type(model).__name__}; pass boost's model")
+
+
+def expect_optimizer(optimizer: Any, caller: str) -> None:
+    """TypeError where it is none."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"{caller} got a {type(optimizer).__name__}; pass boost's optimizer")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a save was asked for, on this rank."""
+
+    content: Any  # the model or the optimizer
+    shard: bool
+    gather_dtensor: bool
+    prefix: str | None
+    size_per_shard: float
+    use_safetensors: bool
+    optimizer: bool
+
+    def check(self) -> None:
+        """Refuse what is wrong of itself, before any rank waits for another."""
+        if self.optimizer:
+            expect_optimizer(self.content, "save_optimizer")
+        else:
+            expect_model(self.content, "save_model")
+        if self.prefix is not None and not isinstance(self.prefix, str):
+            raise TypeError(f"prefix is {self.prefix!r}; it is text before the names of files, or None")
+        size = self.size_per_shard
+        if self.shard and (isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0):
+            raise ValueError(f"size_per_shard is {size!r}; it is the size of a file in MiB and must be positive")
+
+
+def checked_target(checkpoint: StrPath, request: SaveRequest) -> Path:
+    """A path that can be written: a file whose suffix fits, or with `shard` a directory. ValueError otherwise."""
     path = Path(checkpoint)
-    if shard and path.is_file():
-        raise ValueError(f"shard=True writes a directory, and {path.absolute()} is a file; give a directory's path")
-    if not shard and path.is_dir():
+    if request.shard:
+        if path.is_file():
+            raise ValueError(f"shard=True writes a directory, and {path.absolute()} is a file; give a directory's path")
+        return path
+    if path.is_dir():
         raise ValueError(f"{path.absolute()} is a directory; give a file's path, or shard=True")
+    named_safe, named_torch = path.suffix == files.SAFE_SUFFIX, path.suffix in files.TORCH_SUFFIXES
+    if request.optimizer and named_safe:
+        raise ValueError(
+            f"{path.name}: an optimizer's state is written as torch.save writes it, since safetensors holds tensors "
+            "only; name the file .bin or .pt"
+        )
+    if named_torch if request.use_safetensors else named_safe:
+        raise ValueError(
+            f"{path.name} would be a file of {'safetensors' if request.use_safetensors else 'torch.save'} under a name "
+            "that says otherwise; name it .safetensors with use_safetensors=True, and .bin or .pt without"
+        )
     return path

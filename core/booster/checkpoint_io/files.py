@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 INDEX_SUFFIX = ".index.json"
+SAFE_SUFFIX = ".safetensors"
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 MIB = 1024 * 1024
 
 
@@ -124,7 +126,7 @@ def read(path: Path) -> Any:
     """The content of a file, on the CPU, whatever its name ends in. Runs no code from it."""
     with path.open("rb") as file:
         start = file.read(9)
-        if start[:2] == b"PK" or (path.suffix != ".safetensors" and start[8:] != b"{"):
+        if start[:2] == b"PK" or (path.suffix != SAFE_SUFFIX and start[8:] != b"{"):
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)  # given a name, torch goes by its suffix
     return safetensors_package().load_file(str(path))

@@ -20,7 +20,13 @@ from torch import nn
 
 from core.booster.checkpoint_io import files
 from core.booster.checkpoint_io.async_writer import AsyncWriter
-from core.booster.checkpoint_io.checkpoint_io_base import CheckpointIO, StrPath
+from core.booster.checkpoint_io.checkpoint_io_base import (
+    CheckpointIO,
+    SaveRequest,
+    StrPath,
+    expect_model,
+    expect_optimizer,
+)
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
@@ -86,15 +92,22 @@ class GeneralCheckpointIO(CheckpointIO):
 
     # -- paths, which a rank may see otherwise than another -----------------------------------------------------------
 
-    def target_of(self, checkpoint: StrPath, shard: bool) -> Path:
-        """The path of a save; refused on every rank where one cannot write it."""
-        return self._checked(lambda: super(GeneralCheckpointIO, self).target_of(checkpoint, shard), Path(checkpoint))
+    def target_of(self, checkpoint: StrPath, request: SaveRequest) -> Path:
+        """The path of a save, when the one before has ended; an error of one rank is raised on every rank."""
+
+        def begin() -> Path:
+            path = super(GeneralCheckpointIO, self).target_of(checkpoint, request)
+            self.check_gather(request.gather_dtensor)
+            self._writer.wait()
+            return path
+
+        return self._checked(begin, checkpoint)
 
     def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
         """The file or the index that a load means; an error on every rank where one has not got it."""
         return self._checked(
             lambda: super(GeneralCheckpointIO, self).find(checkpoint, optimizer=optimizer, prefix=prefix),
-            Path(checkpoint),
+            checkpoint,
         )
 
     # -- models ---------------------------------------------------------------------------------------------------
@@ -103,8 +116,6 @@ class GeneralCheckpointIO(CheckpointIO):
         self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool, use_async: bool = False
     ) -> None:
         """Write one file."""
-        self.check_gather(gather_dtensor)
-        self._writer.wait()
         content = self._collect("model", self.model_tensors(model), use_async)
         self._write(lambda: files.write(checkpoint, content, use_safetensors=use_safetensors), use_async, checkpoint)
 
@@ -119,9 +130,6 @@ class GeneralCheckpointIO(CheckpointIO):
         use_async: bool = False,
     ) -> None:
         """Write shards and an index into a directory. Without use_async, one shard is in memory at a time."""
-        self.check_gather(gather_dtensor)
-        _check_size(size_per_shard)
-        self._writer.wait()
         names = files.model_names(prefix, use_safetensors)
         both = (files.model_names(prefix), files.model_names(prefix, True))
         tensors = self.model_tensors(model)
@@ -156,6 +164,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
     ) -> None:
+        expect_model(model, "load_model")
         module = plain(model)
         own = module.state_dict(keep_vars=True)
         if names is not None:
@@ -181,8 +190,6 @@ class GeneralCheckpointIO(CheckpointIO):
         self, optimizer: Any, checkpoint: Path, gather_dtensor: bool, use_async: bool = False
     ) -> None:
         """Write one file, which torch's optimizer.load_state_dict takes too."""
-        self.check_gather(gather_dtensor)
-        self._writer.wait()
         content = {
             "state": self._collect("optimizer", self.optimizer_states(optimizer), use_async),
             "param_groups": self.optimizer_groups(optimizer),
@@ -202,9 +209,6 @@ class GeneralCheckpointIO(CheckpointIO):
         use_async: bool = False,
     ) -> None:
         """Write shards, a file of parameter groups and an index into a directory."""
-        self.check_gather(gather_dtensor)
-        _check_size(size_per_shard)
-        self._writer.wait()
         names = files.optimizer_names(prefix)
         groups = self.optimizer_groups(optimizer)
         metadata: dict[str, Any] = {"param_groups": files.group_name(prefix)}
@@ -252,6 +256,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def _load_optimizer(
         self, optimizer: Any, groups: list[dict[str, Any]], readers: Iterable[Callable[[], Any]]
     ) -> None:
+        expect_optimizer(optimizer, "load_optimizer")
         own = self.optimizer_groups(optimizer)
         numbers = match_groups(groups, own)
         states: States = {}
@@ -269,18 +274,16 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
         """Write a scheduler's state to a file."""
-        self._write(lambda: files.write(Path(checkpoint), lr_scheduler.state_dict()), False, Path(checkpoint))
+        self._write(lambda: files.write(Path(checkpoint), lr_scheduler.state_dict()), False, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
         """Read a scheduler's state."""
         self.synchronize()
-        self._checked(lambda: lr_scheduler.load_state_dict(files.read(Path(checkpoint))), Path(checkpoint))
+        self._checked(lambda: lr_scheduler.load_state_dict(files.read(Path(checkpoint))), checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Write the adapters of a peft model, and their configuration, into a directory."""
-        module = plain(model)
-        if not hasattr(module, "peft_config"):
-            raise TypeError(f"save_lora_as_pretrained got a {type(module).__name__}; call booster.enable_lora first")
+        module = self._checked(lambda: _adapted(model), checkpoint)
         trained = {name for name, param in module.named_parameters() if param.requires_grad or "lora_" in name}
         adapters = (item for item in self.model_tensors(model) if item[0] in trained)
         content = self._collect("adapters", adapters, False)
@@ -288,7 +291,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self._write(
             lambda: module.save_pretrained(path, safe_serialization=use_safetensors, state_dict=content),
             False,
-            Path(checkpoint),
+            checkpoint,
         )
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ class GeneralCheckpointIO(CheckpointIO):
             copy = self._copies[key] = torch.empty_like(value)
         return copy.copy_(value)
 
-    def _write(self, job: Callable[[], None], use_async: bool, where: Path) -> None:
+    def _write(self, job: Callable[[], None], use_async: bool, where: StrPath) -> None:
         """Run a job on the rank that writes, now or in the background, and let every rank know how it went."""
         self._checked(lambda: self._in_turn(job, use_async) if self.writes() else None, where)
 
@@ -338,7 +341,7 @@ class GeneralCheckpointIO(CheckpointIO):
         else:
             self._checked(lambda: write.all(shards) if self.writes() else _exhaust(shards), write.directory, shards)
 
-    def _checked(self, act: Callable[[], Any], where: Path, rest: Iterator[Any] | None = None) -> Any:
+    def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
         """Act, and answer; but raise on every rank if it failed on one. `rest`: collectives that the others are in."""
         error = answer = None
         try:
@@ -449,6 +452,13 @@ def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict
     return numbers
 
 
+def _adapted(model: nn.Module) -> Any:
+    module = plain(model)
+    if not hasattr(module, "peft_config"):
+        raise TypeError(f"save_lora_as_pretrained got a {type(module).__name__}; call booster.enable_lora first")
+    return module
+
+
 def _torch_optimizer(optimizer: Any) -> Any:
     return optimizer.unwrap() if hasattr(optimizer, "unwrap") else optimizer
 
@@ -478,11 +488,6 @@ def _readers(paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int) ->
     with ThreadPoolExecutor(max(1, num_threads)) as threads:
         contents = list(threads.map(files.read, unique))
     return [lambda content=content: content for content in contents]  # type: ignore[misc]
-
-
-def _check_size(size_per_shard: float) -> None:
-    if not size_per_shard > 0:
-        raise ValueError(f"size_per_shard is {size_per_shard}; it is the size of a file in MiB and must be positive")
 
 
 def _exhaust(items: Iterator[Any]) -> None:

@@ -64,6 +64,21 @@ class DPPluginBase(Plugin):
                         "it part of the model's module, and make the optimizer after the model has its final parameters"
                     )
 
+    def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
+        """Raise on every rank what any rank refuses. Collective over the world."""
+        if error is None and optimizer is not None:
+            try:
+                self.check_optimizer(model, optimizer)
+            except ValueError as refusal:
+                error = refusal
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RuntimeError(f"boost: rank {rank} failed: {text}")
+
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],

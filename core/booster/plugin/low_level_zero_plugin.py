@@ -22,6 +22,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -92,6 +93,14 @@ class LowLevelZeroPlugin(DPPluginBase):
             )
         if precision not in DTYPES:
             raise ValueError(f"LowLevelZeroPlugin: precision {precision!r} is none of {', '.join(DTYPES)}")
+        _check_numbers(
+            {"max_norm": max_norm, "norm_type": norm_type, "reduce_bucket_size_in_m": reduce_bucket_size_in_m}
+            | {"extra_dp_size": extra_dp_size}
+            | {"initial_scale": initial_scale, "min_scale": min_scale}
+            | ({} if max_scale is None else {"max_scale": max_scale})
+            | {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+            | {"growth_interval": growth_interval, "hysteresis": hysteresis}
+        )
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(
                 f"LowLevelZeroPlugin: max_norm is {max_norm} and norm_type {norm_type}; expected max_norm >= 0 (0: no "
@@ -316,6 +325,13 @@ def _data_parallel_groups(extra_dp_size: int) -> ProcessGroups:
             f"num_distributed_optimizer_instances={instances}; give both the same number"
         )
     return groups
+
+
+def _check_numbers(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if not is_number(value) or isinstance(value, bool):
+            hint = "; 0 does not clip" if name == "max_norm" else ""
+            raise ValueError(f"LowLevelZeroPlugin: {name} is {value!r}; it must be a number{hint}")
 
 
 def _check_fp8(precision: str) -> None:

@@ -64,6 +64,15 @@ class Plugin(ABC):
     ) -> DataLoader[Any]:
         """A loader that gives this rank its part of a dataset."""
 
+    def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
+        """Before `configure`, with what `boost` was given: raise where the arguments are refused on this rank.
+
+        error: what the Booster has found already. A plugin of several ranks raises on all of them, or the others would
+        wait in the collectives of `configure` for a rank that has left.
+        """
+        if error is not None:
+            raise error
+
     def control_checkpoint_io(self) -> bool:
         """Does it save and load itself, with `get_checkpoint_io`? Otherwise plain files are written."""
         return False
