@@ -14,6 +14,13 @@ class ModelParallelConfig:
     """Parallel sizes, dtypes and callbacks of a model; a model's own config extends it.
 
     Not frozen, because users set the callbacks once optimizer and wrapper exist; nothing in `core` writes to it.
+
+    Two fields are Megatron's names for what is so in any case, and True or False makes no difference:
+    use_cpu_initialization: weights are drawn whole, in fp32 on the CPU, and each rank keeps its slice, so that they
+    depend neither on the device nor on the layout (core/tensor_parallel/initialization.py).
+    has_cond_embedder: a conditional embedder's parameters carry `param.pipeline_parallel = True` before they are
+    wrapped, and that alone has `finalize_model_grads` sum their gradients over the pipeline's stages.
+
     Raises ValueError where fields contradict each other, naming both.
     """
 

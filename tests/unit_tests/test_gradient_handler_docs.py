@@ -59,6 +59,7 @@ def test_the_page_on_accumulation_does_what_it_says(rank: int, world: int) -> No
         names = run_page(ROOT / "docs" / "source" / "gradient_accumulation.md", monkeypatch)
     cycles = [[batch(number, r) for number in range(4 * c, 4 * c + 4) for r in range(world)] for c in range(2)]
     assert_stepped(names["model"].module, cycles, max_norm=1.0, gamma=0.5)
+    assert_stepped(names["boosted"].unwrap(), cycles, max_norm=1.0)
     kept = [tuple(part[: 1 + 5 * r + n] for part in batch(n, r)) for n in range(3) for r in range(world)]
     assert_stepped(names["uneven"].module, [kept])
     assert_stepped(names["resumed"], [[batch(0, rank), batch(1, rank)]])
