@@ -53,8 +53,9 @@ class Arm:
     name: unique, lower case, as given to --arms. about: one line, the settings included. stage: whose peer it is, a
     DistributedDataParallelConfig.data_parallel_sharding_strategy, or 'none'. build: see the module's docstring; called
     on all ranks of the arm together. kind: 'reference' for the one whose losses are right, 'control' for one that is
-    wrong and must be caught, 'floor' for one that communicates nothing (its losses are not checked). imports: modules that build needs beside torch, imported in the
-    rank processes before the memory's zero is taken; where one is not installed the arm is absent.
+    wrong and must be caught, 'floor' for one that communicates nothing (its losses are not checked). imports: modules
+    that build needs beside torch, imported in the rank processes before the memory's zero is taken; where one is not
+    installed the arm is absent. measured_with: of a peer, the package and version that the figures are of.
     """
 
     name: str
@@ -63,13 +64,15 @@ class Arm:
     build: Build
     kind: Kind = "peer"
     imports: tuple[str, ...] = ()
+    measured_with: str = ""
 
     def why_absent(self) -> str | None:
         """The package that is missing, or None where the arm can be tried."""
         for module in self.imports:
             package = module.partition(".")[0]
             if importlib.util.find_spec(package) is None:
-                return f"the package {package!r} is not installed"
+                version = f" (measured with {self.measured_with}; benchmarks/peers.md)" if self.measured_with else ""
+                return f"the package {package!r} is not installed{version}"
         return None
 
 
