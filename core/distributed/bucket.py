@@ -8,7 +8,6 @@ tensor instead of racing with the wire, is noticed, and is reduced afterwards. N
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.collectives import Collectives, Handle, Op
+from core.distributed.collectives import Collectives, Handle, InFlight, Op
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
+from core.distributed.param_views import views_of
+from core.distributed.step_clock import BucketEvent, HostClock
 
 
 class SyncError(RuntimeError):
@@ -41,23 +42,6 @@ class BucketGroups:
     data: dist.ProcessGroup  # all ranks whose gradients are added
     shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
     replica: dist.ProcessGroup | None  # the same shard in the other optimizer instances
-
-
-@dataclass(slots=True)
-class BucketEvent:
-    """When one bucket did what in a step, in perf_counter seconds; None for what did not happen.
-
-    done_s is when the collective was first seen done: looked at by the hooks of later gradients, and before the wait.
-    """
-
-    bucket: int
-    name: str
-    nbytes: int
-    ready_s: float | None = None
-    launched_s: float | None = None
-    done_s: float | None = None
-    wait_start_s: float | None = None
-    wait_end_s: float | None = None
 
 
 class Bucket:
@@ -101,14 +85,17 @@ class Bucket:
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
-        self.handle = Handle()
-        self.event = BucketEvent(layout.index, layout.describe(), grad.numel() * grad.element_size())
+        self.handle: InFlight = Handle()
+        self.clock = HostClock()  # the reducer's, once there is one
+        self.past_events: list[BucketEvent] = []  # of the step's earlier collectives, where it has several
+        self.name = layout.describe()
+        self.nbytes = grad.numel() * grad.element_size()
+        self.event = self._new_event()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _views(self) -> list[torch.Tensor]:
-        offset = self.layout.start
-        return [self.grad[slot.start - offset : slot.end - offset].view(slot.shape) for slot in self.layout.slots]
+        return views_of(self.grad, self.layout.slots, self.layout.start)
 
     @property
     def homes(self) -> list[torch.Tensor]:
@@ -159,7 +146,8 @@ class Bucket:
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
         self.handle = Handle()
-        self.event = BucketEvent(self.layout.index, self.event.name, self.event.nbytes)
+        self.past_events = []
+        self.event = self._new_event()
 
     # -- the state machine ------------------------------------------------------------------------------------------
 
@@ -171,7 +159,7 @@ class Bucket:
         if count == self.expected[index]:
             self.pending -= 1
             if self.pending == 0:
-                self.event.ready_s = time.perf_counter()
+                self.clock.mark(self.event, "ready_s")
                 return True
         return False
 
@@ -196,45 +184,67 @@ class Bucket:
         """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
         self._expect(BucketState.ACCUMULATING, "launched")
         self.collect()
-        if self.scale != 1.0:
-            self.grad.mul_(self.scale)
         self.full = force_all_reduce or not self.sharded
         self.state = BucketState.IN_FLIGHT
-        self.event.launched_s = time.perf_counter()
+        self.clock.mark(self.event, "launched_s")
         self.handle = self.reduce(self.grad, collectives)
+        self.clock.follow(self.event, self.handle)
 
     def note_done(self) -> bool:
         """Look whether the collective is done, and note when that was first seen."""
-        if self.event.done_s is None and self.handle.is_done():
-            self.event.done_s = time.perf_counter()
-        return self.event.done_s is not None
+        return self.clock.look(self.event, self.handle)
 
-    def reduce(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
-        """Reduce a tensor laid out like this bucket, in place, over the data group or to this rank's shard."""
+    def _new_event(self) -> BucketEvent:
+        return BucketEvent(self.layout.index, self.name, self.nbytes)
+
+    @property
+    def events(self) -> list[BucketEvent]:
+        """What the step's collectives did when, one after the other."""
+        return [*self.past_events, self.event]
+
+    def reduce(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
+        """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's
+        shard.
+        """
         if self.full:
-            return collectives.all_reduce(grad, self.groups.data, self.op)
-        return collectives.reduce_scatter(grad, self.groups.shard, self.op)
+            return collectives.all_reduce(grad, self.groups.data, self.op, scale=self.scale)
+        return collectives.reduce_scatter(grad, self.groups.shard, self.op, scale=self.scale)
 
     def join_instances(self, collectives: Collectives) -> None:
         """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
         self._expect(BucketState.IN_FLIGHT, "joined")
         self.note_done()
-        self.event.wait_start_s = time.perf_counter()
+        self.clock.mark(self.event, "wait_start_s")
         if not self.full and self.groups.replica is not None:
             self.handle.wait()
-            self.handle = self.add_instances(self.grad, collectives)
+            self.clock.end(self.event)
+            low, high = self.shard_range
+            self._launch_across_instances(self.grad[low:high], collectives)
+
+    def _launch_across_instances(self, shard: torch.Tensor, collectives: Collectives) -> None:
+        """The sum of this instance is there: add those of the others, a collective with an event of its own."""
+        assert self.groups.replica is not None, "only a bucket of several optimizer instances has others"
+        self.past_events.append(self.event)
+        self.event = self._new_event()
+        self.event.name += " across instances"
+        self.event.nbytes = shard.numel() * shard.element_size()
+        self.clock.mark(self.event, "launched_s")
+        self.handle = collectives.all_reduce(shard, self.groups.replica, self.op)
+        self.clock.follow(self.event, self.handle)
+        self.clock.mark(self.event, "wait_start_s")
 
     def complete(self) -> None:
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
-        self.handle.wait()
-        self.event.wait_end_s = time.perf_counter()
-        self.event.done_s = self.event.done_s or self.event.wait_end_s
+        if not self.event.has("wait_end_s"):  # else backward has waited for it, to have its memory
+            self.note_done()
+            self.handle.wait()
+            self.clock.end(self.event)
         self.handle = Handle()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
 
-    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> Handle:
+    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
         """Second half of a sharded reduction over several optimizer instances: the same shard, across instances."""
         if self.full or self.groups.replica is None:
             return Handle()
@@ -263,8 +273,6 @@ class Bucket:
             slot = self.layout.slots[index]
             dense = grad.to_dense() if grad.is_sparse else grad
             extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(dense.reshape(-1))
-        if self.scale != 1.0:
-            extra.mul_(self.scale)
         self.reduce(extra, collectives).wait()
         self.add_instances(extra, collectives).wait()
         low, high = self.valid_range

@@ -25,6 +25,7 @@ def describe_model(
         lines.append(
             f"buffer {number}: parameters {key.param_dtype}, gradients {key.grad_dtype}, {buffer.numel} elements "
             f"({nbytes} bytes), {where}, data group {key.data_group} {ranks}"
+            + (", in memory that these ranks map from each other" if buffer.channels else "")
         )
         if buffer.pool is not None:
             lines += _streamed(buffer, nbytes, reduce_microbatches)
@@ -33,7 +34,7 @@ def describe_model(
             padding = layout.numel - layout.numel_unpadded
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
-                f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.event.nbytes} bytes, {padding} "
+                f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "
                 f"padding, {bucket.op}{scaled}"
             )
             for slot in layout.slots:
@@ -48,7 +49,7 @@ def describe_model(
 def _streamed(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
     """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
     kept = buffer.grad_data.numel() * buffer.grad_data.element_size()
-    pool = POOL_BUCKETS * max((bucket.event.nbytes for bucket in buffer.buckets), default=0)
+    pool = POOL_BUCKETS * max((bucket.nbytes for bucket in buffer.buckets), default=0)
     sent = nbytes - kept  # (shards - 1) / shards
     return [
         f"  kept {kept} bytes, and at most {pool} for {POOL_BUCKETS} buckets that fill and travel; accumulating k > 1 "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +16,36 @@ from torch import nn
 from core import parallel_state
 from core.distributed.agreement import ControlGroup
 from core.distributed.bucket import Bucket, BucketGroups
-from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.collectives import Collectives
+from core.distributed.collector_pause import collector_paused
 from core.distributed.describe import describe_model
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.fingerprint import LayoutMismatch, check_same_tables, checksum
+from core.distributed.fingerprint import Facts, check_same
 from core.distributed.grad_buffer import GradBuffer
 from core.distributed.grad_reducer import GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import GradientContract, data_group_of, divisor_of
 from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
-from core.distributed.model_plan import ModelPlan, option_table, plan_model, shard_group_name
+from core.distributed.initial_weights import broadcast_weights, check_equal_weights
+from core.distributed.model_plan import (
+    ModelPlan,
+    option_table,
+    plan_model,
+    replica_group_name,
+    shard_group_name,
+)
 from core.distributed.model_watch import ModelWatch
+from core.distributed.overlap_report import OverlapReport
 from core.distributed.param_sync import ParamSync, finish_gathers
 from core.distributed.shared_wire import SharedWire
+from core.distributed.simulated_wire import over_wire
+from core.distributed.step_clock import resolve
 from core.distributed.step_guard import StepGuard
 from core.distributed.streamed_bucket import StreamedBucket
 from core.distributed.wire_format import gradient_collectives
 from core.process_groups import ProcessGroups
 
-ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
+HOOK = "core.distributed"
 CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
 
 
@@ -76,45 +89,54 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
         self.groups.require("dp_cp")
-        one_bucket = disable_bucketing or self.groups.rank("pp") > 0
+        with collector_paused():
+            self._wrap(disable_bucketing or self.groups.rank("pp") > 0)
+
+    # -- wrapping ---------------------------------------------------------------------------------------------------
+
+    def _wrap(self, one_bucket: bool) -> None:
+        config, ddp_config, module = self.config, self.ddp_config, self.module
         for name in CONTROL_TWIN:
             if self.groups.size(name) > 1:
                 SharedWire.of(self.groups.require(name)).quiesce()
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
-        self.collectives = Collectives(
+        on_wire = over_wire(ddp_config.simulated_wire, self.plan.device)
+        plain = Collectives(
             ordered=ddp_config.deterministic_reduction
             or ddp_config.reduce_scatter_with_fp32_accumulation
             or getattr(config, "deterministic_mode", False)
         )
+        self.collectives = on_wire(plain)
         all_buffers = [self._allocate(number) for number in range(len(self.plan.layout.buffers))]
+        plain.channels += [channel for buffer in all_buffers for channel in buffer.channels]
         self.buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
         self.nan_watch = NonFiniteWatch(order) if watches_nan else None
         self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None
-        wire_is_free = not self._wire_carries_activations(all_buffers)
+        wire_is_free = self.plan.wire_is_free
         self.reducer = GradReducer(
             order,
-            gradient_collectives(ddp_config.grad_communication_dtype, self.collectives),
+            on_wire(gradient_collectives(ddp_config.grad_communication_dtype, plain)),
             self._control_groups(order),
             ModelWatch(module, self.plan, order).problems,
             in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and wire_is_free,
             wait_at_once=not ddp_config.overlap_grad_reduce,
             many_rounds=ddp_config.reduces_every_microbatch and wire_is_free,
-            round_group=self._round_group() if wire_is_free else None,
+            round_group=self._round_group(),
             watch=self.nan_watch,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
-        self.param_sync = ParamSync(order, Collectives(), module, overlap=ddp_config.overlap_param_gather)
+        # Gathers that overlap the forward are the backend's, which works by itself.
+        gathers = Collectives(channels=[] if ddp_config.overlap_param_gather else plain.channels)
+        self.param_sync = ParamSync(order, on_wire(gathers), module, overlap=ddp_config.overlap_param_gather)
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
         self._check_initial_weights()
         self._hook_module()
-
-    # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _plan_together(self, one_bucket: bool) -> ModelPlan:
         """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
@@ -127,20 +149,17 @@ class DistributedDataParallel(nn.Module):
             failure = error
         for name in ("dp_cp", "expt_dp"):
             if self.groups.size(name) > 1:
-                table = [] if plan is None else [*options, *plan.table(name)]
-                failure = self._compare(table, name, failure)
+                failure = self._compare(None if plan is None else plan.facts(name, options), name, failure)
         if self.groups.size("tp") > 1:
-            contracts = [] if plan is None else plan.contracts.values()
-            table = [*options, *(f"parameter {c.name!r}: {'; '.join(c.reductions)}" for c in contracts)]
-            failure = self._compare(table, "tp", failure)
+            failure = self._compare(None if plan is None else plan.facts_over_tp(options), "tp", failure)
         if plan is None or failure is not None:
             raise failure or RuntimeError("this model could not be planned")
         return plan
 
-    def _compare(self, table: list[str], name: str, failure: Exception | None) -> Exception | None:
+    def _compare(self, facts: Facts | None, name: str, failure: Exception | None) -> Exception | None:
         """A failure in one group must still be told to the next group, so it is returned and raised at the end."""
         try:
-            check_same_tables(table, self.groups.require(name), name, failure)
+            check_same(facts, self.groups.require(name), name, failure)
         except (ValueError, RuntimeError, TypeError) as error:
             return error
         return failure
@@ -151,33 +170,18 @@ class DistributedDataParallel(nn.Module):
         elif self.ddp_config.initial_weights == "check":
             for name in ("dp_cp", "expt_dp"):
                 if self.groups.size(name) > 1:
-                    self._check_equal_weights(name)
+                    check_equal_weights(self._weights_of(name), self.groups.require(name), name)
 
-    def _check_equal_weights(self, group_name: str) -> None:
-        group = self.groups.require(group_name)
-        named = [(n, p) for n, p in self.module.named_parameters() if data_group_of(p) == group_name]
-        sums = torch.tensor([checksum(p) for _, p in named], dtype=torch.int64, device=control_device(group))
-        bounds = torch.stack([sums, -sums])
-        agree_max(bounds, group).wait()
-        if torch.equal(bounds[0], -bounds[1]):
-            return
-        first = next(i for i in range(len(named)) if not torch.equal(bounds[0, i], -bounds[1, i]))
-        ranks = dist.get_process_group_ranks(group)
-        values = gather_objects(tuple(sums[first].tolist()), group)
-        other = next((r for r, v in zip(ranks, values, strict=True) if v != values[0]), ranks[0])
-        raise LayoutMismatch(
-            f"parameter {named[first][0]!r} starts with other values on rank {other} than on rank {ranks[0]} of data "
-            f"group {group_name!r} {ranks}. Seed all data ranks alike, load the same checkpoint, or wrap with "
-            "initial_weights='broadcast'"
-        )
+    def _weights_of(self, data_group: str) -> dict[str, nn.Parameter]:
+        """All parameters of a data group, frozen ones too."""
+        return {n: p for n, p in self.module.named_parameters() if data_group_of(p) == data_group}
 
     def _allocate(self, number: int) -> GradBuffer:
         layout = self.plan.layout.buffers[number]
         data_group = layout.key.data_group
         shard_name = shard_group_name(data_group, self.ddp_config)
-        replica = None
-        if shard_name != data_group:
-            replica = self.groups.require({"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}[data_group])
+        replica_name = replica_group_name(data_group, self.ddp_config)
+        replica = None if replica_name is None else self.groups.require(replica_name)
         groups = BucketGroups(self.groups.require(data_group), self.groups.require(shard_name), replica)
         return GradBuffer(
             layout,
@@ -189,6 +193,7 @@ class DistributedDataParallel(nn.Module):
             average=self.ddp_config.average_in_collective,
             scale_later=self.ddp_config.scale_in_optimizer,
             streamed=self.ddp_config.shards_gradients,
+            share_memory=self.ddp_config.share_host_memory,
             device=self.plan.device,
         )
 
@@ -208,33 +213,8 @@ class DistributedDataParallel(nn.Module):
 
     def _round_group(self) -> dist.ProcessGroup | None:
         """Where every microbatch is reduced: the group on which ranks hear of each other's microbatches."""
-        if not self.ddp_config.reduces_every_microbatch or self.groups.size("dp_cp") == 1:
-            return None
-        group = self.groups.dp_cp_gloo
-        ranks = self.groups.ranks("dp_cp")
-        if group is None or group is self.groups.require("dp_cp"):
-            raise ValueError(
-                f"reduce_microbatches='every' needs a second group of the ranks {ranks}, on which they hear of each "
-                "other's microbatches while gradients travel; pass dp_cp_gloo in ProcessGroups "
-                "(initialize_model_parallel makes it unless create_gloo_process_groups=False), or set "
-                "reduce_microbatches='last'"
-            )
-        if self.expert_parallel_buffers and not set(self.groups.ranks("expt_dp")) <= set(ranks):
-            raise ValueError(
-                f"reduce_microbatches='every': the experts' data group {self.groups.ranks('expt_dp')} has ranks "
-                f"outside of the dense one, {ranks}, which may have another number of microbatches; set "
-                "reduce_microbatches='last', or expert_tensor_parallel_size to tensor_model_parallel_size"
-            )
-        return group
-
-    def _wire_carries_activations(self, buffers: list[GradBuffer]) -> bool:
-        """Would backward mix buckets with exchanges of activations? See Note [Lanes] in core/process_groups.py.
-
-        The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
-        """
-        activations = [getattr(self.groups, name) for name in ACTIVATION_KINDS if self.groups.size(name) > 1]
-        used = [g for b in buffers for g in (b.groups.data, b.groups.shard, b.groups.replica) if g is not None]
-        return any(group is other for group in used for other in activations)
+        every = self.ddp_config.reduces_every_microbatch and self.plan.wire_is_free
+        return self.groups.dp_cp_gloo if every and self.groups.size("dp_cp") > 1 else None
 
     def _hook_module(self) -> None:
         """On the wrapped module, so that calling it without the wrapper is the same. Weak, as in `_make_hook`."""
@@ -258,17 +238,19 @@ class DistributedDataParallel(nn.Module):
         self.module.register_load_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
 
     def _hook_params(self, order: list[Bucket]) -> None:
+        reducer_of = weakref.ref(self.reducer)
         for bucket in order:
+            arrived = self._make_hook(bucket)
             for index, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
-                param.grad_reducer = weakref.ref(self.reducer)
+                hook_gradient(param, partial(arrived, index))
+                param.grad_reducer = reducer_of
 
-    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, bucket: Bucket) -> Callable[[int, torch.Tensor], None]:
         # Weak, so that deleting the wrapper leaves a plain module, which can be wrapped again.
         reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
         bucket_of = weakref.ref(bucket)
 
-        def hook(_param: torch.Tensor) -> None:
+        def arrived(index: int, _param: torch.Tensor) -> None:
             reducer, param_sync, bucket = reducer_of(), param_sync_of(), bucket_of()
             if reducer is None or param_sync is None or bucket is None:
                 return
@@ -276,7 +258,7 @@ class DistributedDataParallel(nn.Module):
                 param_sync.check_used(bucket, index)
             reducer.arrive(bucket, index)
 
-        return hook
+        return arrived
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -347,8 +329,10 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Copy the parameters of each data group's first rank to the others. Collective over the data groups."""
-        for param in self.module.parameters():
-            self.param_sync.collectives.broadcast(param.data, self.groups.require(data_group_of(param)))
+        for name in ("dp_cp", "expt_dp"):
+            if self.groups.size(name) > 1:
+                weights = list(self._weights_of(name).values())
+                broadcast_weights(weights, self.groups.require(name), self.param_sync.collectives)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
@@ -359,7 +343,17 @@ class DistributedDataParallel(nn.Module):
 
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""
-        return self.reducer.step_report()
+        report = self.reducer.step_report()
+        resolve(report.events)
+        return report
+
+    def overlap_report(self) -> OverlapReport:
+        """When each collective of the last finished step was ready, launched, done and waited for, on this rank, and
+        what of that time was exposed; with the parameter gathers that were last waited for. `print(report.table())`.
+        """
+        report = OverlapReport(tuple(self.reducer.step_report().events), tuple(self.param_sync.events()))
+        resolve((*report.reductions, *report.gathers))
+        return report
 
     # -- in the middle of a step ------------------------------------------------------------------------------------
 
@@ -412,3 +406,13 @@ class DistributedDataParallel(nn.Module):
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def hook_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have `hook` called with the parameter whenever autograd has added to its gradient."""
+    if type(param) is nn.Parameter and param._post_accumulate_grad_hooks is None:
+        # As register_post_accumulate_grad_hook does, which takes ten times as long for a handle that nobody would use.
+        # torch numbers its hooks, so a name is nobody else's key.
+        param._post_accumulate_grad_hooks = OrderedDict(((HOOK, hook),))
+    else:
+        param.register_post_accumulate_grad_hook(hook)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from core.distributed.gradient_contract import GradSyncRule
+from core.distributed.simulated_wire import Wire
 from core.distributed.wire_format import WIRE_DTYPES
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
@@ -50,6 +51,10 @@ class DistributedDataParallelConfig:
         few parameters for its ranks.
     grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
         (in blocks with scales, see core/fp8_communication.py, and without overlap). None: as they are kept.
+    share_host_memory: keep buffers in memory that the ranks of one host map from each other where they are on CPU with
+        gloo, and reduce there instead of through sockets. Groups that span hosts do not.
+    simulated_wire: for measuring overlap on a CPU: `Wire(latency_s, bytes_per_s)`; no collective of this model is done
+        earlier than on such a network, and a wait for it sleeps (core/distributed/simulated_wire.py).
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """
@@ -77,6 +82,8 @@ class DistributedDataParallelConfig:
     scale_in_optimizer: bool = False
     whole_param_shards: bool | Literal["all"] = False
     grad_communication_dtype: torch.dtype | None = None
+    share_host_memory: bool = True
+    simulated_wire: Wire | None = None
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:

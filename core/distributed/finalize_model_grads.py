@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from core.distributed.bucket import BucketState, SyncError
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.grad_sync import check_stages, sync_across_stages
 from core.distributed.guards import check_finite, check_replicas
+from core.distributed.model_chunks import models_of
 from core.distributed.shared_wire import link_chunks
 from core.process_groups import ProcessGroups
 
@@ -93,6 +95,7 @@ def _check_arguments(
     pg_collection: ProcessGroups | None,
 ) -> None:
     """Everything that can be refused is refused here, before the first collective."""
+    models_of(chunks)  # raises where a model lacks a chunk
     if getattr(config, "moe_router_enable_expert_bias", False):
         groups.require("tp_dp_cp")
     per_token = getattr(config, "calculate_per_token_loss", False)
@@ -149,12 +152,14 @@ def timed(config: Any, name: str) -> Iterator[None]:
 
 
 def _sync_stages(chunks: Sequence[DistributedDataParallel]) -> None:
-    syncs = [chunk.grad_sync for chunk in chunks]
-    if not all(chunk.stages_checked for chunk in chunks):
-        check_stages(syncs)
-        for chunk in chunks:
-            chunk.stages_checked = True
-    sync_across_stages(syncs)
+    for _, model in itertools.groupby(zip(models_of(chunks), chunks, strict=True), key=lambda pair: pair[0]):
+        parts = [chunk for _, chunk in model]
+        syncs = [chunk.grad_sync for chunk in parts]
+        if not all(chunk.stages_checked for chunk in parts):
+            check_stages(syncs)
+            for chunk in parts:
+                chunk.stages_checked = True
+        sync_across_stages(syncs)
 
 
 def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> None:

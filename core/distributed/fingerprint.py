@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,30 @@ def compare_tables(tables: Sequence[Sequence[str]], ranks: Sequence[int], group_
     return None
 
 
+class Facts(NamedTuple):
+    """What ranks must agree on. Its `repr` is compared; the table of it is made only to say where ranks differ.
+
+    Values with equal `repr` make equal tables.
+    """
+
+    values: Any
+    lines: Callable[[], list[str]]  # one a fact
+
+
 def check_same_tables(
     table: Sequence[str], group: dist.ProcessGroup, group_name: str, failure: Exception | None
 ) -> None:
-    """Raise LayoutMismatch on every rank if any rank's table differs, or if any rank could not make its own.
+    """`check_same` of facts that are a table already."""
+    check_same(Facts(table, lambda: list(table)), group, group_name, failure)
 
-    failure: what kept this rank from making its table; it is raised again here, after the others have been told.
-    Collective over `group`. One hash a rank travels; the tables themselves only on a difference.
+
+def check_same(facts: Facts | None, group: dist.ProcessGroup, group_name: str, failure: Exception | None) -> None:
+    """Raise LayoutMismatch on every rank if any rank's facts differ, or if any rank could not tell its own.
+
+    failure: what kept this rank from telling them; it is raised again here, after the others have been told.
+    Collective over `group`. One hash a rank travels; tables only on a difference.
     """
-    digest = hashlib.sha256("\n".join(table).encode()).digest()
+    digest = hashlib.sha256(repr(None if facts is None else facts.values).encode()).digest()
     words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
     mine = torch.tensor([*words, failure is not None], dtype=torch.int64, device=control_device(group))
     low_high = torch.cat([mine, -mine])
@@ -55,7 +71,8 @@ def check_same_tables(
     if not failed and torch.equal(low_high[: len(mine)], -low_high[len(mine) :]):
         return
     ranks = dist.get_process_group_ranks(group)
-    tables = gather_objects((list(table), None if failure is None else f"{type(failure).__name__}: {failure}"), group)
+    table = [] if facts is None else facts.lines()
+    tables = gather_objects((table, None if failure is None else f"{type(failure).__name__}: {failure}"), group)
     if failure is not None:
         raise failure
     for rank, (_, message) in zip(ranks, tables, strict=True):

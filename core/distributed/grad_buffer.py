@@ -5,7 +5,7 @@ of it, or its parts are what is left of them after their reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch import nn
 
 from core.distributed.bucket import Bucket, BucketGroups
 from core.distributed.gradient_contract import GradientContract
+from core.distributed.host_channel import HostChannel
+from core.distributed.host_memory import HostMemory
 from core.distributed.param_layout import BufferLayout
-from core.distributed.streamed_bucket import BucketPool, StreamedBucket
+from core.distributed.param_views import views_of
+from core.distributed.streamed_bucket import POOL_BUCKETS, BucketPool, StreamedBucket
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -44,21 +47,25 @@ class GradBuffer:
         average: bool,
         scale_later: bool,
         streamed: bool,
+        share_memory: bool,
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.groups = groups
         self.sharded = sharded
+        self.shares_memory = share_memory
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = layout.shards if streamed else 1  # each element of a gradient is kept by one rank in so many
-        self.grad_data = torch.zeros(layout.numel // kept_by, dtype=grad_dtype, device=device)
-        self.param_data = (
-            torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device) if sharded else None
-        )
+        self.channels: list[HostChannel] = []
+        self.grad_data = self._allocate(layout.numel // kept_by, grad_dtype, device)
+        self.param_data: torch.Tensor | None = None
+        if sharded:
+            self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
         self.pool: BucketPool | None = None
         if streamed:
             largest = max((plan.numel for plan in layout.buckets), default=0)
-            self.pool = BucketPool(largest, grad_dtype, device)
+            memory = self._allocate(POOL_BUCKETS * largest, grad_dtype, device, torch.empty)
+            self.pool = BucketPool(memory, largest)
         self.buckets: list[Bucket] = []
         for plan in layout.buckets:
             members = [params[slot.name] for slot in plan.slots]
@@ -79,16 +86,33 @@ class GradBuffer:
             else:
                 bucket = Bucket(plan, memory, sharded=sharded, param_data=param_data, **common)
             self.buckets.append(bucket)
-            for slot, param in zip(plan.slots, members, strict=True):
+            homes: list[torch.Tensor] = []
+            if param_data is not None and members:
+                homes = views_of(param_data, plan.slots, plan.start)
+                with torch.no_grad():
+                    torch._foreach_copy_(homes, members)
+            for param, view, home in itertools.zip_longest(members, bucket.views, homes):
                 param.grad = None
                 param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
-                if param_data is not None:
-                    home = param_data[slot.start - plan.start : slot.end - plan.start].view(slot.shape)
-                    home.copy_(param.data)
-                    param.data = home
-            for param, view in itertools.zip_longest(members, bucket.views):
                 param.main_grad = view  # None where gradients are streamed: there is no lasting one
+                if home is not None:
+                    param.data = home
             bucket.attach()
+
+    def _allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: Callable[..., torch.Tensor] = torch.zeros,
+    ) -> torch.Tensor:
+        """[numel] by `make`; where the data group's ranks are processes of one host, they map it from each other."""
+        groups = [self.groups.data, self.groups.shard, *([self.groups.replica] if self.groups.replica else [])]
+        shared = HostMemory.share(numel, dtype, device, groups) if self.shares_memory else None
+        if shared is None:
+            return make(numel, dtype=dtype, device=device)
+        self.channels += shared.channels
+        return shared.tensor
 
     @property
     def numel(self) -> int:

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.agreement import Agreement, ControlGroup
-from core.distributed.bucket import Bucket, BucketEvent, BucketState, SyncError
+from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.collectives import Collectives, agree_max, control_device
 from core.distributed.guards import NonFiniteWatch
+from core.distributed.overlap_report import measure_overlap
 from core.distributed.shared_wire import SharedWire
+from core.distributed.step_clock import BucketEvent, HostClock, clock_for
 from core.distributed.streamed_bucket import StreamedBucket
 
 
@@ -31,15 +33,20 @@ from core.distributed.streamed_bucket import StreamedBucket
 class StepReport:
     """What the gradients of one step cost: times in milliseconds, bytes this rank sent, collectives it took part in.
 
-    Times are the host's: on CUDA, where a wait only queues, they say when work was queued and not what it cost.
+    exposed_ms: from the last launch to the end of the last wait and sync rule, agreement between ranks included. It is
+    the host's time: on CUDA, where a wait only queues, it does not say what the wait cost; the events' times do.
     """
 
     exposed_ms: float = 0.0
-    hidden_share: float = 0.0  # of the time collectives were in flight, the part that nobody waited for
     bytes_sent: int = 0
     collectives: int = 0
     late_buckets: int = 0
     events: list[BucketEvent] = field(default_factory=list)
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time collectives were in flight, the part that nobody waited for."""
+        return measure_overlap(self.events).hidden_share
 
 
 class GradReducer:
@@ -66,6 +73,9 @@ class GradReducer:
     ) -> None:
         self.order = list(order)
         self.collectives = collectives
+        self.clock = clock_for(self.order[0].device) if self.order else HostClock()
+        for bucket in self.order:
+            bucket.clock = self.clock
         self.control = list(control)
         self.problems = problems
         groups = [g for b in self.order for g in (b.groups.data, b.groups.shard, b.groups.replica) if g is not None]
@@ -196,6 +206,8 @@ class GradReducer:
     def _follow_rounds(self) -> None:
         """Take part in rounds that other ranks still have, having had more backwards. Collective."""
         while self.round_group is not None:
+            for streamed in self.streamed:  # other ranks cannot go on with a round that this one has not read
+                streamed.absorb()
             flag = torch.zeros(1, dtype=torch.int64, device=control_device(self.round_group))
             agree_max(flag, self.round_group).wait()
             if not int(flag[0]):
@@ -249,6 +261,7 @@ class GradReducer:
             self.watch.reset()
         self.report = self.step_report()
         self.collectives.traffic.reset()
+        self.clock.begin_step()
         self.next = self.noted = 0
         self.backward_watched = False
         if self.streamed:
@@ -305,6 +318,9 @@ class GradReducer:
             raise
         for bucket in self.order:
             bucket.join_instances(self.collectives)
+        in_steps = self.order
+        while in_steps:  # all buckets a step at a time: between steps ranks wait for each other
+            in_steps = [bucket for bucket in in_steps if bucket.handle.step()]
         for bucket in self.order:
             bucket.complete()
             if id(bucket) in late:
@@ -364,16 +380,10 @@ class GradReducer:
 
     def _write_report(self, begun: float, late: int) -> None:
         now = time.perf_counter()
-        events = [bucket.event for bucket in self.order]
-        flight = sum((e.done_s or now) - (e.launched_s or now) for e in events)
-        exposed = sum(
-            max(0.0, min(e.done_s or now, e.wait_end_s or now) - max(begun, e.launched_s or now)) for e in events
-        )
         self.report = StepReport(
             exposed_ms=(now - begun) * 1e3,
-            hidden_share=1.0 - exposed / flight if flight > 0 else 0.0,
             late_buckets=late,
-            events=events,
+            events=[event for bucket in self.order for event in bucket.events],
         )
 
     def step_report(self) -> StepReport:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, Handle
+from core.distributed.collectives import Collectives, InFlight
 from core.distributed.fingerprint import LayoutMismatch, check_same_tables
 from core.distributed.gradient_contract import STAGE_CROSSING, GradSyncRule
 from core.process_groups import ProcessGroups
@@ -26,7 +26,7 @@ PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many eleme
 class PendingSync:
     """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
 
-    handle: Handle
+    handle: InFlight
     parts: list[torch.Tensor]
     flat: torch.Tensor | None
 

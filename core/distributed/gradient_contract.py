@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,9 +25,11 @@ class ContractError(ValueError):
     """A parameter says two things that cannot both be true, or holds partial gradients that no rule makes whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientContract:
-    """What happens to one parameter's gradient between backward and the optimizer."""
+class GradientContract(NamedTuple):
+    """What happens to one parameter's gradient between backward and the optimizer.
+
+    A tuple, because there is one for each parameter of a model and a frozen dataclass takes four times as long to make.
+    """
 
     name: str
     is_expert: bool
@@ -46,6 +48,24 @@ class GradientContract:
         """Every reduction in order, in words."""
         data = f"sum over {self.data_group} / {self.divisor}"
         return (data, *self.rules)
+
+    def of(self, name: str) -> GradientContract:
+        """The same for another parameter."""
+        return GradientContract._make((name, *self[1:]))
+
+
+class Tags(NamedTuple):
+    """All that a layer has said of a parameter, and all that its contract is read from apart from its name."""
+
+    is_expert: bool
+    sharded: bool
+    averaged: bool
+    declaration: tuple[tuple[str, ...], tuple[str, ...]] | None
+    sequence_parallel: bool | None  # None: not said
+    pipeline_parallel: bool
+    shared: bool
+    word_embedding: bool
+    position_embedding: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +132,40 @@ def shared_copies(module: nn.Module, pre_process_attr: str = "position_embedding
     word: set[int] = set()
     position: set[int] = set()
     for part in module.modules():
-        if getattr(part, "share_embeddings_and_output_weights", False) and hasattr(
-            part, "shared_embedding_or_output_weight"
-        ):
+        shares = _holds(part, "share_embeddings_and_output_weights") and part.share_embeddings_and_output_weights
+        if shares and hasattr(part, "shared_embedding_or_output_weight"):
             weight = part.shared_embedding_or_output_weight()
             if isinstance(weight, torch.Tensor):
                 word.add(id(weight))
-        embedding = getattr(part, pre_process_attr, None)
-        weight = getattr(embedding, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            position.add(id(weight))
+        if _holds(part, pre_process_attr):
+            weight = getattr(getattr(part, pre_process_attr), "weight", None)
+            if isinstance(weight, torch.Tensor):
+                position.add(id(weight))
     return word, position
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """hasattr, without the microsecond that nn.Module takes to say no."""
+    return name in module.__dict__ or name in module._modules or hasattr(type(module), name)
+
+
+UNTAGGED = Tags(False, False, False, None, None, False, False, False, False)
+
+
+def read_tags(param: nn.Parameter, *, word_embedding: bool = False, position_embedding: bool = False) -> Tags:
+    """Megatron's parameter attributes, read in this one place. The two flags: is it a weight that modules share?"""
+    sequence_parallel = getattr(param, "sequence_parallel", None)
+    return Tags(
+        data_group_of(param) == "expt_dp",
+        bool(getattr(param, "tensor_model_parallel", False)),
+        bool(getattr(param, "average_gradients_across_tp_domain", False)),
+        getattr(param, DECLARATION, None),
+        None if sequence_parallel is None else bool(sequence_parallel),
+        bool(getattr(param, "pipeline_parallel", False)),
+        bool(getattr(param, "shared", False)),
+        word_embedding or bool(getattr(param, "shared_embedding", False)),
+        position_embedding or bool(getattr(param, "shared_position_embedding", False)),
+    )
 
 
 def read_contract(
@@ -136,14 +179,15 @@ def read_contract(
     position_embedding: bool = False,
 ) -> GradientContract:
     """Translate one parameter's attributes into its contract. Raises ContractError, naming the parameter."""
+    tags = read_tags(param, word_embedding=word_embedding, position_embedding=position_embedding)
+    return _with_rules(_without_rules(name, tags, groups, config), rules, groups)
+
+
+def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) -> GradientContract:
+    """The contract but for the sync rules that serve it."""
     tp, pp = groups.size("tp"), groups.size("pp")
-    is_expert = data_group_of(param) == "expt_dp"
+    is_expert, sharded, averaged, declaration, sequence_tag = tags[:5]
     tp_axis = "expt_tp" if is_expert else "tp"
-    sharded = bool(getattr(param, "tensor_model_parallel", False))
-    averaged = bool(getattr(param, "average_gradients_across_tp_domain", False))
-    declaration = getattr(param, DECLARATION, None)
-    sequence_tag = getattr(param, "sequence_parallel", None)
-    path = set(name.split("."))
     sequence_parallel = getattr(config, "sequence_parallel", None)  # None: no config, the tags alone decide
 
     if sharded and averaged:
@@ -168,13 +212,13 @@ def read_contract(
     if averaged:
         averages.append("tp")
     undecided = declaration is None and sequence_tag is None
-    if tp > 1 and undecided and getattr(config, "qk_layernorm", False) and {"q_layernorm", "k_layernorm"} & path:
+    if tp > 1 and undecided and _is_qk_layernorm(name, config):
         partial.append("tp")
-    if getattr(param, "pipeline_parallel", False):
+    if tags.pipeline_parallel:
         partial.append("pp")
-    if getattr(param, "shared_embedding", False) or word_embedding:
+    if tags.word_embedding:
         partial.append("embd")
-    if getattr(param, "shared_position_embedding", False) or position_embedding:
+    if tags.position_embedding:
         partial.append("pos_embd")
     # An expert's tensor-parallel ranks are those of expt_tp; ranks of tp may hold different experts.
     partial = [tp_axis if axis == "tp" else axis for axis in partial]
@@ -205,8 +249,6 @@ def read_contract(
                 f"parameter {name!r}: its gradient over {axis!r} is to be added and to be averaged; choose one"
             )
 
-    data_group = data_group_of(param)
-    divisor = divisor_of(groups, config)
     sharded_over = tuple(
         axis
         for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", True))
@@ -221,14 +263,14 @@ def read_contract(
     crosses = any(axis in STAGE_CROSSING for axis in (*partial_over, *averaged_over))
     counts = (
         (sharded or groups.rank(tp_axis) == 0)
-        and not getattr(param, "shared", False)
+        and not tags.shared
         and not any(groups.rank(axis) > 0 for axis in (*partial_over, *averaged_over))
     )
-    draft = GradientContract(
+    return GradientContract(
         name,
         is_expert,
-        data_group,
-        divisor,
+        "expt_dp" if is_expert else "dp_cp",
+        divisor_of(groups, config),
         sharded_over,
         partial_over,
         averaged_over,
@@ -236,26 +278,27 @@ def read_contract(
         counts_in_norm=counts,
         crosses_stages=crosses,
     )
+
+
+def _is_qk_layernorm(name: str, config: Any) -> bool:
+    asked = getattr(config, "qk_layernorm", False)
+    return bool(asked) and not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
+
+
+def _with_rules(draft: GradientContract, rules: Sequence[GradSyncRule], groups: ProcessGroups) -> GradientContract:
+    """The contract with the rules that serve it. Raises ContractError where a partial gradient is left without one."""
     serving = [rule for rule in rules if rule.serves(draft) and groups.size(rule.group) > 1]
     serving.sort(key=lambda rule: rule.group in STAGE_CROSSING)  # as they run
-    for axis in (*partial_over, *averaged_over):
+    for axis in (*draft.partial_over, *draft.averaged_over):
         if not any(rule.group == axis for rule in serving):
             raise ContractError(
-                f"parameter {name!r}: its gradient is partial over {axis!r} ({groups.size(axis)} ranks) and no sync "
-                f"rule reduces it there. Pass a GradSyncRule for {axis!r} in DistributedDataParallelConfig.sync_rules"
+                f"parameter {draft.name!r}: its gradient is partial over {axis!r} ({groups.size(axis)} ranks) and no "
+                f"sync rule reduces it there. Pass a GradSyncRule for {axis!r} in "
+                "DistributedDataParallelConfig.sync_rules"
             )
-    return GradientContract(
-        name,
-        is_expert,
-        data_group,
-        divisor,
-        sharded_over,
-        partial_over,
-        averaged_over,
-        replicated_over,
-        tuple(f"{rule.op} over {rule.group} ({rule.name})" for rule in serving),
-        counts,
-        crosses or any(rule.group in STAGE_CROSSING for rule in serving),
+    return draft._replace(
+        rules=tuple(f"{rule.op} over {rule.group} ({rule.name})" for rule in serving),
+        crosses_stages=draft.crosses_stages or any(rule.group in STAGE_CROSSING for rule in serving),
     )
 
 
@@ -266,17 +309,25 @@ def read_contracts(
     config: Any,
     rules: Sequence[GradSyncRule] = DEFAULT_RULES,
 ) -> dict[str, GradientContract]:
-    """The contract of every parameter, by name, in registration order."""
+    """The contract of every parameter, by name, in registration order.
+
+    Parameters of which layers have said the same have the same contract, which is worked out once. Only a rule of the
+    user's may look at names, so those rules are asked for every parameter.
+    """
     word, position = shared_copies(module)
-    return {
-        name: read_contract(
-            name,
-            param,
-            groups,
-            config,
-            rules,
-            word_embedding=id(param) in word,
-            position_embedding=id(param) in position,
-        )
-        for name, param in named_params
-    }
+    asks_names = any(rule not in DEFAULT_RULES for rule in rules)
+    known: dict[tuple[Tags, bool], GradientContract] = {}
+    contracts = {}
+    for name, param in named_params:
+        is_word, is_position = id(param) in word, id(param) in position
+        if is_word or is_position or param.__dict__ or type(param) is not nn.Parameter:
+            tags = read_tags(param, word_embedding=is_word, position_embedding=is_position)
+        else:
+            tags = UNTAGGED
+        key = tags, _is_qk_layernorm(name, config)
+        contract = known.get(key)
+        if contract is None:
+            contract = _without_rules(name, tags, groups, config)
+            known[key] = contract = contract if asks_names else _with_rules(contract, rules, groups)
+        contracts[name] = _with_rules(contract.of(name), rules, groups) if asks_names else contract.of(name)
+    return contracts

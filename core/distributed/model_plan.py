@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from core.distributed.collectives import control_device
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.fingerprint import Facts
 from core.distributed.gradient_contract import (
     DEFAULT_RULES,
     ContractError,
@@ -30,39 +31,82 @@ from core.distributed.param_layout import (
 )
 from core.process_groups import ProcessGroups
 
+ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
+
+
+Description = tuple[str, str, tuple[int, ...], torch.dtype, bool]  # data group, name, shape, dtype, is it trained?
+
 
 @dataclass(frozen=True)
 class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
     named: dict[str, nn.Parameter]  # all, in registration order
+    described: list[Description]  # of each of them
     params: dict[str, nn.Parameter]  # those that were trainable when wrapped
     frozen: dict[str, nn.Parameter]
     contracts: dict[str, GradientContract]
     rules: tuple[GradSyncRule, ...]
     layout: ParamLayout
     order: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
+    wire_is_free: bool  # may backward launch buckets: do no activations travel on the groups of gradients?
     device: torch.device
 
-    def table(self, data_group: str) -> list[str]:
-        """One line a fact that all ranks of a data group must agree on."""
-        lines = []
-        for name, param in self.named.items():
-            if data_group_of(param) == data_group:
-                trained = "trained" if name in self.params else "frozen"
-                lines.append(f"parameter {name!r}: shape {list(param.shape)}, {dtype_name(param.dtype)}, {trained}")
-        for name, contract in self.contracts.items():
-            if contract.data_group == data_group:
-                lines.append(f"parameter {name!r}: {'; '.join(contract.reductions)}")
-        for number, buffer in enumerate(self.layout.buffers):
-            if buffer.key.data_group != data_group:
-                continue
-            for bucket in buffer.buckets:
-                lines.append(
-                    f"buffer {number} ({buffer.key}) of {buffer.shards} shards: {bucket.describe()} "
-                    f"[{bucket.start}, {bucket.end})"
-                )
-        return lines
+    def facts(self, data_group: str, options: list[str]) -> Facts:
+        """What all ranks of a data group must agree on; `options` comes first."""
+        described = [each for each in self.described if each[0] == data_group]
+        reductions = Reductions.of(
+            contract for contract in self.contracts.values() if contract.data_group == data_group
+        )
+        cuts = [
+            f"buffer {number} ({buffer.key}) of {buffer.shards} shards: {bucket.describe()} "
+            f"[{bucket.start}, {bucket.end})"
+            for number, buffer in enumerate(self.layout.buffers)
+            if buffer.key.data_group == data_group
+            for bucket in buffer.buckets
+        ]
+
+        def lines() -> list[str]:
+            table = [
+                f"parameter {name!r}: shape {list(shape)}, {dtype_name(dtype)}, {'trained' if trains else 'frozen'}"
+                for _, name, shape, dtype, trains in described
+            ]
+            return [*options, *table, *reductions.lines(), *cuts]
+
+        return Facts((options, described, reductions, cuts), lines)
+
+    def facts_over_tp(self, options: list[str]) -> Facts:
+        """What the ranks of a tensor-parallel group must agree on: all but their slices, which may differ in shape."""
+        reductions = Reductions.of(self.contracts.values())
+        return Facts((options, reductions), lambda: [*options, *reductions.lines()])
+
+
+class Reductions(NamedTuple):
+    """What is done to each parameter's gradient: the few different answers, and which of them each parameter has."""
+
+    names: list[str]
+    answers: list[str]
+    chosen: list[int]
+
+    @classmethod
+    def of(cls, contracts: Iterable[GradientContract]) -> Reductions:
+        """Of these contracts, in their order."""
+        names, chosen = [], []
+        numbers: dict[tuple[str, int, tuple[str, ...]], int] = {}
+        answers: list[str] = []
+        for contract in contracts:
+            key = contract.data_group, contract.divisor, contract.rules
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = len(answers)
+                answers.append("; ".join(contract.reductions))
+            names.append(contract.name)
+            chosen.append(number)
+        return cls(names, answers, chosen)
+
+    def lines(self) -> list[str]:
+        """One a parameter."""
+        return [f"parameter {n!r}: {self.answers[c]}" for n, c in zip(self.names, self.chosen, strict=True)]
 
 
 def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
@@ -96,6 +140,13 @@ def shard_group_name(data_group: str, config: DistributedDataParallelConfig) -> 
     return {"dp_cp": "intra_dp_cp", "expt_dp": "intra_expt_dp"}[data_group]
 
 
+def replica_group_name(data_group: str, config: DistributedDataParallelConfig) -> str | None:
+    """The field of ProcessGroups with the same shard in the other optimizer instances; None where there is only one."""
+    if shard_group_name(data_group, config) == data_group:
+        return None
+    return {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}[data_group]
+
+
 def plan_model(
     module: nn.Module,
     config: Any,
@@ -117,25 +168,40 @@ def plan_model(
             "may differ in which chunks had one; set reduce_microbatches='last'"
         )
     named = dict(module.named_parameters())
-    params = {name: param for name, param in named.items() if param.requires_grad}
-    for name, param in params.items():
-        owner = getattr(param, "grad_reducer", None)
+    device = next(iter(named.values())).device if named else control_device(groups.require("dp_cp"))
+    params: dict[str, nn.Parameter] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    described: list[Description] = []
+    for name, param in named.items():  # one pass: with many parameters each one's memory is far away
+        trained, dtype = param.requires_grad, param.dtype
+        if dtype.is_complex or param.device != device or device.type == "meta":
+            raise ValueError(_unfit(name, param, next(iter(named)), device))
+        owner = getattr(param, "grad_reducer", None) if trained else None
         if owner is not None and owner() is not None:
             raise ValueError(
                 f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
                 "second time. Delete that wrapper first, or wrap the model once"
             )
-    device = _one_device(named) if named else control_device(groups.require("dp_cp"))
+        (params if trained else frozen)[name] = param
+        described.append((data_group_of(param), name, tuple(param.shape), dtype, trained))
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), module, groups, config, rules)
     _check_rules(rules, contracts, groups)
     specs = []
-    for name, param in params.items():
-        grad_dtype = torch.promote_types(param.dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else param.dtype
-        key = BufferKey(dtype_name(param.dtype), dtype_name(grad_dtype), contracts[name].data_group)
-        crosses = contracts[name].crosses_stages
-        whole = stays_whole(param, ddp_config.whole_param_shards) and not crosses
-        specs.append(ParamSpec(name, tuple(param.shape), key, own_bucket=crosses, whole=whole))
+    keeps_whole = ddp_config.whole_param_shards is not False
+    keys: dict[tuple[torch.dtype, str], BufferKey] = {}
+    for _, name, shape, dtype, trained in described:
+        if not trained:
+            continue
+        contract = contracts[name]
+        key = keys.get((dtype, contract.data_group))
+        if key is None:
+            grads = torch.promote_types(dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else dtype
+            key = BufferKey(dtype_name(dtype), dtype_name(grads), contract.data_group)
+            keys[dtype, contract.data_group] = key
+        crosses = contract.crosses_stages
+        whole = not crosses and keeps_whole and stays_whole(params[name], ddp_config.whole_param_shards)
+        specs.append(ParamSpec(name, shape, key, crosses, whole))
     buffers = []
     for key, members in group_by_key(specs).items():
         groups.require(key.data_group)
@@ -158,30 +224,36 @@ def plan_model(
             )
         )
     layout = ParamLayout(tuple(buffers))
-    frozen = {name: param for name, param in named.items() if not param.requires_grad}
-    return ModelPlan(named, params, frozen, contracts, rules, layout, launch_order(layout, list(params)), device)
+    wire_is_free = not _wire_carries_activations(layout, ddp_config, groups)
+    if ddp_config.reduces_every_microbatch and wire_is_free:
+        _check_rounds(layout, groups)
+    return ModelPlan(
+        named,
+        described,
+        params,
+        frozen,
+        contracts,
+        rules,
+        layout,
+        launch_order(layout, list(params)),
+        wire_is_free,
+        device,
+    )
 
 
-def _one_device(named: dict[str, nn.Parameter]) -> torch.device:
-    device, first = torch.device("cpu"), ""
-    for name, param in named.items():
-        if param.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is {param.dtype}; gradient buffers hold real numbers. Keep its real and imaginary "
-                "parts as two parameters (torch.view_as_complex in the forward)"
-            )
-        if param.device.type == "meta":
-            raise ValueError(
-                f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping"
-            )
-        if not first:
-            device, first = param.device, name
-        elif param.device != device:
-            raise ValueError(
-                f"parameter {name!r} is on {param.device} and {first!r} on {device}; the parameters of one model chunk "
-                "share a gradient buffer and must be on one device"
-            )
-    return device
+def _unfit(name: str, param: nn.Parameter, first: str, device: torch.device) -> str:
+    """Why a parameter cannot be wrapped with the first one, which is on `device`."""
+    if param.is_complex():
+        return (
+            f"parameter {name!r} is {param.dtype}; gradient buffers hold real numbers. Keep its real and imaginary "
+            "parts as two parameters (torch.view_as_complex in the forward)"
+        )
+    if param.device.type == "meta":
+        return f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping"
+    return (
+        f"parameter {name!r} is on {param.device} and {first!r} on {device}; the parameters of one model chunk "
+        "share a gradient buffer and must be on one device"
+    )
 
 
 def _checked_shard_group(data_group: str, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups) -> str:
@@ -197,6 +269,43 @@ def _checked_shard_group(data_group: str, ddp_config: DistributedDataParallelCon
     return name
 
 
+def _wire_carries_activations(
+    layout: ParamLayout, config: DistributedDataParallelConfig, groups: ProcessGroups
+) -> bool:
+    """Would backward mix buckets with exchanges of activations? See Note [Lanes] in core/process_groups.py.
+
+    The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
+    """
+    activations = [getattr(groups, name) for name in ACTIVATION_KINDS if groups.size(name) > 1]
+    for data_group in {buffer.key.data_group for buffer in layout.buffers}:
+        replica = replica_group_name(data_group, config)
+        names = [data_group, shard_group_name(data_group, config), *([replica] if replica else [])]
+        if any(groups.require(name) is other for name in names for other in activations):
+            return True
+    return False
+
+
+def _check_rounds(layout: ParamLayout, groups: ProcessGroups) -> None:
+    """Can ranks hear of each other's microbatches while gradients travel?"""
+    if groups.size("dp_cp") == 1:
+        return
+    ranks = groups.ranks("dp_cp")
+    if groups.dp_cp_gloo is None or groups.dp_cp_gloo is groups.require("dp_cp"):
+        raise ValueError(
+            f"reduce_microbatches='every' needs a second group of the ranks {ranks}, on which they hear of each "
+            "other's microbatches while gradients travel; pass dp_cp_gloo in ProcessGroups "
+            "(initialize_model_parallel makes it unless create_gloo_process_groups=False), or set "
+            "reduce_microbatches='last'"
+        )
+    has_experts = any(buffer.key.data_group == "expt_dp" for buffer in layout.buffers)
+    if has_experts and not set(groups.ranks("expt_dp")) <= set(ranks):
+        raise ValueError(
+            f"reduce_microbatches='every': the experts' data group {groups.ranks('expt_dp')} has ranks "
+            f"outside of the dense one, {ranks}, which may have another number of microbatches; set "
+            "reduce_microbatches='last', or expert_tensor_parallel_size to tensor_model_parallel_size"
+        )
+
+
 def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientContract], groups: ProcessGroups) -> None:
     """A rule must not reduce over ranks that the data-parallel reduction has covered, or that hold another slice."""
     data_ranks = {
@@ -207,9 +316,12 @@ def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientCon
         if groups.size(rule.group) < 2:
             continue
         members = set(groups.ranks(rule.group))
+        checked = set()  # what the check goes by; thousands of parameters share a few of these
         for name, contract in contracts.items():
-            if not rule.serves(contract):
+            reach = contract.data_group, contract.sharded_over
+            if not rule.serves(contract) or reach in checked:
                 continue
+            checked.add(reach)
             data = data_ranks[contract.data_group]
             for axis in contract.sharded_over:
                 if axis != "pp" and len(members & set(groups.ranks(axis))) > 1:

@@ -21,7 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
 from core.distributed.bucket import Bucket, SyncError
-from core.distributed.collectives import Collectives, Handle
+from core.distributed.collectives import Collectives, InFlight
+from core.distributed.step_clock import BucketEvent
 
 
 class ParamSync:
@@ -31,7 +32,8 @@ class ParamSync:
         self.order = list(reversed(order))  # the forward's order
         self.collectives = collectives
         self.overlap = overlap
-        self.pending: dict[int, tuple[Bucket, Handle]] = {}  # by id(bucket): the gathers in flight
+        self.pending: dict[int, tuple[Bucket, InFlight, BucketEvent]] = {}  # by id(bucket): the gathers in flight
+        self.finished: dict[int, BucketEvent] = {}  # by id(bucket): the gather that was last waited for
         self.at_root: list[int] = []  # ids of the buckets that the start of a forward waits for
         self.learned = False
         self.reads: _FirstReads | None = None
@@ -54,20 +56,32 @@ class ParamSync:
         """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
         self.wait_for([id(bucket)])
         if bucket.param_data is not None:
-            self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+            event = BucketEvent(bucket.layout.index, bucket.name, bucket.param_data.nbytes)
+            bucket.clock.mark(event, "launched_s")
+            handle = self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+            bucket.clock.follow(event, handle)
+            self.pending[id(bucket)] = bucket, handle, event
 
     def wait_for(self, bucket_ids: Iterable[int]) -> None:
         """Complete the gathers of the buckets with these ids."""
         for bucket_id in bucket_ids:
             entry = self.pending.pop(bucket_id, None)
             if entry is not None:
-                bucket, handle = entry
+                bucket, handle, event = entry
+                bucket.clock.look(event, handle)
+                bucket.clock.mark(event, "wait_start_s")
                 handle.wait()
+                bucket.clock.end(event)
+                self.finished[bucket_id] = event
                 increment_version(bucket.params)
 
     def finish(self) -> None:
         """Complete every gather in flight."""
         self.wait_for(list(self.pending))
+
+    def events(self) -> list[BucketEvent]:
+        """Of each bucket the gather that was last waited for, in the order of their launch."""
+        return [self.finished[id(bucket)] for bucket in self.order if id(bucket) in self.finished]
 
     def check_used(self, bucket: Bucket, index: int) -> None:
         """A gradient arrived for this parameter: refuse it if the parameter's gather was still in flight."""

@@ -6,7 +6,6 @@ the shard, so a step may have several: one a microbatch, or one at the end.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 import torch
@@ -21,38 +20,38 @@ POOL_BUCKETS = 2  # one that fills and one that travels
 
 
 class BucketPool:
-    """Memory for a few whole buckets of one buffer. Kept between steps, as fresh pages cost more than a reduction."""
+    """Memory for POOL_BUCKETS whole buckets of one buffer, [numel] each: slices of `memory`.
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    Kept between steps, as fresh pages cost more than a reduction; pages that were never needed are never there.
+    """
+
+    def __init__(self, memory: torch.Tensor, numel: int) -> None:
+        self.memory = memory  # [POOL_BUCKETS * numel]
         self.numel = numel
-        self.dtype = dtype
-        self.device = device
-        self.allocated = 0
-        self.free: list[torch.Tensor] = []
+        self.free = deque(memory.split(numel) if numel else [memory] * POOL_BUCKETS)
         self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, in use or not."""
-        return self.allocated * self.numel * self.dtype.itemsize
+        """Bytes of its memory, in use or not."""
+        return self.memory.numel() * self.memory.element_size()
 
     @property
     def has_room(self) -> bool:
         """Can a bucket be had without waiting for the wire?"""
-        return bool(self.free) or self.allocated < POOL_BUCKETS
+        return bool(self.free)
 
     def acquire(self) -> torch.Tensor:
         """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up."""
-        while not self.has_room and self.in_flight:
+        while not self.free and self.in_flight:
             self.in_flight[0].absorb()
-        if self.free:
-            return self.free.pop()
-        self.allocated += 1
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        # Further memory is for whole gradients at the end of a step that somebody asked for.
+        return self.free.popleft() if self.free else torch.empty_like(self.memory[: self.numel])
 
     def release(self, memory: torch.Tensor) -> None:
         """Give back what `acquire` gave."""
-        self.free.append(memory)
+        if memory.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr():
+            self.free.append(memory)
 
 
 class StreamedBucket(Bucket):
@@ -90,7 +89,7 @@ class StreamedBucket(Bucket):
             scale_later=scale_later,
             param_data=param_data,
         )
-        self.event.nbytes = layout.numel * shard.element_size()
+        self.nbytes = self.event.nbytes = layout.numel * shard.element_size()
         self.filled = [False] * len(params)  # has its view a gradient?
         self.empty = True  # has nothing been added to the shard in this step?
         self.may_fill = False  # is it this bucket's turn to hold memory while its gradients come?
@@ -196,6 +195,8 @@ class StreamedBucket(Bucket):
         """Wait for the reduce-scatter, add its result to the shard, and give the memory back."""
         if self.memory is None or self.state is not BucketState.IN_FLIGHT:
             return
+        self.note_done()
+        self.clock.mark(self.event, "wait_start_s")
         self.handle.wait()
         self.handle = Handle()
         self.pool.in_flight.remove(self)
@@ -205,11 +206,14 @@ class StreamedBucket(Bucket):
         else:
             self.shard.add_(self.grad[low:high])
         self.empty = False
+        self.clock.end(self.event)
         self._give_back()
 
     def next_round(self) -> None:
         """Accumulate again, on top of what the shard holds."""
         self.absorb()
+        self.past_events.append(self.event)
+        self.event = self._new_event()
         self.state = BucketState.ACCUMULATING
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
@@ -229,11 +233,9 @@ class StreamedBucket(Bucket):
 
     def join_instances(self, collectives: Collectives) -> None:
         self._expect(BucketState.IN_FLIGHT, "joined")
-        self.note_done()
-        self.event.wait_start_s = time.perf_counter()
         self.absorb()
         if self.groups.replica is not None:
-            self.handle = collectives.all_reduce(self.shard, self.groups.replica, self.op)
+            self._launch_across_instances(self.shard, collectives)
 
     def close(self) -> None:
         super().close()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from core import fp8_communication
-from core.distributed.collectives import Collectives, Handle, Op
+from core.distributed.collectives import Collectives, Handle, InFlight, Op, scale_now
 
 FP8 = torch.float8_e4m3fn
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
@@ -33,18 +33,24 @@ class CastingCollectives(Collectives):
         super().__init__(ordered=plain.ordered, traffic=plain.traffic)
         self.dtype = dtype
 
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
         """Reduce a copy in the wire's dtype; the tensor changes when the handle is waited for."""
         if tensor.dtype is self.dtype or dist.get_world_size(group) == 1:
-            return super().all_reduce(tensor, group, op)
+            return super().all_reduce(tensor, group, op, scale=scale)
+        scale_now(tensor, scale)
         wire = tensor.to(self.dtype)
         return _copied_back(super().all_reduce(wire, group, op), wire, tensor)
 
-    def reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
         """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if full.dtype is self.dtype or size == 1:
-            return super().reduce_scatter(full, group, op)
+            return super().reduce_scatter(full, group, op, scale=scale)
+        scale_now(full, scale)
         wire = full.to(self.dtype)
         part = slice(rank * (full.numel() // size), (rank + 1) * (full.numel() // size))
         return _copied_back(super().reduce_scatter(wire, group, op), wire[part], full[part])
@@ -53,18 +59,24 @@ class CastingCollectives(Collectives):
 class EightBitCollectives(Collectives):
     """Reductions of floating tensors as 8-bit numbers with scales. They block: nothing overlaps them."""
 
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
         """Done when it returns."""
         size = dist.get_world_size(group)
         if op == "max" or size == 1 or tensor.numel() == 0:
-            return super().all_reduce(tensor, group, op)
+            return super().all_reduce(tensor, group, op, scale=scale)
+        scale_now(tensor, scale)
         self.traffic.count(2 * (size - 1) / size * _packed_bytes(tensor))
         fp8_communication.all_reduce(tensor, group, mean=op == "mean")
         return Handle()
 
-    def reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum") -> Handle:
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
         """Done when it returns."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
+        scale_now(full, scale)
         if size == 1 or full.numel() == 0:
             return Handle()
         self.traffic.count((size - 1) / size * _packed_bytes(full))
@@ -73,15 +85,12 @@ class EightBitCollectives(Collectives):
         return Handle()
 
 
-def _copied_back(handle: Handle, wire: torch.Tensor, home: torch.Tensor) -> Handle:
-    inner = handle.finish
+def _copied_back(handle: InFlight, wire: torch.Tensor, home: torch.Tensor) -> InFlight:
+    return Handle(finish=lambda: _copy(wire, home), first=handle, keep=(wire, home))
 
-    def finish() -> None:
-        if inner is not None:
-            inner()
-        home.copy_(wire)
 
-    return Handle(handle.works, finish, (*handle.keep, wire, home))
+def _copy(wire: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(wire)
 
 
 def _packed_bytes(tensor: torch.Tensor) -> float:

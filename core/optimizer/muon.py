@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from core.distributed.collectives import Collectives, Handle
+from core.distributed.collectives import Collectives, Handle, InFlight
 from core.optimizer.newton_schulz import Triple, coefficients_of, matmul_precision, orthogonalize, shape_factor
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Gathering:
     def __init__(self, part: torch.Tensor, layout: MatrixLayout, collectives: Collectives) -> None:
         self.layout = layout
         self.part = part
-        self.handle = Handle()
+        self.handle: InFlight = Handle()
         if layout.group is not None:
             rank = dist.get_rank(layout.group)
             self.parts = torch.empty((layout.ranks, *part.shape), dtype=part.dtype, device=part.device)

@@ -29,6 +29,9 @@ class SlowHandle:
         full.fill_(float("nan"))  # what a reader without a wait gets
         full[rank * part : (rank + 1) * part].copy_(self.part)
 
+    def is_done(self) -> bool:
+        return self.waited
+
     def wait(self) -> None:
         self.waited = True
         parts = [torch.empty_like(self.part) for _ in range(dist.get_world_size(self.group))]

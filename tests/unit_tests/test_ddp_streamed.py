@@ -122,8 +122,8 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
                 assert held == (12 if reduce_microbatches == "last" else 0)
             ddp(torch.ones(1, 32)).sum().backward()
             finalize_model_grads([ddp])
-            assert buffer.pool is not None and buffer.pool.allocated <= POOL_BUCKETS
-            assert len(buffer.pool.free) == buffer.pool.allocated and not buffer.pool.in_flight
+            assert buffer.pool is not None and not buffer.pool.in_flight
+            assert len({memory.data_ptr() for memory in buffer.pool.free}) == len(buffer.pool.free) == POOL_BUCKETS
             assert all(bucket.memory is None for bucket in buffer.buckets)
 
 
@@ -208,9 +208,18 @@ def test_a_torch_optimizer_is_refused(rank: int, world: int) -> None:
 @ranks(2)
 def test_every_microbatch_needs_a_second_group(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    model = make_net()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 7.0)
+    before = [(param.data_ptr(), param.detach().clone(), param.grad) for param in model.parameters()]
     with pytest.raises(ValueError, match="needs a second group of the ranks"):
-        streamed(make_net(), reduce_microbatches="every")
-    streamed(make_net(), reduce_microbatches="last")
+        streamed(model, reduce_microbatches="every")
+    for param, (home, values, grad) in zip(model.parameters(), before, strict=True):  # refused before it is touched
+        assert param.data_ptr() == home and torch.equal(param, values) and param.grad is grad
+        assert not hasattr(param, "main_grad") and not hasattr(param, "grad_reducer")
+        assert not param._post_accumulate_grad_hooks
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    streamed(model, reduce_microbatches="last")
 
 
 @ranks(1)

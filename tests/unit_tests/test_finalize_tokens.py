@@ -246,10 +246,10 @@ class Sent:
         calls: list[tuple[Any, int]] = []
         all_reduce = Collectives.all_reduce
 
-        def noted(self: Collectives, tensor: torch.Tensor, group: Any, op: Any = "sum") -> Any:
+        def noted(self: Collectives, tensor: torch.Tensor, group: Any, op: Any = "sum", **options: Any) -> Any:
             if tensor.dtype.is_floating_point:
                 calls.append((group, tensor.numel()))
-            return all_reduce(self, tensor, group, op)
+            return all_reduce(self, tensor, group, op, **options)
 
         self.patch = mock.patch.object(Collectives, "all_reduce", noted)
         self.patch.start()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, Handle
+from core.distributed.collectives import Collectives, Handle, InFlight, scale_now
 from core.distributed.grad_sync import GradSync
 from core.distributed.gradient_contract import DEFAULT_RULES
 from core.moe import MoEAuxLossAutoScaler, TopKRouter
@@ -91,13 +91,16 @@ def over(group: str, instead: str | None, *, counts: bool) -> Spoilt:
     """All-reduces over a group go over another one, or nowhere; those of counts (whole numbers), or of gradients."""
     all_reduce = Collectives.all_reduce
 
-    def spoilt(self: Collectives, tensor: torch.Tensor, to: Any, op: Any = "sum") -> Handle:
+    def spoilt(self: Collectives, tensor: torch.Tensor, to: Any, op: Any = "sum", *, scale: float = 1.0) -> InFlight:
         groups = parallel_state.get_process_groups()
         is_count = not tensor.dtype.is_floating_point
         is_tokens = tensor.dim() == 0
         if to is not getattr(groups, group) or is_count != counts or is_tokens:
-            return all_reduce(self, tensor, to, op)
-        return Handle() if instead is None else all_reduce(self, tensor, groups.require(instead), op)
+            return all_reduce(self, tensor, to, op, scale=scale)
+        if instead is None:
+            scale_now(tensor, scale)
+            return Handle()
+        return all_reduce(self, tensor, groups.require(instead), op, scale=scale)
 
     return lambda: mock.patch.object(Collectives, "all_reduce", spoilt)
 
