@@ -1,4 +1,4 @@
-"""The trace file for ui.perfetto.dev and chrome://tracing: one process a rank, one row a bucket."""
+"""The trace file for ui.perfetto.dev and chrome://tracing: one process a rank, one row a bucket, one a gather."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from core.distributed.overlap_report import exposed_seconds
 from core.training.step_trace import StepTrace
 
 MAIN_ROW = 0
+GATHER_ROWS = 100_000  # rows of gathers come below those of buckets
 MICROSECONDS = 1e6
 
 
@@ -50,12 +52,15 @@ def trace_events(traces: Sequence[StepTrace]) -> list[dict[str, Any]]:
         name_row(trace.rank, MAIN_ROW, f"rank {trace.rank} main thread")
         for span in trace.spans:
             add(trace.rank, MAIN_ROW, span.name, span.start_s, span.end_s, step=trace.step)
-        for bucket in trace.buckets:
-            row = bucket.bucket + 1
-            name_row(trace.rank, row, f"bucket {bucket.bucket}")
-            details = {"step": trace.step, "bucket": bucket.name, "bytes": bucket.nbytes}
-            add(trace.rank, row, "ready, not launched", bucket.ready_s, bucket.launched_s, **details)
-            add(trace.rank, row, "in flight", bucket.launched_s, bucket.done_s, **details)
-            waited = f"wait for bucket {bucket.bucket}"
-            add(trace.rank, MAIN_ROW, waited, bucket.wait_start_s, bucket.wait_end_s, **details)
+        kinds = (("bucket", trace.buckets, MAIN_ROW + 1), ("gather of bucket", trace.gathers, GATHER_ROWS))
+        for kind, collectives, first_row in kinds:
+            for event, exposed_s in zip(collectives, exposed_seconds(collectives), strict=True):
+                row, name = first_row + event.bucket, f"{kind} {event.bucket}"
+                name_row(trace.rank, row, name)
+                details = {"step": trace.step, "bucket": event.name, "bytes": event.nbytes}
+                add(trace.rank, row, "ready, not launched", event.ready_s, event.launched_s, **details)
+                add(trace.rank, row, "in flight", event.launched_s, event.done_s, **details)
+                if event.wait_end_s is not None:
+                    begun_s = event.wait_end_s - exposed_s  # slices of one row may not overlap
+                    add(trace.rank, MAIN_ROW, f"wait for {name}", begun_s, event.wait_end_s, **details)
     return events

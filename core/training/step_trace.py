@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from core.distributed.bucket import BucketEvent
+from core.distributed.overlap_report import OverlapReport
+from core.distributed.step_clock import BucketEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,15 @@ class Span:
 
 @dataclass(slots=True)
 class StepTrace:
-    """The spans of one step on one rank, and the collectives of its buckets."""
+    """The spans of one step on one rank, and the collectives of its buckets: gradients', and parameters' where they
+    are sharded.
+    """
 
     rank: int
     step: int
     spans: list[Span] = field(default_factory=list)
     buckets: list[BucketEvent] = field(default_factory=list)
+    gathers: list[BucketEvent] = field(default_factory=list)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -40,9 +44,18 @@ class StepTrace:
     @property
     def start_s(self) -> float:
         """When the step began."""
-        return min(span.start_s for span in self.spans)
+        return min(span.start_s for span in self.spans) if self.spans else min(self._marks())
 
     @property
     def end_s(self) -> float:
         """When the step ended."""
-        return max(span.end_s for span in self.spans)
+        return max(span.end_s for span in self.spans) if self.spans else max(self._marks())
+
+    def _marks(self) -> list[float]:
+        marks = [(e.ready_s, e.launched_s, e.done_s, e.wait_end_s) for e in (*self.buckets, *self.gathers)]
+        return [mark for event in marks for mark in event if mark is not None] or [0.0]
+
+
+def trace_of(report: OverlapReport, *, rank: int, step: int) -> StepTrace:
+    """What `DistributedDataParallel.overlap_report()` says, to be drawn or written; `spans` may be added by hand."""
+    return StepTrace(rank, step, buckets=list(report.reductions), gathers=list(report.gathers))
