@@ -244,7 +244,7 @@ def _set_learning_rates(scheduler: Any) -> None:
 
 def _load_numbers(directory: CheckpointDirectory, scheduler: Any, scaler: Any) -> str | None:
     """Give scheduler and loss scaler their states; why they refuse, and then both are as before."""
-    undo = []
+    undo: list[tuple[Any, Any]] = []
     for name, target in (("scheduler", scheduler), ("loss_scaler", scaler)):
         state = directory.meta.get(name)
         if target is None or state is None:
