@@ -43,6 +43,7 @@ def layers(count: int, numel: int = 10, every_s: float = 1.0) -> BackwardTimes:
         pytest.param([(1.0, 9), (2.0, 9), (3.0, 9)], Wire(2.0, math.inf), 3.0, 4.0, id="latency only: 1+2, +2, +2"),
         pytest.param([(1.0, 9), (2.0, 3), (9.0, 6)], Wire(0.0, 3.0), 9.0, 2.0, id="bandwidth only: 4, 5, idle, 11"),
         pytest.param([(5.0, 10), (1.0, 10)], Wire(0.0, 10.0), 5.0, 2.0, id="the second may not leave before the first"),
+        pytest.param([(5.0, 0), (1.0, 10)], Wire(0.0, 10.0), 5.0, 1.0, id="not even if the first sends nothing"),
         pytest.param([(1.0, 10), (None, 10)], Wire(0.0, 10.0), 1.0, 2.0, id="one without gradients leaves with it"),
         pytest.param([(1.0, 0), (2.0, 0)], Wire(7.0, 1.0), 2.0, 0.0, id="nothing to send takes no latency"),
         pytest.param([], Wire(7.0, 1.0), 2.0, 0.0, id="no buckets"),
