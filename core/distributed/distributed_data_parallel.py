@@ -170,11 +170,9 @@ class DistributedDataParallel(nn.Module):
         elif self.ddp_config.initial_weights == "check":
             for name in ("dp_cp", "expt_dp"):
                 if self.groups.size(name) > 1:
-                    check_equal_weights(self._weights_of(name), self.groups.require(name), name)
-
-    def _weights_of(self, data_group: str) -> dict[str, nn.Parameter]:
-        """All parameters of a data group, frozen ones too."""
-        return {n: p for n, p in self.module.named_parameters() if data_group_of(p) == data_group}
+                    buffers = self.buffers if name == "dp_cp" else self.expert_parallel_buffers
+                    stored = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+                    check_equal_weights(self.plan.of_group(name), self.groups.require(name), name, stored)
 
     def _allocate(self, number: int) -> GradBuffer:
         layout = self.plan.layout.buffers[number]
@@ -331,7 +329,7 @@ class DistributedDataParallel(nn.Module):
         """Copy the parameters of each data group's first rank to the others. Collective over the data groups."""
         for name in ("dp_cp", "expt_dp"):
             if self.groups.size(name) > 1:
-                weights = list(self._weights_of(name).values())
+                weights = [param for param in self.module.parameters() if data_group_of(param) == name]
                 broadcast_weights(weights, self.groups.require(name), self.param_sync.collectives)
 
     # -- looking in -------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class GradientContract(NamedTuple):
 
     def of(self, name: str) -> GradientContract:
         """The same for another parameter."""
-        return GradientContract._make((name, *self[1:]))
+        return tuple.__new__(GradientContract, (name, *self[1:]))
 
 
 class Tags(NamedTuple):
@@ -315,19 +315,24 @@ def read_contracts(
     user's may look at names, so those rules are asked for every parameter.
     """
     word, position = shared_copies(module)
-    asks_names = any(rule not in DEFAULT_RULES for rule in rules)
+    shared = word | position
+    names_matter = any(rule not in DEFAULT_RULES for rule in rules)
+    has_qk = getattr(config, "qk_layernorm", False)
     known: dict[tuple[Tags, bool], GradientContract] = {}
     contracts = {}
+    key: tuple[Tags, bool] | None = None  # of the contract that is at hand
+    contract: GradientContract | None = None
     for name, param in named_params:
-        is_word, is_position = id(param) in word, id(param) in position
-        if is_word or is_position or param.__dict__ or type(param) is not nn.Parameter:
-            tags = read_tags(param, word_embedding=is_word, position_embedding=is_position)
-        else:
-            tags = UNTAGGED
-        key = tags, _is_qk_layernorm(name, config)
-        contract = known.get(key)
-        if contract is None:
-            contract = _without_rules(name, tags, groups, config)
-            known[key] = contract = contract if asks_names else _with_rules(contract, rules, groups)
-        contracts[name] = _with_rules(contract.of(name), rules, groups) if asks_names else contract.of(name)
+        tags = UNTAGGED
+        if param.__dict__ or type(param) is not nn.Parameter or id(param) in shared:
+            tags = read_tags(param, word_embedding=id(param) in word, position_embedding=id(param) in position)
+        is_qk = bool(has_qk) and _is_qk_layernorm(name, config)
+        if contract is None or key is None or tags is not key[0] or is_qk is not key[1]:
+            key = tags, is_qk
+            contract = known.get(key)
+            if contract is None:
+                contract = _without_rules(name, tags, groups, config)
+                known[key] = contract = contract if names_matter else _with_rules(contract, rules, groups)
+        mine = contract.of(name)
+        contracts[name] = _with_rules(mine, rules, groups) if names_matter else mine
     return contracts

@@ -52,6 +52,10 @@ class ModelPlan:
     wire_is_free: bool  # may backward launch buckets: do no activations travel on the groups of gradients?
     device: torch.device
 
+    def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
+        """All parameters of a data group, frozen ones too."""
+        return {name: self.named[name] for group, name, *_ in self.described if group == data_group}
+
     def facts(self, data_group: str, options: list[str]) -> Facts:
         """What all ranks of a data group must agree on; `options` comes first."""
         described = [each for each in self.described if each[0] == data_group]
@@ -172,9 +176,10 @@ def plan_model(
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     described: list[Description] = []
+    on_meta = device.type == "meta"
     for name, param in named.items():  # one pass: with many parameters each one's memory is far away
         trained, dtype = param.requires_grad, param.dtype
-        if dtype.is_complex or param.device != device or device.type == "meta":
+        if on_meta or dtype.is_complex or param.device != device:
             raise ValueError(_unfit(name, param, next(iter(named)), device))
         owner = getattr(param, "grad_reducer", None) if trained else None
         if owner is not None and owner() is not None:
