@@ -47,6 +47,7 @@ MAX_WORLD = 8
 START_LIMIT_S = 180.0  # starting a worker on a busy machine; not counted as the test's time
 GRACE_S = 1.0  # after the first failure, how long the other ranks may take to tell theirs
 SEED = 1234
+PRELOADED = ("core.training.job", "core.booster.plugin", "core.gradient_accumulation", "core.verify.gpt")
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 # What a rank says when another one is gone; never shown while a better reason is known.
@@ -174,7 +175,10 @@ class Pool:
         self.context = multiprocessing.get_context(method)
         if method == "forkserver":
             # torch.optim imports torch._dynamo at its first use, a second in each worker if not done here.
-            self.context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "einops", "pytest"])
+            # So is the package: a worker of eight that imports it for itself costs a second, and so after each failure.
+            self.context.set_forkserver_preload(
+                ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED]
+            )
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()

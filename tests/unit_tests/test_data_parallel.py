@@ -11,7 +11,7 @@ from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over
 STRATEGIES = ("no_shard", "optim", "optim_grads")
 
 
-@ranks(1, 2, 3, 4, 8)
+@ranks(1, 3, 4, nightly=(2, 8))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_the_mean_over_ranks_in_every_step(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()

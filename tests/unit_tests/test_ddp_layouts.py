@@ -43,7 +43,7 @@ def odd_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(torch.randn(3, 40, generator=generator, dtype=torch.float64)) * (1 + rank)
 
 
-@ranks(1, 3, 4)
+@ranks(1, 3, nightly=(4,))
 def test_large_empty_zero_dim_and_transposed_parameters(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:
@@ -187,7 +187,7 @@ class Thousands(nn.Module):
 
 
 @ranks(2, timeout_s=120)
-def test_twenty_thousand_parameters_wrap_in_linear_time_and_train(rank: int, world: int) -> None:
+def test_ten_thousand_parameters_wrap_in_linear_time_and_train(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
 
     def seconds_to_wrap(count: int, strategy: str) -> float:
@@ -203,8 +203,8 @@ def test_twenty_thousand_parameters_wrap_in_linear_time_and_train(rank: int, wor
         return spent
 
     for strategy in ("no_shard", "optim", "optim_grads"):
-        small, large = seconds_to_wrap(5_000, strategy), seconds_to_wrap(20_000, strategy)
-        assert large < 10 * small + 0.5, f"{strategy}: {small:.2f} s for 5 000 and {large:.2f} s for 20 000 parameters"
+        small, large = seconds_to_wrap(2_500, strategy), seconds_to_wrap(10_000, strategy)
+        assert large < 8 * small + 0.2, f"{strategy}: {small:.2f} s for 2 500 and {large:.2f} s for 10 000 parameters"
 
 
 @ranks(2)

@@ -159,7 +159,7 @@ def test_a_gradient_makes_the_hops_that_the_architecture_page_lists(rank: int, w
 def test_the_readme_loop_runs_under_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "my_loop.py"
     program.write_text(program_of(ROOT / "README.md"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -74,10 +76,20 @@ def test_four_stages(rank: int, world: int, schedule: str, count: int) -> None:
     check_steps(runner, build_whole(num_layers=layout.num_layers), count, steps=1)
 
 
+# By day each schedule meets either strategy, with and without overlap in turn; by night all of them.
+BY_DAY = {("1F1B", False), ("Interleaved1F1B", True), ("ZBVZeroBubble", False)}  # overlap beside no_shard
+TWO_BY_TWO = [
+    pytest.param(
+        *case,
+        marks=() if ((case[0], case[2]) in BY_DAY) == (case[1] == "no_shard") else pytest.mark.nightly,
+        id="-".join([*case[:2], "overlap" if case[2] else ""]),
+    )
+    for case in itertools.product(("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), ("no_shard", "optim"), (False, True))
+]
+
+
 @ranks(4)
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(("schedule", "strategy", "overlap"), TWO_BY_TWO)
 def test_two_stages_of_two_data_ranks(rank: int, world: int, schedule: str, strategy: str, overlap: bool) -> None:
     ddp = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": overlap, "bucket_size": 100}
     layout = plan_pipeline(4, 2, schedule=schedule, chunks=1 if schedule == "1F1B" else 2)

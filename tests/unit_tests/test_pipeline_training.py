@@ -15,19 +15,24 @@ from core.tensor_parallel import tensor_parallel_slice
 from tests.unit_tests.pipeline_reference import build_whole, microbatch, start_pipeline, whole_name
 from tests.unit_tests.ranks import ranks
 
-STEPS, COUNT, CLIP = 20, 4, 0.2
+COUNT, CLIP = 4, 0.2
 
-
-QUICK = [("Interleaved1F1B", "optim", 2), ("ZBVZeroBubble", "optim", 1)]
+# (schedule, strategy, tp, steps)
 CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.nightly)
-    for case in itertools.product(("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), ("no_shard", "optim"), (1, 2))
+    ("Interleaved1F1B", "optim", 2, 8),
+    ("ZBVZeroBubble", "optim", 1, 8),
+    *(
+        pytest.param(*case, 20, marks=pytest.mark.nightly)
+        for case in itertools.product(("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), ("no_shard", "optim"), (1, 2))
+    ),
 ]
 
 
 @ranks(4)
-@pytest.mark.parametrize(("schedule", "strategy", "tp"), CASES)
-def test_twenty_steps(rank: int, world: int, schedule: str, strategy: str, tp: int) -> None:
+@pytest.mark.parametrize(("schedule", "strategy", "tp", "steps"), CASES)
+def test_every_step_is_that_of_one_process(
+    rank: int, world: int, schedule: str, strategy: str, tp: int, steps: int
+) -> None:
     runner = start_pipeline(
         plan_pipeline(4, 2, schedule=schedule, chunks=1 if schedule == "1F1B" else 2),
         schedule,
@@ -46,7 +51,7 @@ def test_twenty_steps(rank: int, world: int, schedule: str, strategy: str, tp: i
     start = {name: param.detach().clone() for name, param in whole.named_parameters()}
     adam = torch.optim.Adam(whole.parameters(), lr=0.05, betas=(options.adam_beta1, options.adam_beta2), eps=1e-3)
     clipped = 0
-    for step in range(STEPS):
+    for step in range(steps):
         for chunk in runner.chunks:
             chunk.zero_grad_buffer()
         data_rank, data_ranks = groups.rank("dp"), groups.size("dp")
@@ -67,7 +72,7 @@ def test_twenty_steps(rank: int, world: int, schedule: str, strategy: str, tp: i
         assert outcome.loss.item() == pytest.approx(total, rel=1e-6)
         assert float(norm) == pytest.approx(expected_norm, rel=1e-6)
         clipped += expected_norm > CLIP
-    assert clipped > 5
+    assert clipped > steps / 4
 
     for chunk in runner.chunks:
         if strategy == "optim":

@@ -46,10 +46,10 @@ def readme_losses(directory: Path, flags: list[str], timeout_s: float) -> dict[s
 
 
 def test_the_first_steps_of_the_readmes_runs_have_the_same_losses(tmp_path: Path) -> None:
-    small = ["--run.global-batch-size", "4", "--run.validation-windows", "4", "--run.stop-after", "6"]
+    small = ["--run.global-batch-size", "4", "--run.validation-windows", "4", "--run.stop-after", "4"]
     losses = readme_losses(tmp_path, [*small, *text_flags_in(tmp_path / "tokens")], timeout_s=120.0)
     first = losses.pop("experts")
-    assert len(first) == 6 and first[0] - first[-1] > 0.2, "the losses must move by far more than the bound"
+    assert len(first) == 4 and first[0] - first[-1] > 0.1, "the losses must move by far more than the bound"
     for name in losses:
         assert losses[name] == pytest.approx(first, abs=2e-5, rel=0), name
 

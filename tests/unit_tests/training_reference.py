@@ -11,7 +11,7 @@ import torch
 
 from core.models.gpt import GPTModel
 from core.training.config import JobConfig
-from core.training.config_file import load_config
+from core.training.config_file import load_config, to_json
 from core.training.job import train
 from core.training.model_config import transformer_config
 from core.training.plan import plan_job
@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--run.device", "cpu"]
 REPLICATED = ["--ddp.no-use-distributed-optimizer", "--ddp.no-overlap-param-gather"]
 CPU = torch.device("cpu")
+
+_known_losses: dict[tuple[str, int], list[float]] = {}
 
 
 def text_flags_in(cache: Path) -> list[str]:
@@ -55,7 +57,17 @@ def learning_rate(config: JobConfig, step: int) -> float:
 
 
 def losses_of_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
-    """One process, the whole batch at once, torch's own optimizer and clipping; nothing of the engine."""
+    """One process, the whole batch at once, torch's own optimizer and clipping; nothing of the engine.
+
+    Kept for who asks with the same configuration: many layouts have the losses of one loop.
+    """
+    key = (to_json(config), steps)
+    if key not in _known_losses:
+        _known_losses[key] = _train_in_a_plain_loop(config, steps)
+    return _known_losses[key]
+
+
+def _train_in_a_plain_loop(config: JobConfig, steps: int) -> list[float]:
     tokens = open_token_file(prepare_token_file(config.data), validation_fraction=config.data.validation_fraction)
     length, options = config.model.sequence_length, config.optimizer
     model = GPTModel(transformer_config(config, tokens.header.vocab_size))
