@@ -411,6 +411,7 @@ def hook_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> 
     if type(param) is nn.Parameter and param._post_accumulate_grad_hooks is None:
         # As register_post_accumulate_grad_hook does, which takes ten times as long for a handle that nobody would use.
         # torch numbers its hooks, so a name is nobody else's key.
-        param._post_accumulate_grad_hooks = OrderedDict(((HOOK, hook),))
+        hooks = param._post_accumulate_grad_hooks = OrderedDict()
+        hooks[HOOK] = hook
     else:
         param.register_post_accumulate_grad_hook(hook)

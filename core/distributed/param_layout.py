@@ -9,7 +9,8 @@ that every rank's shard of a bucket has the same size; where they are not, nothi
 A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
 of their own, in which they are spread over the shards by size.
 
-What there is one of for each parameter is a NamedTuple: a frozen dataclass takes four times as long to make.
+What there is one of for each parameter, or is looked up for each, is a NamedTuple: a frozen dataclass takes four times
+as long to make and to hash.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ def pad_to_multiple(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class BufferKey:
+class BufferKey(NamedTuple):
     """Parameters with equal keys share a buffer: one dtype of parameter, one of gradient, one data-parallel group."""
 
     param_dtype: str

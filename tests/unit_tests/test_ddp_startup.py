@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,6 +109,11 @@ def test_views_are_slices_reshaped(sharded: bool) -> None:
             assert view.shape == expected.shape and view.stride() == expected.stride()
             assert torch.equal(view, expected)
             assert view.data_ptr() == expected.data_ptr() or view.numel() == 0
+        borrowed = flat.clone()  # memory of its own, which does not begin where the buffer does
+        for view, lent in zip(
+            views_of(flat, bucket.slots, bucket.start), views_of(borrowed, bucket.slots, bucket.start), strict=True
+        ):
+            assert torch.equal(view, lent)
 
 
 class Groups:
@@ -201,14 +207,17 @@ def test_the_first_differing_parameter_is_named_wherever_it_travels(rank: int, w
     try:
         for pack_numel in (4, 2**20):
             patch.setattr(initial_weights, "PACK_NUMEL", pack_numel)
-            for name in ("a", "brief", "large", "turned", "frozen", "last"):
+            for name, alone, strategy in itertools.product(
+                ("a", "brief", "large", "turned", "frozen", "last"), (True, False), ("no_shard", "optim")
+            ):
                 model = Mixed(0)
                 if rank == 1:
                     with torch.no_grad():
-                        getattr(model, name).view(-1)[-1:].add_(1) if name != "turned" else model.turned[0, 1].add_(1)
-                        model.last[0].add_(3)  # a later one: not the first
+                        getattr(model, name)[..., -1].add_(1)
+                        if not alone:
+                            model.last[0].add_(3)  # a later one: not the first
                 with pytest.raises(LayoutMismatch, match=f"'{name}' starts with other values on rank 1"):
-                    wrap(model)
+                    wrap(model, data_parallel_sharding_strategy=strategy)
             model = Mixed(0)
             if rank == 1:  # the same values in all, but in other parameters
                 model.a, model.twin = model.twin, model.a
@@ -264,6 +273,7 @@ def test_hooks_of_the_user_stay_beside_ours(rank: int, world: int) -> None:
         model.first.bias.register_post_accumulate_grad_hook(lambda _: heard.append("after"))
         ddp.zero_grad_buffer()
         loss_of(ddp, rank, 0).backward()
+        assert ddp.reducer.all_launched  # so each of ours has been called
         finalize_model_grads([ddp])
         assert_same(whole_grads(ddp), mean_over_ranks(make_net(), world))
         del ddp
