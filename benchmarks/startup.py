@@ -41,6 +41,7 @@ class TinyTensors(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
+        torch.manual_seed(0)  # the same weights on all ranks
         pairs = count // 4
         self.layers = nn.ModuleList(nn.Linear(1 + i % 4, 1 + i // 4 % 4) for i in range(pairs))
         self.loose = nn.ParameterList(nn.Parameter(torch.full((1 + i % 16,), 0.1)) for i in range(count - 2 * pairs))

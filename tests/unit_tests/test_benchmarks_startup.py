@@ -68,10 +68,10 @@ def test_nothing_to_measure_is_refused(wrong: list[str], capsys: pytest.CaptureF
 
 def test_a_tiny_run_writes_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "startup.json"
-    sizes = ["--parameters", "20", "40", "--ranks", "1", "--repeat", "1", "--torch-limit", "0"]
+    sizes = ["--parameters", "20", "40", "--ranks", "2", "--repeat", "1", "--torch-limit", "0"]
     assert main(["startup", *sizes, "--groups-world", "256", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "torch DDP at 1 ranks: not run at 40 parameters" in printed  # the first size is always run
+    assert "torch DDP at 2 ranks: not run at 40 parameters" in printed  # the first size is always run
     written = json.loads(path.read_text())
     assert written["benchmark"] == "startup" and "torch" in written and "date" in written
     cells = {(r["parameters"], r["arm"], r["strategy"]) for r in written["results"]["rows"]}
