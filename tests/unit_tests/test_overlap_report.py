@@ -12,7 +12,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.collectives import Handle
 from core.distributed.overlap_report import OverlapReport, covered, exposed_seconds, measure_overlap
-from core.distributed.simulated_wire import Wire
+from core.distributed.simulated_wire import Wire, WireQueue
 from core.distributed.step_clock import BucketEvent, HostClock, StreamClock, resolve
 from core.training.perfetto import trace_events, write_trace
 from core.training.plots import draw_bucket_timeline
@@ -88,6 +88,16 @@ def test_a_look_right_before_the_wait_makes_its_end_exact() -> None:
     assert clock.look(seen, Handle())
     clock.end(seen)
     assert seen.done_s < seen.wait_end_s and not seen.end_is_exact
+
+
+def test_a_simulated_wire_says_itself_when_a_collective_cannot_have_ended_yet() -> None:
+    clock, mark = HostClock(), BucketEvent(0, "bucket 0", 4)
+    now = [10.0]
+    transfer = WireQueue(Wire(0.0, 1.0), lambda: now[0]).send(5)
+    clock.follow(mark, Handle((transfer,), first=Handle()))
+    assert mark.in_flight_s == 15.0 and mark.done_s is None
+    now[0] = 20.0
+    assert clock.look(mark, Handle((transfer,))) and mark.in_flight_s == 15.0
 
 
 class _Work:
