@@ -30,8 +30,8 @@ class BucketEvent:
     ready_s: the last gradient came. launched_s: the collective was queued. done_s: it was first seen done, by a look
     from the hook of a later gradient or right before the wait, or else the wait ended; in_flight_s: the last look that
     found it on its way, or the end of its time on a simulated wire. Between the two lies its true end, unless
-    end_is_exact: the wait saw it, or on CUDA a stream. wait_start_s, wait_end_s: the main thread (on CUDA: the model's stream) waited for it, and did what was left of it,
-    such as a division or a copy.
+    end_is_exact: the wait saw it, or on CUDA a stream. wait_start_s, wait_end_s: the main thread (on CUDA: the model's
+    stream) waited for it, and did what was left of it, such as a division or a copy.
     """
 
     bucket: int
