@@ -411,7 +411,8 @@ def hook_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> 
     if type(param) is nn.Parameter and param._post_accumulate_grad_hooks is None:
         # As register_post_accumulate_grad_hook does, which takes ten times as long for a handle that nobody would use.
         # torch numbers its hooks, so a name is nobody else's key.
-        hooks = param._post_accumulate_grad_hooks = OrderedDict()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
         hooks[HOOK] = hook
+        param._post_accumulate_grad_hooks = hooks
     else:
         param.register_post_accumulate_grad_hook(hook)

@@ -90,7 +90,7 @@ class GradBuffer:
             if param_data is not None and members:
                 homes = views_of(param_data, plan.slots, plan.start)
                 with torch.no_grad():
-                    torch._foreach_copy_(homes, members)
+                    torch._foreach_copy_(homes, tuple(members))
             for param, view, home in itertools.zip_longest(members, bucket.views, homes):
                 param.grad = None
                 param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
