@@ -10,6 +10,7 @@ BENCHMARKS = {
     "communication": ("benchmarks.communication", "bytes sent and collectives a step, counted, against theory"),
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
+    "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
     "startup": ("benchmarks.startup", "wrapping up to 100 000 parameters, optimizer and first step; groups at 16 384"),
     "steps": ("benchmarks.steps", "step time, processor time and memory beside torch's wrappers and other frameworks"),

@@ -73,6 +73,17 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return found
 
 
+def mapped_from_peers(ddp: DistributedDataParallel) -> set[int]:
+    """Addresses of the memory that other ranks of this host hold and this one reads: it is counted where it is held."""
+    channels = [c for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers) for c in buffer.channels]
+    return {
+        member.tensor.untyped_storage().data_ptr()
+        for channel in channels
+        for rank, member in enumerate(channel.members)
+        if rank != channel.rank
+    }
+
+
 def measure(precision: Precision, strategy: str, numel: int) -> tuple[float, int]:
     """(bytes a parameter that this rank holds after two steps, bytes of scratch among them, not counted)."""
     gc.collect()
@@ -97,7 +108,8 @@ def measure(precision: Precision, strategy: str, numel: int) -> tuple[float, int
             raise RuntimeError("the step was skipped, and would have left memory out")
         del x
     gc.collect()
-    held = sum(storage.nbytes() for address, storage in storages().items() if address not in before)
+    left_out = before.keys() | mapped_from_peers(ddp)
+    held = sum(storage.nbytes() for address, storage in storages().items() if address not in left_out)
     params = sum(param.numel() for param in model.parameters())
     return (held - optimizer.scratch.nbytes) / params, optimizer.scratch.nbytes
 

@@ -52,7 +52,11 @@ class ChainedOptimizer(MegatronOptimizer):
             self.everybody,
             norm_type=self.config.grad_norm_type,
             watched=self.model_chunks,
-            models=[number for number, optimizer in enumerate(self.chained_optimizers) for _ in optimizer.masters],
+            models=[
+                (number, model)
+                for number, optimizer in enumerate(self.chained_optimizers)
+                for model in optimizer.model_of_buckets()
+            ],
         )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:

@@ -11,7 +11,7 @@ a few numbers here, and the gradients themselves when the optimizer reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,10 @@ import torch.distributed as dist
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Collectives, agree_max, gather_objects
 from core.optimizer.master_weights import BucketMasters
+from core.optimizer.norm_pass import NormPass
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
-
-# torch adds the squares of a long fp32 tensor in fp32 on CPU: 0.4 percent off at 50 million elements. Pieces of this
-# many elements, added in fp64, are off by 2e-8 and as fast.
-CPU_NORM_ELEMENTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class GradMeter:
 
     norm_type: p of the norm, math.inf for the largest magnitude.
     watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
-    models: for each bucket the number of its model, where there are several: names are shared within one alone.
+    models: for each bucket which model it is of, where there are several: names are shared within one alone.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class GradMeter:
         *,
         norm_type: float = 2.0,
         watched: Sequence[Any] = (),
-        models: Sequence[int] = (),
+        models: Sequence[Hashable] = (),
     ) -> None:
         self.masters = masters
         self.groups = groups
@@ -100,28 +97,31 @@ class GradMeter:
         self.device = device_of(masters, groups)
         self.collectives = Collectives()
         self.norm_groups = self._agree_on_norm_groups()
-        self.pieces: list[torch.Tensor] = []
+        memory: list[torch.Tensor] = []
         counted: list[bool] = []
         norm_group: list[int] = []
         bucket: list[int] = []
-        shared_copies: dict[int, dict[str, int]] = {}
+        shared_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
             copies = shared_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
             # Padding between slices is left out: it may hold what a peer's collective left there.
             for stretch in _stretches(bucket_masters, copies):
-                memory = bucket_masters.grad[stretch.start : stretch.end]
-                parts = memory.split(CPU_NORM_ELEMENTS) if memory.device.type == "cpu" else (memory,)
-                self.pieces.extend(parts)
-                counted.extend([stretch.in_norm and here] * len(parts))
-                norm_group.extend([self.norm_groups.index(stretch.norm_group)] * len(parts))
-                bucket.extend([index] * len(parts))
-        is_double = any(piece.dtype == torch.float64 for piece in self.pieces)
+                memory.append(bucket_masters.grad[stretch.start : stretch.end])
+                counted.append(stretch.in_norm and here)
+                norm_group.append(self.norm_groups.index(stretch.norm_group))
+                bucket.append(index)
+        is_double = any(stretch.dtype == torch.float64 for stretch in memory)
         self.norm_dtype = torch.float64 if is_double else torch.float32
-        self.counted = torch.tensor(counted, dtype=torch.bool, device=self.device)
-        self.norm_group = torch.tensor(norm_group, dtype=torch.int64, device=self.device)
-        self.bucket = torch.tensor(bucket, dtype=torch.int64, device=self.device)
-        self.counted_pieces = [piece for piece, here in zip(self.pieces, counted, strict=True) if here]
+        self.norm_pass = NormPass(memory, self.device)
+
+        def of_pieces(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([values[i] for i in self.norm_pass.stretch_of], dtype=dtype, device=self.device)
+
+        self.counted = of_pieces(counted, torch.bool)
+        self.norm_group = of_pieces(norm_group, torch.int64)
+        self.bucket = of_pieces(bucket, torch.int64)
+        self.counted_memory = [stretch for stretch, here in zip(memory, counted, strict=True) if here]
 
     def _agree_on_norm_groups(self) -> list[str | None]:
         """All norm groups of the job in one order: a stage may hold none of a kind."""
@@ -154,15 +154,13 @@ class GradMeter:
         return factors / loss_scale
 
     def _norms(self, dtype: torch.dtype) -> torch.Tensor:
-        """The norm of each piece of memory, [pieces] in fp64: one pass over the gradients."""
-        if not self.pieces:
-            return torch.zeros(0, dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(self.pieces, self.norm_type, dtype=dtype)).to(torch.float64)
+        """The norm of each piece of memory, [pieces] in fp64: the one pass over the gradients."""
+        return self.norm_pass.norms(self.norm_type, dtype)
 
     def _zeros(self) -> torch.Tensor:
         zeros = torch.zeros((), dtype=torch.float64, device=self.device)
-        for piece in self.counted_pieces:
-            zeros += piece.numel() - torch.count_nonzero(piece)
+        for stretch in self.counted_memory:
+            zeros += stretch.numel() - torch.count_nonzero(stretch)
         return zeros
 
     def _over_everybody(

@@ -5,8 +5,9 @@ neighbours of one param group are joined to runs, so that torch sees few long te
 
 Where a run's master is, its gradients are and its moments are in full precision, torch steps them where they lie:
 
-    the parameter     full precision, replicated: each of the model's parameters is a run
-    the shard         full precision, sharded: this rank's shard of the parameter buffer, updated in place
+    the shard         full precision: this rank's part of the memory that parameters lie in, updated in place. Where
+                      nothing is sharded that is all of it, and the optimizer makes it (flat_parameters.py)
+    the parameter     the same where parameters have to stay where they are: each is a run
     a copy            16-bit parameters: an fp32 copy of the owned range, written back after the step
 
 Every other run is stepped through scratch memory (scratch.py), cut into pieces that fit there.
@@ -15,6 +16,7 @@ Every other run is stepped through scratch memory (scratch.py), cut into pieces 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,10 +27,13 @@ from torch import nn
 
 from core.distributed.bucket import Bucket
 from core.distributed.gradient_contract import GradientContract
+from core.optimizer.flat_parameters import FlatParameters
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.stored_values import CopiedValues, ParameterValues, RemainderValues, StoredValues, stored
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
 NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
 
 
@@ -121,13 +126,16 @@ def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> lis
 def join_slices(slices: Sequence[Slice], alone: Callable[[Slice], bool] = lambda piece: False) -> list[list[Slice]]:
     """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
 
+    Only where what comes before fills whole vectors: kernels round the last elements of a tensor, where they do not, in
+    another way than those before, and a run that is split later (a frozen parameter) shall not change a bit.
     alone: slices that are a run of their own.
     """
     joined: list[list[Slice]] = []
     for piece in slices:
         before = joined[-1][-1] if joined else None
         alike = before is not None and (before.group, before.norm_group) == (piece.group, piece.norm_group)
-        if before is not None and alike and not alone(before) and not alone(piece):
+        whole_vectors = before is not None and (piece.start - joined[-1][0].start) % VECTOR_NUMEL == 0
+        if before is not None and alike and whole_vectors and not alone(before) and not alone(piece):
             joined[-1].append(piece)
         else:
             joined.append([piece])
@@ -137,8 +145,7 @@ def join_slices(slices: Sequence[Slice], alone: Callable[[Slice], bool] = lambda
 def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], int]]:
     """Cut neighbours into (slices, end) of `numel` elements and a shorter last one.
 
-    A stretch ends where it was cut, in padding perhaps: kernels round the last elements of a tensor, where they do not
-    fill a vector, in another way than those before, and a cut shall not change a bit.
+    A stretch ends where it was cut, in padding perhaps, so that it fills whole vectors (see join_slices).
     """
     first, last = slices[0].start, slices[-1].end
     stretches: list[tuple[list[Slice], int]] = []
@@ -184,12 +191,18 @@ class BucketMasters:
         self.config = config
         self.grad = bucket.owned_grad
         self.slices = owned_slices(bucket, group_of)
+        self.trainable = [True] * len(bucket.params)  # each parameter, when `froze_or_thawed` last looked
         self.param_dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(self.param_dtype, torch.float32)  # what steps are computed in
+        self.flat: FlatParameters | None = None
+        if bucket.param_data is None and not config.optimizer_cpu_offload:
+            self.flat = FlatParameters.of(bucket)
+        self.param_data = self._owned_param_data()
         self.home = self._choose_home()
         self.main: torch.Tensor | None = None
         if self.home is Home.COPY and self.copy_dtype == self.dtype:
             self.main = torch.zeros(self.grad.numel(), dtype=self.dtype, device=self.grad.device)
+        self.in_scratch = self._passes_through_scratch()
         self.remainders: torch.Tensor | None = None
         if self.home is Home.REMAINDER:
             self.remainders = torch.zeros(self.grad.numel(), dtype=torch.int16, device=self.grad.device)
@@ -199,11 +212,18 @@ class BucketMasters:
 
     # -- where things lie -------------------------------------------------------------------------------------------
 
+    def _owned_param_data(self) -> torch.Tensor | None:
+        """The owned range of the memory that the parameters lie in; None where each has its own."""
+        if self.flat is not None:
+            return self.flat.data
+        low, high = self.bucket.shard_range
+        return None if self.bucket.param_data is None else self.bucket.param_data[low:high]
+
     def _choose_home(self) -> Home:
         config = self.config
         contiguous = all(param.is_contiguous() for param in self.bucket.params)
         if self.param_dtype not in LOW_PRECISION:
-            return Home.PARAMETER if contiguous or self.bucket.param_data is not None else Home.COPY
+            return Home.PARAMETER if contiguous or self.param_data is not None else Home.COPY
         if not config.use_precision_aware_optimizer or not contiguous:
             return Home.COPY
         if config.main_params_dtype == self.param_dtype:
@@ -217,8 +237,7 @@ class BucketMasters:
         plain = self.param_dtype not in LOW_PRECISION or not all(p.is_contiguous() for p in self.bucket.params)
         return self.dtype if plain else self.config.main_params_dtype
 
-    @property
-    def in_scratch(self) -> bool:
+    def _passes_through_scratch(self) -> bool:
         """Is anything kept in another dtype than steps are computed in?"""
         config = self.config
         in_place = self.main is not None or (self.home is Home.PARAMETER and self.param_dtype == self.dtype)
@@ -228,7 +247,7 @@ class BucketMasters:
     def _stretches(self, scratch_numel: int | None) -> list[tuple[list[Slice], int]]:
         """(slices, end) of each run."""
         in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
-        one_a_param = self.config.optimizer_cpu_offload or (in_place and self.bucket.param_data is None)
+        one_a_param = self.config.optimizer_cpu_offload or (in_place and self.param_data is None)
         joined = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
         stretches: list[tuple[list[Slice], int]] = []
         for slices in joined:
@@ -242,23 +261,23 @@ class BucketMasters:
         start = slices[0].start
         run = Run(tuple(slices), self.grad[start:end], in_scratch=self.in_scratch)
         shape = self._shape_of(run)
+        params = ParameterValues(slices, None if self.param_data is None else self.param_data[start:end])
         if self.main is not None:
             run.master = nn.Parameter(self.main[start:end].view(shape))
         elif self.home is Home.REMAINDER:
             assert self.remainders is not None
-            run.home = RemainderValues(self.remainders[start:end], ParameterValues(slices))
+            run.home = RemainderValues(self.remainders[start:end], params)
         elif self.home is Home.COPY:
             values = stored(run.numel, self.copy_dtype, self.grad.device)
-            run.home = CopiedValues(values, ParameterValues(slices))
+            run.home = CopiedValues(values, params)
         elif self.param_dtype != self.dtype:
-            run.home = ParameterValues(slices)
-        elif self.bucket.param_data is not None:
-            low, _ = self.bucket.shard_range
-            run.master = nn.Parameter(self.bucket.param_data[low + start : low + end].view(shape))
+            run.home = params
+        elif self.param_data is not None:
+            run.master = nn.Parameter(self.param_data[start:end].view(shape))
         elif slices[0].numel == slices[0].param.numel():
             run.master = slices[0].param
         else:
-            run.master = nn.Parameter(ParameterValues(slices).parameters()[0])
+            run.master = nn.Parameter(params.parameters()[0])
         if not run.in_scratch:
             run.grad = run.reduced.view(run.master.shape)
         return run
@@ -294,6 +313,7 @@ class BucketMasters:
 
     def load_parameters(self) -> None:
         """Take over parameters that were changed from outside, such as loaded ones."""
+        self.take_back_parameters()
         for run in self.runs:
             if self.main is not None:
                 views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in run.slices]
@@ -303,25 +323,38 @@ class BucketMasters:
                 run.home.params.read(whole)
                 run.home.write(whole)
 
+    def froze_or_thawed(self) -> bool:
+        """Has `requires_grad` of a parameter changed since this was last asked? Asked once a step: 0.1 ms for 2005."""
+        before, self.trainable = self.trainable, list(map(_REQUIRES_GRAD, self.bucket.params))
+        return self.trainable != before
+
+    def take_back_parameters(self) -> None:
+        """Find parameters where they were left, or bring them back there with the values that they have now."""
+        if self.flat is not None:
+            self.flat.take_back()
+
     def store_parameters(self) -> None:
         """Write updated copies to the parameters' memory that this rank owns; all other homes have done so."""
-        if self.main is None:
-            return
-        if self.bucket.param_data is not None:
-            low, high = self.bucket.shard_range
-            self.bucket.param_data[low:high].copy_(self.main)
-        elif self.slices:
+        if self.main is not None and self.param_data is not None:
+            self.param_data.copy_(self.main)
+        elif self.main is not None and self.slices:
             views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in self.slices]
             torch._foreach_copy_([_of_parameter(p) for p in self.slices], views)
+        if self.flat is not None:
+            self.flat.note_written()
 
     def split(self, run: Run, counts: list[int], state: dict[Any, dict[str, Any]]) -> list[Run]:
-        """Cut a run into runs of `counts` slices each; the inner optimizer's state is cut with it."""
+        """Cut a run into runs of `counts` slices each; the inner optimizer's state is cut with it.
+
+        Padding stays with what is before it, so that all parts but the last fill whole vectors.
+        """
         parts: list[Run] = []
         first = 0
         for count in counts:
             slices = run.slices[first : first + count]
             first += count
-            low, high = slices[0].start - run.start, slices[-1].end - run.start
+            low = slices[0].start - run.start
+            high = run.slices[first].start - run.start if first < len(run.slices) else run.numel
             part = Run(
                 slices,
                 run.reduced[low:high],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from core.distributed.bucket import Bucket
+from core.distributed.model_chunks import models_of
 from core.optimizer.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -15,6 +16,7 @@ from core.optimizer.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroup
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
     """Raise ValueError where the model's strategy or dtypes are not those of the config. Returns: is it sharded?"""
+    models_of(model_chunks)  # raises where a model lacks a chunk
     sharded = model_chunks[0].ddp_config.sharded
     for index, chunk in enumerate(model_chunks):
         if chunk.ddp_config.sharded != sharded:

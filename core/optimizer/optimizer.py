@@ -19,6 +19,7 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
+from core.distributed.model_chunks import models_of
 from core.distributed.param_sync import ParamSync
 from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
@@ -98,7 +99,13 @@ class MegatronOptimizer:
             torch_groups[run.group]["params"].append(run.master)
         self.optimizer = self._inner_optimizer(torch_groups, runs)
         self.names = self._qualified_names()
-        self.meter = GradMeter(self.masters, everybody, norm_type=config.grad_norm_type, watched=self.model_chunks)
+        self.meter = GradMeter(
+            self.masters,
+            everybody,
+            norm_type=config.grad_norm_type,
+            watched=self.model_chunks,
+            models=self.model_of_buckets(),
+        )
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
         self.skip_log = SkipLog()
@@ -165,6 +172,7 @@ class MegatronOptimizer:
         self._spent, self._stats = self._measured(), None
         factors = self._factors(self._spent)
         for masters in self.masters:
+            masters.take_back_parameters()
             masters.bucket.take_scale()
             masters.bucket.spent = True
         self._update(factors)
@@ -215,6 +223,15 @@ class MegatronOptimizer:
             reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
             self.skip_log.skipped(reason, self.grad_scaler, self._scale)
 
+    def model_of_buckets(self) -> list[int]:
+        """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""
+        return [
+            model
+            for model, chunk in zip(models_of(self.model_chunks), self.model_chunks, strict=True)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for _ in buffer.buckets
+        ]
+
     def _buckets(self) -> list[Bucket]:
         return [
             bucket
@@ -254,6 +271,8 @@ class MegatronOptimizer:
     def _follow_freezing(self) -> None:
         """Cut parameters that were frozen after the wrap out of their run: no decay and no momentum moves them."""
         for masters in self.masters:
+            if not masters.froze_or_thawed():
+                continue
             for run in list(masters.runs):
                 trainable = [piece.param.requires_grad for piece in run.slices]
                 if len(set(trainable)) > 1:
@@ -298,7 +317,7 @@ class MegatronOptimizer:
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         """The gradients that this rank counts in the norm, as they lie in memory: without what is still due."""
-        return list(self.meter.counted_pieces)
+        return list(self.meter.counted_memory)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:

@@ -128,22 +128,21 @@ class ParamGroups:
             overrides = get_standard_config_overrides(config)
         self.config = config
         self.overrides = dict(overrides)
-        self.keys: list[GroupKey] = []
         self.matched: set[int] = set()  # which of the overrides have been used
         self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
         self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
-        self._group_of: dict[int, GroupKey] = {}
+        self._numbers: dict[GroupKey, int] = {}  # this rank's keys, numbered as they came
+        self._group_of: dict[int, int] = {}  # id of a parameter -> the number of its key
         for name, param, is_expert in params:
             try:
                 key = self._key_of(name, param, is_expert)
             except ValueError as error:
                 self.problem = self.problem or str(error)
                 continue
-            self._group_of[id(param)] = key
+            self._group_of[id(param)] = self._numbers.setdefault(key, len(self._numbers))
             if algorithm_needs_shapes(key.algorithm):
                 self.whole = max(self.whole, (what_must_be_whole(param), name))
-            if key not in self.keys:
-                self.keys.append(key)
+        self._order(list(self._numbers))
         for name, param in frozen:
             self.matched.update(index for index, key in enumerate(self.overrides) if key.matches(param, name))
 
@@ -167,6 +166,10 @@ class ParamGroups:
         decoupled = tagged and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
         return GroupKey(algorithm, tuple(sorted(combined.items())), decoupled, is_expert)
 
+    def _order(self, keys: list[GroupKey]) -> None:
+        self.keys = keys
+        self._index = [keys.index(key) for key in self._numbers]
+
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Put the lists of all ranks together. Collective over `groups`, one after the other.
 
@@ -181,7 +184,7 @@ class ParamGroups:
         problems = [problem for *_, problem in in_order if problem is not None]
         if problems:
             raise ValueError(problems[0])
-        self.keys = list(dict.fromkeys(key for keys, *_ in in_order for key in keys))
+        self._order(list(dict.fromkeys(key for keys, *_ in in_order for key in keys)))
         self.matched = {index for _, matched, *_ in in_order for index in matched}
         self.whole = max(whole for *_, whole, _ in in_order)
         unused = [
@@ -197,7 +200,7 @@ class ParamGroups:
 
     def of(self, param: nn.Parameter) -> int:
         """The index of a parameter's group."""
-        return self.keys.index(self._group_of[id(param)])
+        return self._index[self._group_of[id(param)]]
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""

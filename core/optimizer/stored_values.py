@@ -111,17 +111,25 @@ class HalfValues(StoredValues):
 
 
 class ParameterValues(StoredValues):
-    """The model's parameters, wherever they lie; also the way in which other masters reach them."""
+    """The model's parameters, wherever they lie; also the way in which other masters reach them.
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
+    memory: [numel] where they lie one after the other, padding included, as the run does; None where each has its own.
+    """
+
+    def __init__(self, slices: Sequence[Slice], memory: torch.Tensor | None = None) -> None:
         self.slices = list(slices)
         self.start = slices[0].start
+        self.memory = memory
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if self.memory is not None:
+            return [flat]
         return [flat[piece.start - self.start : piece.end - self.start] for piece in self.slices]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The owned part of each parameter, flat."""
+        """The owned part of each parameter, flat; or all of them in one."""
+        if self.memory is not None:
+            return [self.memory]
         return [p.param.data.view(-1)[p.offset : p.offset + p.numel] for p in self.slices]
 
     def read(self, out: torch.Tensor) -> None:
@@ -131,7 +139,7 @@ class ParameterValues(StoredValues):
         torch._foreach_copy_(self.parameters(), self._pieces(values))
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> ParameterValues:
-        return ParameterValues(slices)
+        return ParameterValues(slices, None if self.memory is None else self.memory[low:high])
 
     def saved(self, low: int, high: int) -> torch.Tensor:
         raise AssertionError("a parameter that is its own master is saved with the model")
@@ -153,7 +161,7 @@ class CopiedValues(StoredValues):
         self.params.write(values)
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> CopiedValues:
-        return CopiedValues(self.values.part(low, high, slices), ParameterValues(slices))
+        return CopiedValues(self.values.part(low, high, slices), self.params.part(low, high, slices))
 
     def saved(self, low: int, high: int) -> torch.Tensor:
         return self.values.saved(low, high)
@@ -186,7 +194,7 @@ class RemainderValues(StoredValues):
         self.remainder.copy_(bits)  # the lower 16 bits
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> RemainderValues:
-        return RemainderValues(self.remainder[low:high], ParameterValues(slices))
+        return RemainderValues(self.remainder[low:high], self.params.part(low, high, slices))
 
     def saved(self, low: int, high: int) -> torch.Tensor:
         whole = torch.zeros(self.remainder.numel(), dtype=torch.float32, device=self.remainder.device)

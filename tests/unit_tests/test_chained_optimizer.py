@@ -163,3 +163,37 @@ def test_tied_weights_of_two_models_with_one_name_both_count_in_the_norm(rank: i
         finalize_model_grads([model])
     # Each stage adds its factor, and a tied weight counts once.
     assert chain.get_grad_norm() == pytest.approx(2 * 5 * 12**0.5, rel=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("together", [False, True])
+def test_tied_weights_of_two_models_in_one_optimizer_are_two_weights(
+    rank: int, world: int, strategy: str, together: bool
+) -> None:
+    """Of one name, and not of one model: neither their norms nor, finalized together, their gradients are one."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    models = [wrap(Tied(), data_parallel_sharding_strategy=strategy) for _ in range(2)]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=0.0), models
+    )
+    optimizer.zero_grad()
+    for model, factor in zip(models, (3.0, 4.0), strict=True):
+        (factor * model.module.embedding(torch.ones(1, 3)).sum()).backward()
+        if not together:
+            finalize_model_grads([model])
+    if together:
+        finalize_model_grads(models)
+    assert optimizer.step()[1] == pytest.approx(2 * 5 * 12**0.5, rel=1e-6)
+    for model, factor in zip(models, (3.0, 4.0), strict=True):
+        assert torch.equal(model.module.embedding.weight, torch.full((4, 3), 1.0 - 0.5 * 2 * factor))
+
+
+@ranks(2)
+def test_a_model_that_lacks_a_chunk_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    chunks = [wrap(Tied()) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"3 model chunks were given and virtual_pipeline_model_parallel_size is 2"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), chunks)
