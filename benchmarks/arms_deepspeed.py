@@ -57,5 +57,12 @@ HOST: dict[str, Any] = {"contiguous_gradients": False, "reduce_scatter": False, 
 ARMS = (
     _arm(1, "optim", **HOST),
     _arm(2, "optim_grads", **HOST),
-    _arm(3, "optim_grads_params", overlap_comm=False, stage3_use_all_reduce_for_fetch_params=True),
+    _arm(
+        3,
+        "optim_grads_params",
+        overlap_comm=False,
+        stage3_use_all_reduce_for_fetch_params=True,
+        # A tower of tiny layers (1 427 parameters a module) is fetched as a whole; the model (1 449) would not train so.
+        stage3_module_granularity_threshold=1430,
+    ),
 )
