@@ -62,7 +62,7 @@ ARMS = (
         "optim_grads_params",
         overlap_comm=False,
         stage3_use_all_reduce_for_fetch_params=True,
-        # A tower of tiny layers (1 427 parameters a module) is fetched as a whole; the model (1 449) would not train so.
+        # A tower of tiny layers (1 427 parameters a module) is fetched as a whole, the model (1 449) is not: it fails.
         stage3_module_granularity_threshold=1430,
     ),
 )
