@@ -52,10 +52,10 @@ def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
 
 def warn_caller(text: str, category: type[Warning]) -> None:
     """A warning whose file and line are those of who called this folder, however deep in it that is."""
-    frame, depth = sys._getframe(1), 2
+    frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(text, category, stacklevel=depth - 1)
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def amount(count: int) -> str:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from core.checkpoint import CheckpointError, CheckpointNotFound, CheckpointSaver, load_checkpoint, save_checkpoint
 from core.training.config import JobConfig
-from core.training.config_file import ConfigError, to_json
+from core.training.config_file import to_json
+from core.training.errors import ConfigError
 from core.training.trainer import Trainer
 
 # Options of the model that change how it is computed, not what it is.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from core.training.config import JobConfig
+from core.training.errors import ConfigError
 from core.training.extras import require
 
 Config = TypeVar("Config")
@@ -21,10 +22,6 @@ Config = TypeVar("Config")
 # Flags that stand for another one, by the names every user of parallel training knows.
 SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "schedule")}
 OTHER_NAMES = {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"}  # Python keeps `async` for itself
-
-
-class ConfigError(ValueError):
-    """A job's configuration cannot be used as it stands."""
 
 
 def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activat
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.checkpoints import JobCheckpoints
 from core.training.config import JobConfig
-from core.training.config_file import ConfigError, to_json
+from core.training.config_file import to_json
+from core.training.errors import ConfigError
 from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.plan import JobPlan
@@ -55,6 +57,9 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        # gloo's threads end with the last reference to their group, and models hold it in cycles. A thread that lets go
+        # of a tensor when the interpreter is gone aborts the process ("terminate called without an active exception").
+        gc.collect()
 
 
 def choose_device(config: JobConfig, launch: Launch) -> torch.device:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from core.training.config_file import ConfigError
+from core.training.errors import ConfigError
 
 
 @dataclass(frozen=True)

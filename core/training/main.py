@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from core.training.config import JobConfig
-from core.training.config_file import ConfigError, load_config
+from core.training.config_file import load_config
+from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
 from core.training.launch import Launch, find_launch
 from core.training.own_ranks import end_with_parent, start_ranks

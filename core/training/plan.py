@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
 from core.training.config import JobConfig, ParallelOptions
-from core.training.config_file import ConfigError
+from core.training.errors import ConfigError
 from core.training.model_config import optimizer_config, transformer_config
 from core.training.schedule import schedule_numbers
 from core.training.sizes import check_counts, check_divides, check_model, check_ranks, check_vocabulary

@@ -6,7 +6,7 @@ from typing import Any
 
 from core.optimizer.optimizer_param_scheduler import HasParamGroups, OptimizerParamScheduler, check_schedule
 from core.training.config import JobConfig
-from core.training.config_file import ConfigError
+from core.training.errors import ConfigError
 
 
 def schedule_numbers(config: JobConfig) -> dict[str, Any]:

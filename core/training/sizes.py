@@ -8,7 +8,7 @@ from core.context_parallel import check_heads, check_sequence_length
 from core.rank_grid import RankGrid
 from core.tensor_parallel.layers import padded_vocab_size
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
-from core.training.config_file import ConfigError
+from core.training.errors import ConfigError
 
 
 def check_counts(counts: dict[str, int]) -> None:

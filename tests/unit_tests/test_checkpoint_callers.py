@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.checkpoint import CheckpointError, CheckpointSaver, list_steps, load_checkpoint, save_checkpoint
+from core.checkpoint.root_directory import list_committed
 from core.distributed import finalize_model_grads
 from core.distributed.global_slices import global_name
 from tests.unit_tests.ranks import ranks
@@ -248,6 +249,17 @@ def test_a_scheduler_of_torch_goes_on_with_its_rate(rank: int, world: int, name:
             one[2].step()
         assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in optimizer.param_groups]
     assert same(weights(again), weights(model))
+
+
+@ranks(1)
+def test_a_warning_of_a_damaged_checkpoint_shows_the_line_that_loads(rank: int, world: int, tmp_path: Path) -> None:
+    model, _ = build()
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, [model])
+    (list_committed(tmp_path)[-1].path / "manifest.json").unlink()
+    with pytest.warns(RuntimeWarning, match="step 2 .* is damaged") as heard:
+        assert load_checkpoint(tmp_path, [model]).step == 1
+    assert [warning.filename for warning in heard] == [__file__]
 
 
 @ranks(1)

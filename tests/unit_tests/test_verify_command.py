@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from core.verify.gpt import check_gpt
 from core.verify.rank_pool import RankFailure, RankPool
 from core.verify.table import run_table
 from core.verify.tables import FULL_HOUSE, tables
+from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net
 from tests.unit_tests.test_docs import program_of
 from tests.unit_tests.test_verify import mean_loss, samples
@@ -127,6 +130,30 @@ def test_command_starts_its_own_ranks() -> None:
     assert done.stdout.splitlines()[-1].startswith("PASSED: 1 of 1 layouts right")
 
 
+@ranks(2)
+def test_ranks_that_a_launcher_started_run_the_layouts_of_their_number(rank: int, world: int) -> None:
+    """With the variables that torchrun sets; `make nightly` has the real one."""
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    dist.barrier()
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+            patch.setenv(name, str(value))
+        status = main(["--only", "dp2 tp1", "--steps", "3", "--optimizers", "sgd"])
+    assert status == 0, printed.getvalue()
+    lines = [line.split() for line in printed.getvalue().splitlines()]
+    assert [words[0] for words in lines] == (["a", "right", "PASSED:"] if rank == 0 else [])
+    assert rank > 0 or lines[1][1] == "sgd"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.nightly
 def test_command_runs_under_torchrun() -> None:
     done = run_command(
         *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
