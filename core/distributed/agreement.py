@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -45,7 +47,8 @@ class Agreement:
         self.flags: list[torch.Tensor] = []
         self.works: list[dist.Work | None] = []
         for entry in control:
-            digest = zlib.crc32(bytes(param.requires_grad for bucket in entry.buckets for param in bucket.params))
+            params = chain.from_iterable(bucket.params for bucket in entry.buckets)
+            digest = zlib.crc32(bytes(map(attrgetter("requires_grad"), params)))
             flags = torch.tensor(
                 [
                     *(int(bucket.has_late) for bucket in entry.buckets),

@@ -81,6 +81,7 @@ class Bucket:
         if sharded:
             self._shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
         self.state = BucketState.ACCUMULATING
+        self.detached = False  # is `.grad` None of a gradient that was collected?
         self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
@@ -135,7 +136,9 @@ class Bucket:
     def attach(self) -> None:
         """Make every trainable parameter's `.grad` its view of the buffer."""
         for param, view in zip(self.params, self.views, strict=True):
-            param.grad = view if param.requires_grad else None
+            wanted = view if param.requires_grad else None
+            if param.grad is not wanted:
+                param.grad = wanted
 
     def reset(self) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it."""
@@ -144,7 +147,7 @@ class Bucket:
         self.pending_scale = 1.0
         self.spent = False
         self.arrivals = [0] * len(self.params)
-        self.pending = sum(count > 0 for count in self.expected)
+        self.pending = len(self.expected) - self.expected.count(0)
         self.handle = Handle()
         self.past_events = []
         self.event = self._new_event()
@@ -164,11 +167,15 @@ class Bucket:
         return False
 
     @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
-    def collect(self) -> None:
-        """Bring every gradient into the buffer, wherever the user or autograd left it, and detach `.grad`."""
+    def collect(self, *, detach: bool = True) -> None:
+        """Bring every gradient into the buffer, wherever the user or autograd left it.
+
+        detach: `.grad` is None afterwards, so that what comes until the reduction is done is noticed.
+        """
+        self.detached = detach
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            written = getattr(param, "grad_added_to_main_grad", False)  # by a fused kernel, ours or another's
+            written = param.__dict__.get("grad_added_to_main_grad", False)  # by a fused kernel, ours or another's
             if written:
                 param.grad_added_to_main_grad = False
             if not param.requires_grad or (grad is None and not written):
@@ -177,14 +184,19 @@ class Bucket:
                 continue
             elif grad is not view:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
-            param.grad = None
+                param.grad = None
+            if detach:
+                param.grad = None
 
     @torch.no_grad()
-    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False) -> None:
-        """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
+    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
+        """Start the reduction over the data group. Every rank of it launches its buckets in the same order.
+
+        detach: False where nothing but the reduction runs until it is waited for.
+        """
         self._expect(BucketState.ACCUMULATING, "launched")
-        self.collect()
         self.full = force_all_reduce or not self.sharded
+        self.collect(detach=detach or not self.full)  # sharded ones stay detached
         self.state = BucketState.IN_FLIGHT
         self.clock.mark(self.event, "launched_s")
         self.handle = self.reduce(self.grad, collectives)
@@ -254,13 +266,13 @@ class Bucket:
     @property
     def has_late(self) -> bool:
         """While in flight `.grad` was None: did a hook, or the user, put something there since the launch?"""
-        return any(param.grad is not None for param in self.params)
+        return self.detached and any(param.grad is not None for param in self.params)
 
     def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """(index, gradient) of what arrived while the bucket was in flight; detaches it."""
         late = []
         for index, param in enumerate(self.params):
-            if param.grad is not None:
+            if self.detached and param.grad is not None:
                 late.append((index, param.grad))
                 param.grad = None
         return late

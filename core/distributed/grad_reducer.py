@@ -146,16 +146,16 @@ class GradReducer:
             while member.synced_backward and member.next_is_ready:
                 member._launch_next()
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
         if self.next == 0 and self.round_group is not None:
             self._announce_round()
-        bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce)
+        bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce, detach=detach)
         self._count_launch(bucket)
 
-    def _launch_rest(self) -> None:
+    def _launch_rest(self, *, detach: bool = True) -> None:
         while self.next < len(self.order):
-            self._launch_next()
+            self._launch_next(detach=detach)
 
     def _learn(self) -> None:
         """Expect what has arrived, unless nothing has."""
@@ -278,8 +278,11 @@ class GradReducer:
         """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
         return self.open or self._emptied()
 
-    def start(self, *, force_all_reduce: bool = False) -> None:
-        """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step."""
+    def start(self, *, force_all_reduce: bool = False, detach: bool = True) -> None:
+        """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
+
+        detach: False where `finish` follows at once (see Bucket.launch).
+        """
         if not self.open:
             if not self._emptied():
                 return
@@ -295,8 +298,8 @@ class GradReducer:
                 )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
         for other in self._before():
-            other.start(force_all_reduce=force_all_reduce)
-        self._launch_rest()
+            other.start(force_all_reduce=force_all_reduce, detach=detach)
+        self._launch_rest(detach=detach)
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
         """Complete the reduction over the data groups; a second call does nothing. Collective.
@@ -304,7 +307,7 @@ class GradReducer:
         then: called with each bucket as soon as it is whole, in launch order.
         """
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
-            member.start(force_all_reduce=force_all_reduce)
+            member.start(force_all_reduce=force_all_reduce, detach=False)
         if not self.open:
             return
         begun = time.perf_counter()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
+import torch
 from torch import nn
 
 from core.distributed.bucket import Bucket
@@ -18,13 +21,12 @@ class ModelWatch:
     def __init__(self, module: nn.Module, plan: ModelPlan, order: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        self.modules = list(module.modules())
-        self.signature = self._signature()
-        self.homes = [
-            (contract.name, param, view, view.data_ptr(), param.data_ptr() if bucket.sharded else None, param.dtype)
-            for bucket in order
-            for param, view, contract in zip(bucket.params, bucket.homes, bucket.contracts, strict=True)
-        ]
+        self._watch_tables()
+        self.names = [contract.name for bucket in order for contract in bucket.contracts]
+        self.params = [param for bucket in order for param in bucket.params]
+        self.views = [view for bucket in order for view in bucket.homes]
+        self.housed = [param for bucket in order if bucket.sharded for param in bucket.params]
+        self.places = self._places()
 
     def problems(self) -> list[str]:
         """In words, the first one of each kind; empty when all is well."""
@@ -40,12 +42,23 @@ class ModelWatch:
         return []
 
     def _moved(self) -> list[str]:
-        for name, param, view, grad_home, param_home, dtype in self.homes:
-            if param.dtype is not dtype:
-                return [f"parameter {name!r} is {param.dtype} now and was {dtype} when the model was wrapped. {REMEDY}"]
-            if view.data_ptr() != grad_home or (param_home is not None and param.data_ptr() != param_home):
-                return [f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
-        return []
+        now = self._places()
+        if now == self.places:
+            return []
+        (dtypes, grads, params), (dtypes_now, grads_now, params_now) = self.places, now
+        for name, before, after in zip(self.names, dtypes, dtypes_now, strict=True):
+            if before is not after:
+                return [f"parameter {name!r} is {after} now and was {before} when the model was wrapped. {REMEDY}"]
+        moved = {id(p) for p, a, b in zip(self.params, grads, grads_now, strict=True) if a != b}
+        moved |= {id(p) for p, a, b in zip(self.housed, params, params_now, strict=True) if a != b}
+        name = next(name for name, param in zip(self.names, self.params, strict=True) if id(param) in moved)
+        return [f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
+
+    def _places(self) -> tuple[list[torch.dtype], list[int], list[int]]:
+        """Dtypes of all parameters, addresses of their gradients, and of the parameters that have a home of ours."""
+        address = torch.Tensor.data_ptr
+        dtypes = list(map(attrgetter("dtype"), self.params))
+        return dtypes, list(map(address, self.views)), list(map(address, self.housed))
 
     def _exchanged(self) -> list[str]:
         if self._signature() == self.signature:
@@ -60,13 +73,13 @@ class ModelWatch:
         for name, param in self.plan.params.items():
             if id(param) not in present:
                 return [f"parameter {name!r} is no longer part of the model, and was when it was wrapped. {REMEDY}"]
-        self.modules = list(self.module.modules())
-        self.signature = self._signature()
+        self._watch_tables()
         return []
 
+    def _watch_tables(self) -> None:
+        tables = [(module._parameters, module._modules) for module in self.module.modules()]
+        self.tables = [table.values() for pair in tables for table in pair]  # these show later changes
+        self.signature = self._signature()
+
     def _signature(self) -> int:
-        return hash(
-            tuple(
-                (*map(id, module._parameters.values()), *map(id, module._modules.values())) for module in self.modules
-            )
-        )
+        return hash(tuple(map(id, chain.from_iterable(self.tables))))

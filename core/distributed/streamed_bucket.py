@@ -163,7 +163,8 @@ class StreamedBucket(Bucket):
         return complete
 
     @torch.no_grad()
-    def collect(self) -> None:
+    def collect(self, *, detach: bool = True) -> None:
+        self.detached = True  # always: a gradient is moved out of `.grad`
         self._borrow()
         for index in range(len(self.params)):
             self._move(index)
@@ -185,7 +186,7 @@ class StreamedBucket(Bucket):
             view.copy_(dense)
         self.filled[index] = True
 
-    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False) -> None:
+    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
         """Start the reduce-scatter. Whole gradients, where they are asked for, are gathered in the end."""
         super().launch(collectives)
         self.pool.in_flight.append(self)
