@@ -250,20 +250,20 @@ def _add(parts: list[torch.Tensor], out: torch.Tensor, scale: float, mean: bool)
 
     `out` may be one of them.
     """
-    divisor = len(parts) if mean else 1
+    factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    if len(parts) == 2 and wide is out.dtype and scale == 1.0 and not mean:
-        torch.add(parts[0], parts[1], out=out)
-        return
-    total = torch.empty(min(CHUNK, out.numel()), dtype=wide)
-    for start in range(0, out.numel(), CHUNK):
-        end = min(start + CHUNK, out.numel())
-        here = total[: end - start]
+    in_place = len(parts) == 2 and wide is out.dtype  # else a part of `out` is overwritten before it is added
+    step = out.numel() if in_place and not factor_later else CHUNK
+    total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide)
+    for start in range(0, out.numel(), step):
+        end = min(start + step, out.numel())
+        here = out[start:end] if in_place else total[: end - start]
         torch.add(parts[0][start:end].to(wide), parts[1][start:end], out=here)
         for part in parts[2:]:
             here.add_(part[start:end])
-        if divisor != 1:
-            here.div_(divisor)
+        if mean:
+            here.div_(len(parts))
         if scale != 1.0:
             here.mul_(scale)
-        out[start:end].copy_(here)
+        if not in_place:
+            out[start:end].copy_(here)

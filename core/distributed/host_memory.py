@@ -105,7 +105,8 @@ def _create(nbytes: int) -> tuple[int, mmap.mmap] | None:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(fd, nbytes)
+    # Before Python 3.13 a mapping keeps a descriptor as long as it lives: one a buffer and rank of this host.
+    memory = mmap.mmap(fd, nbytes, trackfd=False) if sys.version_info >= (3, 13) else mmap.mmap(fd, nbytes)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer misses of the address cache, where the system allows it
     return memory
@@ -115,9 +116,13 @@ def _map_all(
     own: tuple[int, mmap.mmap] | None, group: dist.ProcessGroup
 ) -> tuple[list[mmap.mmap] | None, list[Address]]:
     """Every rank's memory in group order, or None on all ranks if one of them could not map another's. Collective."""
-    addresses = gather_objects(None if own is None else _address(own[0]), group)
+    address = None
+    if own is not None:
+        with suppress(OSError):
+            address = _address(own[0])
+    addresses = gather_objects(address, group)
     maps: list[mmap.mmap] | None = None
-    if own is not None and all(address is not None for address in addresses):
+    if own is not None and None not in addresses:
         with suppress(OSError):
             here = dist.get_rank(group)
             maps = [own[1] if rank == here else _open(address) for rank, address in enumerate(addresses)]
