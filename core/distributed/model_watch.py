@@ -79,6 +79,7 @@ class ModelWatch:
     def _watch_tables(self) -> None:
         tables = [(module._parameters, module._modules) for module in self.module.modules()]
         self.tables = [table.values() for pair in tables for table in pair]  # these show later changes
+        self.kept = list(chain.from_iterable(self.tables))  # alive, so that nothing new can have an id of theirs
         self.signature = self._signature()
 
     def _signature(self) -> int:

@@ -193,6 +193,21 @@ def pair_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return second(first(x, -1), (rank + step) % 5).pow(2).sum() * (1 + rank)
 
 
+@ranks(2)
+def test_a_module_in_the_memory_of_the_one_it_replaces_is_noticed(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    ddp = wrap(model)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    del model.third  # nobody holds it any more, and Python gives its place to the next module
+    model.third = nn.Linear(11, 3).double()
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, 1).backward()
+    with pytest.raises(SyncError, match=r"'third\.weight' was exchanged for another one"):
+        finalize_model_grads([ddp])
+
+
 @ranks(3)
 @pytest.mark.parametrize("finalize", ["together", "apart"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
