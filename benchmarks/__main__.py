@@ -7,6 +7,7 @@ import sys
 
 # Name -> (module with a main(arguments), one line about it). What main returns, if anything, is the exit status.
 BENCHMARKS = {
+    "collectives": ("benchmarks.collectives", "ways to reduce and gather on CPU, and which one is taken"),
     "communication": ("benchmarks.communication", "bytes sent and collectives a step, counted, against theory"),
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
