@@ -253,7 +253,7 @@ def _add(parts: list[torch.Tensor], out: torch.Tensor, scale: float, mean: bool)
     factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
     in_place = len(parts) == 2 and wide is out.dtype  # else a part of `out` is overwritten before it is added
-    step = out.numel() if in_place and not factor_later else CHUNK
+    step = max(1, out.numel()) if in_place and not factor_later else CHUNK
     total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide)
     for start in range(0, out.numel(), step):
         end = min(start + step, out.numel())

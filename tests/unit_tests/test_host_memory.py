@@ -98,6 +98,17 @@ def test_a_part_each_and_back(world: int) -> None:
         torch.testing.assert_close(tensor, wanted, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_rank_may_have_no_part_of_a_small_bucket(world: int, dtype: torch.dtype, scale: float) -> None:
+    channels, tensors = channels_of(world, 1, dtype)
+    for rank, tensor in enumerate(tensors):
+        tensor.fill_(rank + 1.0)
+    at_once([lambda c=c, t=t: c.all_reduce(t, scale=scale).wait() for c, t in zip(channels, tensors, strict=True)])
+    assert [tensor.item() for tensor in tensors] == [world * (world + 1) / 2 * scale] * world
+
+
 def test_a_16_bit_sum_is_made_in_fp32_and_rounded_once() -> None:
     channels, tensors = channels_of(3, 4, torch.bfloat16)
     for tensor, value in zip(tensors, (256.0, 1.0, 1.0), strict=True):
@@ -221,6 +232,27 @@ def test_ranks_of_different_hosts_share_nothing(rank: int, world: int) -> None:
     finally:
         host_memory._address = real
     assert descriptors() == before
+
+
+@ranks(2)
+@pytest.mark.parametrize("call", ["_address", "_create", "_open"])
+def test_what_fails_on_one_rank_is_shared_by_none(rank: int, world: int, call: str) -> None:
+    """No descriptor left, /proc closed, another process's memory not to be had: one rank alone may see it."""
+    group = dist.group.WORLD
+    assert group is not None
+
+    def refused(*_: object) -> None:
+        if call != "_create":
+            raise PermissionError("closed")
+
+    real = getattr(host_memory, call)
+    try:
+        if rank == 1:
+            setattr(host_memory, call, refused)
+        assert HostMemory.share(1000, torch.float32, torch.device("cpu"), [group]) is None
+    finally:
+        setattr(host_memory, call, real)
+    assert HostMemory.share(1000, torch.float32, torch.device("cpu"), [group]) is not None
 
 
 def mappings() -> int:
