@@ -202,6 +202,13 @@ class Bucket:
         self.handle = self.reduce(self.grad, collectives)
         self.clock.follow(self.event, self.handle)
 
+    def detach(self) -> None:
+        """Nobody waits for the reduction yet after all: notice what comes until somebody does."""
+        if self.state is BucketState.IN_FLIGHT and not self.detached:
+            for param in self.params:
+                param.grad = None
+            self.detached = True
+
     def note_done(self) -> bool:
         """Look whether the collective is done, and note when that was first seen."""
         return self.clock.look(self.event, self.handle)

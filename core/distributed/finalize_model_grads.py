@@ -52,7 +52,7 @@ def finalize_model_grads(
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
         for chunk in reversed(chunks):  # the order of backward
-            chunk.reducer.start(force_all_reduce=force_all_reduce, detach=False)
+            chunk.reducer.start(force_all_reduce=force_all_reduce, detach=len(chunks) > 1)
         for chunk in chunks:
             _finish_chunk(chunk, force_all_reduce)
     begun = time.perf_counter()

@@ -307,7 +307,7 @@ class GradReducer:
         then: called with each bucket as soon as it is whole, in launch order.
         """
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
-            member.start(force_all_reduce=force_all_reduce, detach=False)
+            member.start(force_all_reduce=force_all_reduce, detach=member is not self)
         if not self.open:
             return
         begun = time.perf_counter()
@@ -318,6 +318,8 @@ class GradReducer:
             late = agreement.late_anywhere()
         except SyncError:
             self.drain()
+            for bucket in self.order:
+                bucket.detach()
             raise
         for bucket in self.order:
             bucket.join_instances(self.collectives)

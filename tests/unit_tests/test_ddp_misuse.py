@@ -60,6 +60,32 @@ def test_a_backward_between_finish_grad_sync_and_finalize_is_added_or_refused(ra
         right_or_refused(ddp, expected, more)
 
 
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_step_goes_on_after_a_finalize_that_was_refused(rank: int, world: int, models: int, share: bool) -> None:
+    """What arrives afterwards is neither lost nor added to what is reduced already."""
+    parallel_state.initialize_model_parallel()
+    for strategy, overlap in SETTINGS:
+        options = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": overlap}
+        ddps = [wrap(make_net(seed=seed), share_host_memory=share, **options) for seed in range(models)]
+        expected = [mean_over_ranks(ddp.module, world, (0, 1)) for ddp in ddps]
+        for ddp in ddps:
+            loss_of(ddp, rank, 0).backward()
+        bias = ddps[0].module.first.bias
+        bias.requires_grad_(rank == 1)
+        with pytest.raises(SyncError, match="frozen on ranks"):
+            finalize_model_grads(ddps)
+        bias.requires_grad_(True)
+        for ddp in ddps:
+            loss_of(ddp, rank, 1).backward()
+        finalize_model_grads(ddps)
+        for ddp, wanted in zip(ddps, expected, strict=True):
+            got = whole_grads(ddp)
+            del got["first.bias"], wanted["first.bias"]  # whose gradients ended with the freeze
+            assert_same(got, wanted)
+
+
 @ranks(4)
 def test_a_backward_onto_reduced_expert_gradients_is_added_or_refused(rank: int, world: int) -> None:
     """Reducing an expert's mean again divides it again, however the division is done."""
