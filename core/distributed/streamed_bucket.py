@@ -7,6 +7,7 @@ the shard, so a step may have several: one a microbatch, or one at the end.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
 
 POOL_BUCKETS = 2  # one that fills and one that travels
+GAP_ELEMENTS = 4096  # elements that are zeroed in the time that a call for one gap takes
+MOVED_TOGETHER = 2**20  # bytes of gradients that may wait for each other before they move into a bucket's memory
 
 
 class BucketPool:
@@ -48,9 +51,13 @@ class BucketPool:
         # Further memory is for whole gradients at the end of a step that somebody asked for.
         return self.free.popleft() if self.free else torch.empty_like(self.memory[: self.numel])
 
+    def owns(self, memory: torch.Tensor) -> bool:
+        """Is this the pool's, and not something further?"""
+        return memory.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
     def release(self, memory: torch.Tensor) -> None:
         """Give back what `acquire` gave."""
-        if memory.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr():
+        if self.owns(memory):
             self.free.append(memory)
 
 
@@ -77,6 +84,7 @@ class StreamedBucket(Bucket):
         self.shard = shard  # [numel / shards], kept
         self.pool = pool
         self.memory: torch.Tensor | None = None  # the pool's
+        self.known_views: dict[int, list[torch.Tensor]] = {}  # by the address of the pool's memory
         super().__init__(
             layout,
             shard[:0],
@@ -94,9 +102,20 @@ class StreamedBucket(Bucket):
         self.empty = True  # has nothing been added to the shard in this step?
         self.may_fill = False  # is it this bucket's turn to hold memory while its gradients come?
         self.gaps = self._gaps()
+        self.sizes = [(slot.end - slot.start) * shard.element_size() for slot in layout.slots]
+        self.waiting: list[int] = []  # parameters whose gradients are to move
+        self.waiting_bytes = 0
 
     def _views(self) -> list[torch.Tensor]:
-        return [] if self.memory is None else super()._views()
+        if self.memory is None:
+            return []
+        place = self.memory.data_ptr()
+        if place not in self.known_views:
+            views = super()._views()
+            if not self.pool.owns(self.memory):
+                return views
+            self.known_views[place] = views
+        return self.known_views[place]
 
     def _gaps(self) -> list[tuple[int, int]]:
         gaps, end = [], 0
@@ -126,8 +145,12 @@ class StreamedBucket(Bucket):
         self.memory = self.pool.acquire()
         self.grad = self.memory[: self.layout.numel]
         self.views = self._views()
-        for low, high in self.gaps:
-            self.grad[low:high].zero_()  # else what other buckets left there would be added again and again
+        # What other buckets left between the gradients would be added again and again.
+        if len(self.gaps) * GAP_ELEMENTS > self.layout.numel:
+            self.grad.zero_()
+        else:
+            for low, high in self.gaps:
+                self.grad[low:high].zero_()
 
     def _give_back(self) -> None:
         if self.memory is not None:
@@ -150,6 +173,8 @@ class StreamedBucket(Bucket):
         if self in self.pool.in_flight:
             self.pool.in_flight.remove(self)
         self._give_back()
+        self.waiting = []
+        self.waiting_bytes = 0
         self.empty = True
         self.may_fill = False
 
@@ -159,32 +184,49 @@ class StreamedBucket(Bucket):
         complete = super().arrive(index)
         if self.may_fill and self.state is BucketState.ACCUMULATING and (self.memory is not None or self.pool.has_room):
             self._borrow()
-            self._move(index)
+            self.waiting.append(index)
+            self.waiting_bytes += self.sizes[index]
+            if complete or self.waiting_bytes >= MOVED_TOGETHER:
+                self._move_waiting()
         return complete
+
+    def _move_waiting(self) -> None:
+        self._move(self.waiting)
+        self.waiting = []
+        self.waiting_bytes = 0
 
     @torch.no_grad()
     def collect(self, *, detach: bool = True) -> None:
         self.detached = True  # always: a gradient is moved out of `.grad`
         self._borrow()
-        for index in range(len(self.params)):
-            self._move(index)
+        self._move(range(len(self.params)))
+        self.waiting = []
+        self.waiting_bytes = 0
 
     @torch.no_grad()
-    def _move(self, index: int) -> None:
-        """Add a gradient to its view, or zero the view of one that never came; `.grad` is free for the next one."""
-        param, view = self.params[index], self.views[index]
-        grad = param.grad if param.requires_grad else None
-        param.grad = None
-        if grad is None:
-            if not self.filled[index]:
-                view.zero_()
-            return
-        dense = grad.to_dense() if grad.is_sparse else grad
-        if self.filled[index]:
-            view.add_(dense)
-        else:
-            view.copy_(dense)
-        self.filled[index] = True
+    def _move(self, indices: Iterable[int]) -> None:
+        """Add gradients to their views, or zero the views of those that never came; `.grad` is free for the next."""
+        fresh: list[int] = []
+        for index in indices:
+            param = self.params[index]
+            grad = param.grad if param.requires_grad else None
+            if grad is None:
+                param.grad = None
+                if not self.filled[index]:
+                    self.views[index].zero_()
+            elif grad.is_sparse or self.filled[index]:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                self.views[index].add_(dense) if self.filled[index] else self.views[index].copy_(dense)
+                self.filled[index] = True
+                param.grad = None
+            else:
+                fresh.append(index)
+        if fresh:
+            grads = [self.params[index].grad for index in fresh]
+            torch._foreach_copy_([self.views[index] for index in fresh], grads)
+            for index in fresh:
+                self.filled[index] = True
+                self.params[index].grad = None
 
     def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
         """Start the reduce-scatter. Whole gradients, where they are asked for, are gathered in the end."""
