@@ -255,6 +255,7 @@ class StreamedBucket(Bucket):
     def next_round(self) -> None:
         """Accumulate again, on top of what the shard holds."""
         self.absorb()
+        self.may_fill = False
         self.past_events.append(self.event)
         self.event = self._new_event()
         self.state = BucketState.ACCUMULATING

@@ -104,6 +104,46 @@ def test_ranks_may_have_other_numbers_of_backwards_and_other_parameters_in_each(
     assert_same(total, {name: param.grad for name, param in plain.named_parameters()})
 
 
+class Parallel(nn.Module):
+    """Layers in any of which a parameter may be left out, without changing when the others' gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != left_out:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def parallel_loss(model: nn.Module, rank: int, microbatch: int) -> torch.Tensor:
+    """Rank 0 leaves the parameters of the first bucket out of its second microbatch."""
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    return model(x, 4 if (rank, microbatch) == (0, 1) else -1).pow(2).sum()
+
+
+@ranks(2, timeout_s=20)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_buckets_of_a_later_round_fill_in_their_turn(rank: int, world: int, overlap: bool) -> None:
+    """Else they take the pool's memory from the bucket before them, which the other ranks read there."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(2)
+    model = Parallel()
+    expected = mean_over_ranks(model, world, range(3), parallel_loss)
+    ddp = streamed(model, overlap_grad_reduce=overlap, reduce_microbatches="every")
+    for microbatch in range(3):
+        parallel_loss(ddp, rank, microbatch).backward()
+        pool = ddp.buffers[0].pool
+        assert pool is not None
+        held = [bucket.memory for bucket in ddp.buffers[0].buckets if bucket.memory is not None]
+        assert all(pool.owns(memory) for memory in held)
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), expected)
+
+
 @ranks(2)
 def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
