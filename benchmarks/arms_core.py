@@ -19,8 +19,7 @@ def _build(workload: Workload, ranks: int, accumulation: int, **options: Any) ->
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     parallel_state.initialize_model_parallel()
-    # scale_in_optimizer: the fused step divides by the ranks while it reads the gradients.
-    config = DistributedDataParallelConfig(scale_in_optimizer=True, **options)
+    config = DistributedDataParallelConfig(**options)
     model = DistributedDataParallel(None, config, workload.model())
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -53,16 +52,21 @@ def _build(workload: Workload, ranks: int, accumulation: int, **options: Any) ->
     return step
 
 
-def _arm(stage: Any, overlap: bool) -> Arm:
-    options: dict[str, Any] = {"data_parallel_sharding_strategy": stage, "overlap_grad_reduce": overlap}
-    about = f"data_parallel_sharding_strategy={stage!r}, scale_in_optimizer=True"
+def _arm(stage: Any, *, overlap: bool = False, sockets: bool = False) -> Arm:
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": stage}
     if overlap:
-        about += ", overlap_grad_reduce=True"
+        options["overlap_grad_reduce"] = True
         if stage != "no_shard":
             options["overlap_param_gather"] = True
-            about += ", overlap_param_gather=True"
-    name = f"core {stage}" + (" overlapped" if overlap else "")
+    if sockets:
+        options["share_host_memory"] = False
+    about = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    name = f"core {stage}" + (" overlapped" if overlap else "") + (" over sockets" if sockets else "")
     return Arm(name, about, stage, partial(_build, **options), "ours", IMPORTS)
 
 
-ARMS = tuple(_arm(stage, overlap) for stage in ("no_shard", "optim", "optim_grads") for overlap in (False, True))
+STAGES = ("no_shard", "optim", "optim_grads")
+ARMS = (
+    *(_arm(stage, overlap=overlap) for stage in STAGES for overlap in (False, True)),
+    *(_arm(stage, sockets=True) for stage in STAGES[:2]),  # as ranks of several hosts would reduce
+)
