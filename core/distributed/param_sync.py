@@ -65,12 +65,13 @@ class ParamSync:
     def wait_for(self, bucket_ids: Iterable[int]) -> None:
         """Complete the gathers of the buckets with these ids."""
         for bucket_id in bucket_ids:
-            entry = self.pending.pop(bucket_id, None)
+            entry = self.pending.get(bucket_id)
             if entry is not None:
                 bucket, handle, event = entry
                 bucket.clock.look(event, handle)
                 bucket.clock.mark(event, "wait_start_s")
                 handle.wait()
+                self.pending.pop(bucket_id, None)  # not before: whoever saves the weights takes up an interrupted wait
                 bucket.clock.end(event)
                 self.finished[bucket_id] = event
                 increment_version(bucket.params)

@@ -241,6 +241,39 @@ def test_a_weight_that_was_read_before_its_gather_is_refused(rank: int, world: i
         ddp.start_param_sync()
 
 
+@ranks(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_that_are_saved_after_an_interrupted_gather_are_whole(rank: int, world: int, overlap: bool) -> None:
+    """Ctrl-C while a rank waits; the user's handler saves."""
+    parallel_state.initialize_model_parallel()
+    plain = make_net()
+    ddp = wrap(make_net(), use_distributed_optimizer=True, overlap_param_gather=overlap)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    sgd_on_shards(ddp)
+    one_process_step(plain, world, 0, loss_of)
+    handles = gather_slowly(ddp)
+    gather = ddp.param_sync.collectives.all_gather
+
+    def gather_and_interrupt(full: torch.Tensor, group: dist.ProcessGroup) -> SlowHandle:
+        handle = gather(full, group)
+        real = handle.wait
+
+        def wait() -> None:
+            handle.wait = real
+            raise KeyboardInterrupt
+
+        handle.wait = wait
+        return handle
+
+    ddp.param_sync.collectives.all_gather = gather_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        ddp.start_param_sync(force_sync=True)
+    for name, want in plain.state_dict().items():
+        assert torch.allclose(ddp.state_dict()[name], want, rtol=1e-9), name
+    assert all(handle.waited for handle in handles)
+
+
 @ranks(4)
 def test_gathers_stay_inside_an_optimizer_instance(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
