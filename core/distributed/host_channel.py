@@ -25,8 +25,8 @@ Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat
 
 STAGES = 3
 STRIDE = 8  # int64 between two counters: a cache line each
-RING = 128  # launches whose place is told at a time
-CONTROL_BYTES = 4096  # of one rank and channel: counters, then (offset, elements) of the last RING launches
+RING = 1000  # launches whose place is told at a time: as many buckets can be in flight, and a further one waits
+CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
 CHUNK = 2**16  # elements added at a time, so that they are still in the processor's cache when they are scaled
 SPINS = 100  # looks at a counter before this rank sleeps in between
 LOOK_S = 0.5  # between two looks whether the ranks waited for still run

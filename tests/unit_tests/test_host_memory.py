@@ -161,6 +161,14 @@ def test_many_in_flight_waited_for_in_any_order() -> None:
         assert torch.equal(tensor, torch.arange(count * 8, dtype=torch.float64) * 3)
 
 
+def test_hundreds_of_buckets_are_launched_without_waiting_for_another_rank() -> None:
+    """It may be in an exchange of its own with this one, between its backward and the rest of its launches."""
+    channels, tensors = channels_of(2, 900 * 8)
+    channels[0].timeout_s = 0.1
+    handles = [channels[0].all_reduce(each) for each in tensors[0].split(8)]
+    assert len(handles) == 900 and not any(handle.is_done() for handle in handles)
+
+
 def test_ranks_at_different_buckets_are_told_so() -> None:
     channels, tensors = channels_of(2, 64)
     sizes = [32, 64]
