@@ -52,7 +52,8 @@ class DistributedDataParallelConfig:
     grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
         (in blocks with scales, see core/fp8_communication.py, and without overlap). None: as they are kept.
     share_host_memory: keep buffers in memory that the ranks of one host map from each other where they are on CPU with
-        gloo, and reduce there instead of through sockets. Groups that span hosts do not.
+        gloo, and reduce there instead of through sockets. Groups that span hosts do not. A forked process shares them
+        as well: it has no snapshot of them, and its parent sees what it writes there.
     simulated_wire: for measuring overlap on a CPU: `Wire(latency_s, bytes_per_s)`; no collective of this model is done
         earlier than on such a network, and a wait for it sleeps (core/distributed/simulated_wire.py).
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
