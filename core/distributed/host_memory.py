@@ -105,8 +105,10 @@ def _create(nbytes: int) -> tuple[int, mmap.mmap] | None:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    # Before Python 3.13 a mapping keeps a descriptor as long as it lives: one a buffer and rank of this host.
-    memory = mmap.mmap(fd, nbytes, trackfd=False) if sys.version_info >= (3, 13) else mmap.mmap(fd, nbytes)
+    if sys.version_info >= (3, 13):
+        memory = mmap.mmap(fd, nbytes, trackfd=False)
+    else:  # such a mapping keeps a descriptor as long as it lives: one a buffer and rank of this host
+        memory = mmap.mmap(fd, nbytes)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer misses of the address cache, where the system allows it
     return memory
