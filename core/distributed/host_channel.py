@@ -168,11 +168,12 @@ class HostChannel:
                 self._look_for_lost(stage, number, now - begun)
 
     def _look_for_lost(self, stage: int, number: int, waited_s: float) -> None:
+        gone = {member.rank for member in self.members if not _runs(member.pid)}  # first: later it may be done, and end
         behind = [m for m, c in zip(self.members, self.control, strict=True) if c[stage * STRIDE] < number]
         here = self.members[self.rank].rank
         where = f"reduction {number} of group {[m.rank for m in self.members]}"
-        ended = [member for member in behind if not _runs(member.pid)]
-        if ended and not self.has(stage, number):
+        ended = [member for member in behind if member.rank in gone]
+        if ended:
             raise PeerLost(
                 f"rank {here}: rank {ended[0].rank} (process {ended[0].pid}) has ended, and was waited for in {where}. "
                 "Its own output says why; restart from the last checkpoint"

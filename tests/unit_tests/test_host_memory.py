@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads, host_memory
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    host_channel,
+    host_memory,
+)
 from core.distributed.collectives import Collectives
 from core.distributed.host_channel import CONTROL_BYTES, RING, HostChannel, Member, PeerLost
 from core.distributed.host_memory import HostMemory
@@ -194,6 +200,20 @@ def test_a_rank_that_ended_is_named() -> None:
         channels[0].all_reduce(tensors[0]).wait()
     assert time.monotonic() - begun < 10
     ended.wait()
+
+
+def test_a_rank_that_ends_after_its_part_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does its part and ends while this rank looks whether those behind still run; another one is still due."""
+    channels, tensors = channels_of(3, 64, pids=[os.getpid(), 1, os.getpid()])
+    channels[0].timeout_s = 0.6
+
+    def ends_now(pid: int) -> bool:
+        channels[1].control[1][0] = 1
+        return pid != 1
+
+    monkeypatch.setattr(host_channel, "_runs", ends_now)
+    with pytest.raises(PeerLost, match="rank 2 did not come to reduction 1"):
+        channels[0].all_reduce(tensors[0]).wait()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
