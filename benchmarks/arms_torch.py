@@ -1,4 +1,4 @@
-"""What torch itself offers, and the marks to read the table by: no communication, one flat all-reduce, wrong gradients."""
+"""What torch itself offers, and marks to read the table by: no communication, one all-reduce, wrong gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain_step(
 
 
 def one_process(workload: Workload, ranks: int, accumulation: int) -> Step:
-    """No communication at all; in one process that is given the microbatches of all ranks, what the others must agree with."""
+    """No communication; in one process that gets the microbatches of all ranks, what the others must agree with."""
     model = workload.model()
     return plain_step(model, adamw(model.parameters()))
 

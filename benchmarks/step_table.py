@@ -36,6 +36,7 @@ def table(result: dict[str, Any], ranks: int, accumulation: int, tolerance: floa
         f"Ratios: to {baselines[0]['name']} of the same batch. It was in all {len(baselines)} batches, with medians of "
         f"{', '.join(f'{median:.0f}' for median in medians) or 'no'} ms; its line pools them.",
         "by round: ratio of the medians of each round, median (quartiles) over rounds. cpu: processor time a rank.",
+        "The first step of a turn is not counted: the arms before it have had the caches.",
         "peak: memory a rank (shared pages counted once) over the bytes of the parameters, once warm. "
         + (
             f"formula: the strategy's, with the {extra:.2f} that no communication holds beside its states."
