@@ -48,8 +48,9 @@ class BucketPool:
         """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up."""
         while not self.free and self.in_flight:
             self.in_flight[0].absorb()
-        # Further memory is for whole gradients at the end of a step that somebody asked for.
-        return self.free.popleft() if self.free else torch.empty_like(self.memory[: self.numel])
+        # The one used last, so that another's pages are never there if one is enough. Further memory is for whole
+        # gradients at the end of a step that somebody asked for.
+        return self.free.pop() if self.free else torch.empty_like(self.memory[: self.numel])
 
     def owns(self, memory: torch.Tensor) -> bool:
         """Is this the pool's, and not something further?"""
