@@ -112,7 +112,7 @@ def compare_with_a_wrapped_gpt(picture, of_the_gpt: dict[str, str], rank: int) -
         named = [contract for name, contract in contracts.items() if name.endswith(tuple(ends))]
         assert named, f"{lane.name}: none of {ends} among {list(contracts)}"
         for contract in named:
-            assert replace(contract, name=lane.name) == drawn
+            assert contract._replace(name=lane.name) == drawn
             checked += 1
     assert checked
 
