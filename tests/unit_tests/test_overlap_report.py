@@ -200,7 +200,7 @@ def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int,
     assert [e.bucket for e in report.reductions] == [0, 1]
     assert report.of_reductions.flight_ms >= 8.0 - 1e-3  # two latencies, one after the other
     # Backward is over at once, so about all of it is exposed; the pool of optim_grads waits for some in backward.
-    assert report.of_reductions.exposed_ms > 4.0
+    assert report.of_reductions.exposed_ms > 2.0
     assert report.of_reductions.exposed_ms <= report.of_reductions.flight_ms + 1.0
     assert ddp.step_report().hidden_share == report.of_reductions.hidden_share
     assert [e.bucket for e in report.gathers] == ([] if strategy == "no_shard" else [1, 0])  # the forward's order
