@@ -3,7 +3,8 @@
 A CPU's collectives are seen by the host, so its marks are perf_counter seconds. On CUDA the host only queues work: a
 mark there is an event on the current stream, and the end of a collective is an event on a stream of its own that waits
 for it, so that neither the host nor the model's stream waits. Those events become seconds after the step, when a report
-is asked for (`resolve`), on a scale of their own: only differences between marks of one step mean something.
+is asked for (`resolve`), counted from the moment at which the host queued the step's first mark: differences between
+marks of one step are exact, and beside the host's times they are early by what the stream still had to do then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,13 @@ from core.distributed.collectives import Handle, InFlight
 from core.distributed.simulated_wire import Transfer
 
 Moment = Literal["ready_s", "launched_s", "in_flight_s", "done_s", "wait_start_s", "wait_end_s"]
+
+
+class Origin(NamedTuple):
+    """The first mark of a step."""
+
+    event: Any  # of CUDA
+    host_s: float  # when the host queued it
 
 
 @dataclass(slots=True)
@@ -44,7 +52,7 @@ class BucketEvent:
     wait_start_s: float | None = None
     wait_end_s: float | None = None
     end_is_exact: bool = False  # was done_s told, and not looked for?
-    marks: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)  # (origin, CUDA event) not yet resolved
+    marks: dict[str, tuple[Origin, Any]] = field(default_factory=dict, repr=False)  # CUDA events not yet resolved
 
     def has(self, moment: Moment) -> bool:
         """Has it happened, or been queued?"""
@@ -95,10 +103,10 @@ class StreamClock(HostClock):
     def __init__(self, new_event: Callable[[], Any], on_side_stream: Callable[[], AbstractContextManager[Any]]) -> None:
         self.new_event = new_event
         self.on_side_stream = on_side_stream
-        self.origin: Any = None
+        self.origin: Origin | None = None
 
     def begin_step(self) -> None:
-        """The next mark is the step's second 0: over hours the float milliseconds of CUDA would lose their digits."""
+        """Count from the next mark: over hours the float milliseconds of CUDA would lose their digits."""
         self.origin = None
 
     def mark(self, event: BucketEvent, moment: Moment) -> None:
@@ -106,7 +114,7 @@ class StreamClock(HostClock):
         now = self.new_event()
         now.record()
         if self.origin is None:
-            self.origin = now
+            self.origin = Origin(now, time.perf_counter())
         # One scale an event: a gather is launched in one step and waited for in the next.
         origin = next(iter(event.marks.values()))[0] if event.marks else self.origin
         event.marks[moment] = origin, now
@@ -129,11 +137,11 @@ class StreamClock(HostClock):
 
 
 def resolve(events: Iterable[BucketEvent]) -> None:
-    """Turn stream marks into seconds since the step's first one. Waits for them; host marks are seconds already."""
+    """Turn stream marks into seconds. Waits for them; host marks are seconds already."""
     for event in events:
         for moment, (origin, mark) in event.marks.items():
             mark.synchronize()
-            setattr(event, moment, origin.elapsed_time(mark) / 1e3)
+            setattr(event, moment, origin.host_s + origin.event.elapsed_time(mark) / 1e3)
         event.marks.clear()
 
 

@@ -154,6 +154,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
 
 def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
     """The traces of all ranks, on rank 0; nothing elsewhere. Collective."""
+    for trace in traces:
+        trace.settle()
     gathered: list[list[StepTrace]] | None = None
     if dist.get_rank() == 0:
         gathered = [[] for _ in range(dist.get_world_size())]

@@ -24,7 +24,8 @@ def trace_events(traces: Sequence[StepTrace]) -> list[dict[str, Any]]:
     """Chrome trace events: spans and waits on the main row, each bucket's queueing and flight on a row of its own."""
     if not traces:
         return []
-    origin = min(trace.start_s for trace in traces)
+    launches = [event.launched_s for trace in traces for event in trace.gathers if event.launched_s is not None]
+    origin = min([*launches, *(trace.start_s for trace in traces)])  # gathers are launched in the step before
     events: list[dict[str, Any]] = []
     named: set[tuple[int, int]] = set()
 

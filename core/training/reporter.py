@@ -94,6 +94,7 @@ class Reporter:
         if records and self.config.logging.plots:
             draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
             if self.last_trace is not None:
+                self.last_trace.settle()
                 draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
 
     def _seconds(self) -> float:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from core.distributed.overlap_report import OverlapReport
-from core.distributed.step_clock import BucketEvent
+from core.distributed.step_clock import BucketEvent, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ class StepTrace:
             yield
         finally:
             self.spans.append(Span(name, start, time.perf_counter()))
+
+    def settle(self) -> None:
+        """The step is over: make its marks seconds, which waits for a GPU, and leave out gathers of earlier steps."""
+        resolve((*self.buckets, *self.gathers))
+        self.gathers = [event for event in self.gathers if (event.wait_end_s or 0.0) >= self.start_s]
 
     @property
     def start_s(self) -> float:

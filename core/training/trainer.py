@@ -91,6 +91,7 @@ class Trainer:
             updated, grad_norm, _ = self.optimizer.step()
             if updated:
                 self.scheduler.step(increment=self.config.run.global_batch_size)
+        trace.gathers = [event for chunk in self.chunks for event in chunk.param_sync.events()]
         with trace.span("loss"):
             rank_tokens = sum(labels.numel() for _, labels in batches)
             loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from core.distributed.simulated_wire import Wire, WireQueue
 from core.distributed.step_clock import BucketEvent, HostClock, StreamClock, resolve
 from core.training.perfetto import trace_events, write_trace
 from core.training.plots import draw_bucket_timeline
-from core.training.step_trace import trace_of
+from core.training.step_trace import Span, StepTrace, trace_of
 from tests.unit_tests.ranks import ranks
 
 
@@ -143,13 +144,15 @@ class _FakeGpu:
         return Event()
 
 
-def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for() -> None:
+def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _FakeGpu()
     clock = StreamClock(gpu.new_event, gpu.on_side)
     clock.begin_step()
     mark, work, finished = BucketEvent(0, "bucket 0", 4), _Work(), []
     flight = Handle(first=Handle((work,)), finish=lambda: finished.append(1))
+    monkeypatch.setattr(time, "perf_counter", lambda: 500.0)
     clock.mark(mark, "ready_s")
+    monkeypatch.setattr(time, "perf_counter", lambda: 600.0)  # the host's time counts once a step
     gpu.now["model"] = 1002.0
     clock.mark(mark, "launched_s")
     gpu.now["side"] = 1010.0  # when the side stream has waited for the collective
@@ -163,7 +166,7 @@ def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for() -> None:
     assert mark.ready_s is None and mark.wait_end_s is None and gpu.synchronized == 0 and mark.has("wait_end_s")
     resolve([mark])
     times = [mark.ready_s, mark.launched_s, mark.done_s, mark.wait_start_s, mark.wait_end_s]
-    assert times == pytest.approx([0.0, 0.002, 0.010, 0.006, 0.0105])
+    assert times == pytest.approx([500.0, 500.002, 500.010, 500.006, 500.0105], abs=1e-7)
     assert gpu.synchronized == 5 and mark.end_is_exact
     assert measure_overlap([mark]).exposed_ms == pytest.approx(4.5)
     resolve([mark])
@@ -175,7 +178,7 @@ def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for() -> None:
     clock.begin_step()
     clock.mark(later, "wait_end_s")  # but an event keeps its scale
     resolve([later])
-    assert (later.launched_s, later.wait_end_s) == (0.0, pytest.approx(0.001))
+    assert (later.launched_s, later.wait_end_s) == (600.0, pytest.approx(600.001, abs=1e-7))
 
 
 @ranks(2)
@@ -250,6 +253,15 @@ def test_where_every_microbatch_is_reduced_each_round_has_its_events(rank: int, 
     ddp(torch.ones(2, 4)).sum().backward()
     finalize_model_grads([ddp])
     assert len(ddp.overlap_report().reductions) == 2
+
+
+def test_a_settled_trace_keeps_the_gathers_that_its_own_step_waited_for() -> None:
+    early, own = event(0, 0, 3, (2, 3)), event(1, 3, 6, (5, 6))  # launched before the step both, waited for in it one
+    trace = StepTrace(0, 2, spans=[Span("forward", 4.0, 9.0)], gathers=[early, own])
+    trace.settle()
+    assert trace.gathers == [own] and trace.start_s == 4.0
+    rows = [e["ts"] for e in trace_events([trace]) if e["ph"] == "X"]
+    assert min(rows) == 0.0, "a gather that was launched before the step is still within the picture"
 
 
 def test_a_report_becomes_a_trace_whose_waits_follow_one_another_and_a_picture(tmp_path: Path) -> None:

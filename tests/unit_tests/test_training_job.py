@@ -24,6 +24,7 @@ from core.training.config_file import load_config
 from core.training.job import build_trainer, open_tokens, run_job, run_steps, start_groups
 from core.training.launch import Launch
 from core.training.main import main
+from core.training.perfetto import GATHER_ROWS
 from core.training.plan import plan_job
 from core.training.reporter import Reporter
 from core.training.trainer import StepResult
@@ -131,6 +132,8 @@ def assert_trace_is_complete(events: list[dict[str, Any]]) -> None:
         in_flight = [event for event in mine if event["name"] == "in flight"]
         assert len({event["tid"] for event in in_flight}) > 1, "a row for each bucket"
         assert all(event["dur"] > 0 and event["args"]["bytes"] > 0 for event in in_flight)
+        gathers = [event for event in in_flight if event["tid"] >= GATHER_ROWS]
+        assert {event["args"]["step"] for event in gathers} == {3, 4}, "the optimizer is sharded: gathers every step"
 
 
 @ranks(2)
