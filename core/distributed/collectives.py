@@ -47,6 +47,9 @@ class InFlight(Protocol):
     def is_done(self) -> bool:
         """Is there nothing left to do or to wait for? Waits for nothing."""
 
+    def poll(self) -> bool:
+        """Do what can be done without waiting for another rank; would `wait` now wait for none either?"""
+
     def step(self) -> bool:
         """Do its next part, where it has several; False when `wait` is all that is left."""
 
@@ -71,6 +74,10 @@ class Handle:
         program may find the interpreter gone.
         """
         return (self.first is None or self.first.is_done()) and all(work.is_completed() for work in self.works)
+
+    def poll(self) -> bool:
+        """The backend works by itself."""
+        return (self.first is None or self.first.poll()) and all(work.is_completed() for work in self.works)
 
     def step(self) -> bool:
         """The backend works by itself."""

@@ -84,6 +84,7 @@ class GradReducer:
             wire.join(self)
         self.in_backward = in_backward
         self.streamed = [bucket for bucket in order if isinstance(bucket, StreamedBucket)]
+        self.pools = list(dict.fromkeys(bucket.pool for bucket in self.streamed))
         self.wait_at_once = wait_at_once and bool(self.streamed)
         self.many_rounds = many_rounds
         self.round_group = round_group
@@ -139,12 +140,13 @@ class GradReducer:
         return self.open and self.next == len(self.order)
 
     def advance(self) -> None:
-        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come and that is
-        complete.
+        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come, that is complete
+        and that has memory. In backward: waits for no rank.
         """
         for member in self.unit():
-            while member.synced_backward and member.next_is_ready:
+            while member.synced_backward and member.next_is_ready and member._next_has_memory():
                 member._launch_next()
+                member._absorb_soon()
 
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
@@ -155,7 +157,16 @@ class GradReducer:
 
     def _launch_rest(self, *, detach: bool = True) -> None:
         while self.next < len(self.order):
+            self._absorb_if_at_once()
             self._launch_next(detach=detach)
+        self._absorb_if_at_once()  # also of what backward has launched: other ranks may wait for this one's part
+
+    def _absorb_if_at_once(self) -> None:
+        """Where nothing is to overlap: one bucket on the wire at a time."""
+        if self.wait_at_once:
+            for pool in self.pools:
+                while pool.in_flight:
+                    pool.in_flight[0].absorb()
 
     def _learn(self) -> None:
         """Expect what has arrived, unless nothing has."""
@@ -166,22 +177,35 @@ class GradReducer:
     def _count_launch(self, bucket: Bucket) -> None:
         self.next += 1
         self.launches += 1
-        if self.streamed:
-            self._stream_on(bucket)
-
-    # -- gradients that are sharded ---------------------------------------------------------------------------------
-
-    def _stream_on(self, launched: Bucket) -> None:
-        if self.wait_at_once and isinstance(launched, StreamedBucket):
-            launched.absorb()
         following = self.order[self.next] if self.next < len(self.order) else None
         if isinstance(following, StreamedBucket):
             following.may_fill = True
 
+    # -- gradients that are sharded ---------------------------------------------------------------------------------
+
+    def _next_has_memory(self) -> bool:
+        """Can the bucket whose turn it is be launched without waiting for another rank longer than is right?"""
+        bucket = self.order[self.next]
+        return not isinstance(bucket, StreamedBucket) or bucket.memory is not None or bucket.pool.make_room()
+
+    def _absorb_soon(self) -> None:
+        """Where nothing is to overlap: wait in backward for what was launched, though not for ever."""
+        if self.wait_at_once:
+            for pool in self.pools:
+                while pool.absorb_soon():
+                    pass
+
     def _begin_round(self) -> None:
-        """The first gradient of a backward: a round begins, unless one was left open by a backward without an end."""
+        """The first gradient of a backward: a round begins, unless the one before it is not over.
+
+        Gradients then join the open round, or, where their bucket has left, come late and go with the next one.
+        """
         if self.next == len(self.order):
-            self._reset_round()
+            for pool in self.pools:
+                while pool.absorb_soon():
+                    pass
+            if not any(pool.in_flight for pool in self.pools):
+                self._reset_round()
         self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
 
     def _reset_round(self) -> None:
@@ -193,10 +217,14 @@ class GradReducer:
             self.streamed[0].may_fill = True
 
     def _end_round(self) -> None:
-        """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
+        """A backward has ended: launch what it left and has memory. With other models on the wire that waits for
+        finalize.
+        """
         self.backward_watched = False
         if self.open and all(wire.is_own([self]) for wire in self.wires):
-            self._launch_rest()
+            while self.next < len(self.order) and self._next_has_memory():
+                self._launch_next()
+                self._absorb_soon()
 
     def _announce_round(self) -> None:
         assert self.round_group is not None
@@ -262,6 +290,8 @@ class GradReducer:
         self.report = self.step_report()
         self.collectives.traffic.reset()
         self.clock.begin_step()
+        for pool in self.pools:
+            pool.begin_step()
         self.next = self.noted = 0
         self.backward_watched = False
         if self.streamed:

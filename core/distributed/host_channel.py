@@ -184,6 +184,17 @@ class HostChannel:
                 "the group). Did it leave out a backward or a finalize_model_grads?"
             )
 
+    def poll(self, handle: HostHandle) -> None:
+        """Do the stages of a reduction, and of earlier ones, that wait for no rank; none before an earlier one's."""
+        most = STAGES
+        for other in self.in_flight:
+            if other.number > handle.number or most == 0:
+                break
+            while other.stage < min(most, len(other.actions)) and self.has(other.stage, other.number):
+                other.run(other.stage + 1)
+            if other.stage < len(other.actions):
+                most = min(most, other.stage)
+
     def advance(self, handle: HostHandle, stages: int) -> None:
         """Do the first `stages` stages of a reduction, and before each of them the same stage of earlier ones."""
         for other in self.in_flight:
@@ -205,6 +216,12 @@ class HostHandle:
     def is_done(self) -> bool:
         """Is there nothing left to do, and does no rank read this one's memory any more?"""
         return self.stage == len(self.actions) and self.channel.has(self.stage, self.number)
+
+    def poll(self) -> bool:
+        """Do what needs no waiting; would `wait` return at once?"""
+        if not self.is_done():
+            self.channel.poll(self)
+        return self.is_done()
 
     def step(self) -> bool:
         """Wait for what the next stage needs, and do it; False when none is left.

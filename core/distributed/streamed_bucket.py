@@ -2,10 +2,15 @@
 
 Its gradients are whole only while they fill and travel, in memory borrowed from a small pool. Every reduction adds to
 the shard, so a step may have several: one a microbatch, or one at the end.
+
+While backward runs, memory is waited for no longer than PATIENCE_S a step. Another rank may have left backward without
+the gradients of a bucket, and be in an exchange of the user's with this one, so that a wait for it would never end.
+Gradients that find no memory stay where autograd made them until a later hook, or finalize, has some.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -20,6 +25,7 @@ from core.distributed.param_layout import BucketLayout
 POOL_BUCKETS = 2  # one that fills and one that travels
 GAP_ELEMENTS = 4096  # elements that are zeroed in the time that a call for one gap takes
 MOVED_TOGETHER = 2**20  # bytes of gradients that may wait for each other before they move into a bucket's memory
+PATIENCE_S = 1.0  # longer than ranks in step with each other are apart
 
 
 class BucketPool:
@@ -33,6 +39,13 @@ class BucketPool:
         self.numel = numel
         self.free = deque(memory.split(numel) if numel else [memory] * POOL_BUCKETS)
         self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
+        self.patience_s = PATIENCE_S  # left in this step
+        self.most_patience_s = PATIENCE_S  # at its begin
+
+    def begin_step(self) -> None:
+        """Be patient again; less so than before if it was of no use."""
+        self.most_patience_s = PATIENCE_S if self.patience_s > 0 else self.most_patience_s / 4
+        self.patience_s = self.most_patience_s
 
     @property
     def nbytes(self) -> int:
@@ -45,12 +58,38 @@ class BucketPool:
         return bool(self.free)
 
     def acquire(self) -> torch.Tensor:
-        """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up."""
+        """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up. Not in backward, unless
+        there is room: see `make_room`.
+        """
         while not self.free and self.in_flight:
             self.in_flight[0].absorb()
         # The one used last, so that another's pages are never there if one is enough. Further memory is for whole
         # gradients at the end of a step that somebody asked for.
         return self.free.pop() if self.free else torch.empty_like(self.memory[: self.numel])
+
+    def make_room(self) -> bool:
+        """Have room, if that takes no longer than this step's patience."""
+        return self.has_room or self.absorb_soon()
+
+    def absorb_soon(self) -> bool:
+        """Take the oldest bucket off the wire, if there is one and that takes no longer than this step's patience."""
+        if not self.in_flight:
+            return False
+        oldest = self.in_flight[0]
+        if not self.memory.is_cuda:  # else a wait holds up the stream, not the host
+            oldest.begin_wait()
+            begun = time.perf_counter()
+            while not oldest.handle.poll():
+                waited_s = time.perf_counter() - begun
+                if waited_s >= self.patience_s:
+                    self.patience_s = 0.0
+                    oldest.event.wait_start_s = None
+                    return False
+                # Short waits are looked at often, long ones seldom: a twentieth of the wait is lost at most.
+                time.sleep(min(1e-3, max(2e-5, waited_s / 20)))
+            self.patience_s -= time.perf_counter() - begun
+        oldest.absorb()
+        return True
 
     def owns(self, memory: torch.Tensor) -> bool:
         """Is this the pool's, and not something further?"""
@@ -234,13 +273,23 @@ class StreamedBucket(Bucket):
         super().launch(collectives)
         self.pool.in_flight.append(self)
 
+    def note_done(self) -> bool:
+        """Do this rank's part of the reduction as soon as the others' gradients are there: they may wait for it."""
+        self.handle.poll()
+        return super().note_done()
+
+    def begin_wait(self) -> None:
+        """Note that backward goes no further before the reduction is done."""
+        self.note_done()
+        self.clock.mark(self.event, "wait_start_s")
+
     @torch.no_grad()
     def absorb(self) -> None:
         """Wait for the reduce-scatter, add its result to the shard, and give the memory back."""
         if self.memory is None or self.state is not BucketState.IN_FLIGHT:
             return
-        self.note_done()
-        self.clock.mark(self.event, "wait_start_s")
+        if not self.event.has("wait_start_s"):
+            self.begin_wait()
         self.handle.wait()
         self.handle = Handle()
         self.pool.in_flight.remove(self)
