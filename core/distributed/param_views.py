@@ -1,13 +1,16 @@
-"""Views of a flat tensor, one for each parameter that lies in it."""
+"""Views of a flat tensor: of each parameter that lies in it, or of stretches of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from core.distributed.param_layout import Slot
+
+PACK_NUMEL = 2**20  # elements of small parameters that are copied together
 
 
 def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torch.Tensor]:
@@ -24,6 +27,43 @@ def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torc
             stride = strides[shape] = row_strides(shape)
         views.append(flat.as_strided(shape, stride, first + begin))
     return views
+
+
+@torch.no_grad()
+def move_to(homes: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
+    """Make every parameter a view of its home, with the values that it has; what it lay in before is freed.
+
+    Small ones are copied together; of a large model PACK_NUMEL elements, or one parameter, are there twice at a time.
+    """
+    filled = first = 0
+    for index, param in enumerate(params):
+        filled += param.numel()
+        if filled >= PACK_NUMEL or index == len(params) - 1:
+            here, there = params[first : index + 1], homes[first : index + 1]
+            torch._foreach_copy_(there, here)
+            for moved, home in zip(here, there, strict=True):
+                moved.data = home
+            filled, first = 0, index + 1
+
+
+def pieces_of(flat: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+    """[flat[start:end] for start, end in ranges]: ranges come in order and do not overlap.
+
+    One torch call for all: a slice takes three times as long, and a model of many small parameters has many.
+    """
+    sizes: list[int] = []
+    wanted: list[int] = []  # which of the sizes are no gaps
+    at = 0
+    for start, end in ranges:
+        if start > at:
+            sizes.append(start - at)
+        wanted.append(len(sizes))
+        sizes.append(end - start)
+        at = end
+    if at < flat.numel():
+        sizes.append(flat.numel() - at)
+    pieces = flat.split_with_sizes(sizes)
+    return [pieces[index] for index in wanted]
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

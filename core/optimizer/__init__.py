@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from core.distributed.collector_pause import collector_paused
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
@@ -67,12 +68,6 @@ def get_megatron_optimizer(
     """
     if not model_chunks:
         raise ValueError("model_chunks is empty; pass the list of wrapped model chunks of this rank")
-    sharded = check_model(config, model_chunks)
-    params = [
-        (contract.name, param, contract.is_expert)
-        for bucket in buckets_of(model_chunks)
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
-    ]
     if isinstance(no_weight_decay_cond, Mapping) and config_overrides is None:
         config_overrides, no_weight_decay_cond = no_weight_decay_cond, None
     if config_overrides is not None:
@@ -85,11 +80,22 @@ def get_megatron_optimizer(
     else:
         assert not isinstance(no_weight_decay_cond, Mapping), "taken as config_overrides above"
         overrides = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    with collector_paused():
+        return _make(config, model_chunks, overrides, pg_collection or model_chunks[0].groups)
+
+
+def _make(
+    config: OptimizerConfig, model_chunks: Sequence[ModelChunk], overrides: Overrides, process_groups: ProcessGroups
+) -> MegatronOptimizer:
+    sharded = check_model(config, model_chunks)
+    params = (
+        (contract.name, param, contract.is_expert)
+        for bucket in buckets_of(model_chunks)
+        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+    )
     frozen = [(n, p) for chunk in model_chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
     groups = ParamGroups(config, params, overrides, frozen=frozen)
-    if pg_collection is None:
-        pg_collection = model_chunks[0].groups
-    groups.agree(everybody(pg_collection))
+    groups.agree(everybody(process_groups))
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
-    return cls(config, model_chunks, groups, everybody(pg_collection))
+    return cls(config, model_chunks, groups, everybody(process_groups))

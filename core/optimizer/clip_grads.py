@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Collectives, agree_max, gather_objects
+from core.distributed.param_views import pieces_of
 from core.optimizer.master_weights import BucketMasters
 from core.optimizer.norm_pass import NormPass
 
@@ -106,12 +107,13 @@ class GradMeter:
             copies = shared_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
             # Padding between slices is left out: it may hold what a peer's collective left there.
-            for stretch in _stretches(bucket_masters, copies):
-                memory.append(bucket_masters.grad[stretch.start : stretch.end])
+            stretches = list(_stretches(bucket_masters, copies))
+            memory += pieces_of(bucket_masters.grad, [(stretch.start, stretch.end) for stretch in stretches])
+            for stretch in stretches:
                 counted.append(stretch.in_norm and here)
                 norm_group.append(self.norm_groups.index(stretch.norm_group))
                 bucket.append(index)
-        is_double = any(stretch.dtype == torch.float64 for stretch in memory)
+        is_double = any(bucket_masters.grad.dtype == torch.float64 for bucket_masters in masters)
         self.norm_dtype = torch.float64 if is_double else torch.float32
         self.norm_pass = NormPass(memory, self.device)
 
@@ -221,8 +223,7 @@ class GradMeter:
         return None if what is None else (True, dist.get_rank(), what)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Elements [start, end) of an owned range that count alike."""
 
     start: int
@@ -230,30 +231,26 @@ class _Stretch:
     in_norm: bool
     norm_group: str | None
 
-    def alike(self, other: _Stretch) -> bool:
-        """Do both count in the same norm, or in none?"""
-        return (self.in_norm, self.norm_group) == (other.in_norm, other.norm_group)
-
 
 def _stretches(masters: BucketMasters, shared_copies: dict[str, int]) -> Iterable[_Stretch]:
     """The slices; those that touch each other and count alike, joined.
 
     shared_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
     """
-    pending: _Stretch | None = None
+    start = end = 0
+    how: tuple[bool, str | None] | None = None  # the stretch at hand counts
     for piece in masters.slices:
         counted = piece.contract.counts_in_norm
         if counted and piece.contract.crosses_stages:
             counted = shared_copies.setdefault(piece.contract.name, id(piece.param)) == id(piece.param)
-        stretch = _Stretch(piece.start, piece.end, counted, piece.norm_group)
-        if pending is not None and pending.end == stretch.start and pending.alike(stretch):
-            pending = replace(pending, end=stretch.end)
-            continue
-        if pending is not None:
-            yield pending
-        pending = stretch
-    if pending is not None:
-        yield pending
+        if how is not None and (piece.start != end or how != (counted, piece.norm_group)):
+            yield _Stretch(start, end, *how)
+            how = None
+        if how is None:
+            start, how = piece.start, (counted, piece.norm_group)
+        end = piece.end
+    if how is not None:
+        yield _Stretch(start, end, *how)
 
 
 def first_non_finite(masters: Iterable[BucketMasters]) -> str | None:

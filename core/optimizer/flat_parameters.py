@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from core import huge_pages
 from core.distributed.bucket import Bucket
+from core.distributed.param_views import move_to, views_of
 
 DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin
 
@@ -37,41 +39,31 @@ class FlatParameters:
         if data is None:
             if not all(_can_move(param, offset) for param, offset in zip(bucket.params, offsets, strict=True)):
                 return None
-            data = torch.zeros(bucket.layout.numel, dtype=bucket.params[0].dtype, device=bucket.device)
-        homes = []
-        for param, offset in zip(bucket.params, offsets, strict=True):
-            home = data[offset : offset + param.numel()].view(param.shape)
-            _move(param, home)
-            homes.append(home)
-        return cls(data, bucket.params, homes)
+            data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
+        homes = views_of(data, bucket.layout.slots, start)
+        flat = cls(data, bucket.params, homes)
+        flat.take_back()
+        return flat
 
-    @torch.no_grad()
     def take_back(self) -> None:
         """Bring home parameters that somebody has given other memory since (`param.data = ...`), with its values."""
         if list(map(torch.Tensor.data_ptr, self.params)) == self.addresses:  # each step: 0.1 ms for 2005 parameters
             return
-        for param, home, address in zip(self.params, self.homes, self.addresses, strict=True):
-            if param.data_ptr() != address:
-                _move(param, home)
+        away = [i for i, param in enumerate(self.params) if param.data_ptr() != self.addresses[i]]
+        move_to([self.homes[i] for i in away], [self.params[i] for i in away])
 
     def note_written(self) -> None:
         """Tell autograd that the parameters have changed: a graph that was made before must not be used any more."""
         increment_version(self.params)
 
 
-def _move(param: nn.Parameter, home: torch.Tensor) -> None:
-    if param.data_ptr() != home.data_ptr():
-        home.copy_(param.data)
-        param.data = home
-
-
 def _can_move(param: nn.Parameter, offset: int) -> bool:
     """Not where memory belongs to somebody else as well, or where kernels would find the new place worse."""
-    alone = param.untyped_storage().nbytes() == param.nbytes
-    if not (alone and param.is_contiguous()):
+    storage = param.untyped_storage()
+    if storage.nbytes() != param.nbytes or not param.is_contiguous():
         return False
-    if param.device.type == "cpu":
-        return not param.is_shared()
+    if param.is_cpu:
+        return not storage.is_shared()
     return offset * param.element_size() % DEVICE_ALIGNMENT == 0
 
 

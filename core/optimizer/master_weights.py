@@ -18,15 +18,16 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from core.distributed.bucket import Bucket
 from core.distributed.gradient_contract import GradientContract
+from core.distributed.param_views import pieces_of
 from core.optimizer.flat_parameters import FlatParameters
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.stored_values import CopiedValues, ParameterValues, RemainderValues, StoredValues, stored
@@ -37,9 +38,11 @@ VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
 NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
-    """Elements [start, end) of the bucket's owned range: those from `offset` on of one flattened parameter."""
+class Slice(NamedTuple):
+    """Elements [start, end) of the bucket's owned range: those from `offset` on of one flattened parameter.
+
+    A tuple, because there is one for each parameter and a frozen dataclass takes four times as long to make.
+    """
 
     param: nn.Parameter
     contract: GradientContract
@@ -57,7 +60,7 @@ class Slice:
     def cut(self, start: int, end: int) -> Slice:
         """The part of it in [start, end) of the owned range."""
         low, high = max(self.start, start), min(self.end, end)
-        return replace(self, start=low, end=high, offset=self.offset + low - self.start)
+        return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,32 +116,41 @@ class Run:
 def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
     """The parts of the bucket's parameters that this rank updates; empty ones are left out."""
     low, high = bucket.shard_range
+    first = bucket.layout.start
     slices = []
     for slot, param, contract in zip(bucket.layout.slots, bucket.params, bucket.contracts, strict=True):
-        slot_start, slot_end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
-        start, end = max(slot_start, low), min(slot_end, high)
+        _, _, slot_start, slot_end, _ = slot
+        start, end = slot_start - first, slot_end - first
+        offset = 0
+        if start < low:
+            start, offset = low, low - start
+        if end > high:
+            end = high
         if start < end:
-            place = (start - low, end - low, start - slot_start)
-            slices.append(Slice(param, contract, group_of(param), *place, getattr(param, NORM_GROUP, None)))
+            norm_group = getattr(param, NORM_GROUP, None)
+            slices.append(Slice(param, contract, group_of(param), start - low, end - low, offset, norm_group))
     return slices
 
 
-def join_slices(slices: Sequence[Slice], alone: Callable[[Slice], bool] = lambda piece: False) -> list[list[Slice]]:
+def join_slices(slices: Sequence[Slice], alone: Callable[[int], bool] = lambda group: False) -> list[list[Slice]]:
     """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
 
     Only where what comes before fills whole vectors: kernels round the last elements of a tensor, where they do not, in
     another way than those before, and a run that is split later (a frozen parameter) shall not change a bit.
-    alone: slices that are a run of their own.
+    alone: param groups of which each slice is a run of its own.
     """
     joined: list[list[Slice]] = []
+    stretch: list[Slice] = []  # the last one
+    key: tuple[int, str | None] | None = None  # its group and norm; None where nothing may join it
+    first = 0  # where it begins
     for piece in slices:
-        before = joined[-1][-1] if joined else None
-        alike = before is not None and (before.group, before.norm_group) == (piece.group, piece.norm_group)
-        whole_vectors = before is not None and (piece.start - joined[-1][0].start) % VECTOR_NUMEL == 0
-        if before is not None and alike and whole_vectors and not alone(before) and not alone(piece):
-            joined[-1].append(piece)
+        mine = None if alone(piece.group) else (piece.group, piece.norm_group)
+        if mine is not None and mine == key and (piece.start - first) % VECTOR_NUMEL == 0:
+            stretch.append(piece)
         else:
-            joined.append([piece])
+            stretch = [piece]
+            joined.append(stretch)
+            key, first = mine, piece.start
     return joined
 
 
@@ -207,7 +219,7 @@ class BucketMasters:
         if self.home is Home.REMAINDER:
             self.remainders = torch.zeros(self.grad.numel(), dtype=torch.int16, device=self.grad.device)
         self.needs_shape = needs_shape
-        self.runs = [self._run(slices, end) for slices, end in self._stretches(scratch_numel)]
+        self.runs = self._make_runs(self._stretches(scratch_numel))
         self.load_parameters()
 
     # -- where things lie -------------------------------------------------------------------------------------------
@@ -248,7 +260,7 @@ class BucketMasters:
         """(slices, end) of each run."""
         in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
         one_a_param = self.config.optimizer_cpu_offload or (in_place and self.param_data is None)
-        joined = join_slices(self.slices, lambda piece: one_a_param or self.needs_shape(piece.group))
+        joined = join_slices(self.slices, lambda group: one_a_param or self.needs_shape(group))
         stretches: list[tuple[list[Slice], int]] = []
         for slices in joined:
             if self.in_scratch and scratch_numel is not None and not self.needs_shape(slices[0].group):
@@ -257,36 +269,49 @@ class BucketMasters:
                 stretches.append((slices, slices[-1].end))
         return stretches
 
-    def _run(self, slices: list[Slice], end: int) -> Run:
-        start = slices[0].start
-        run = Run(tuple(slices), self.grad[start:end], in_scratch=self.in_scratch)
-        shape = self._shape_of(run)
-        params = ParameterValues(slices, None if self.param_data is None else self.param_data[start:end])
-        if self.main is not None:
-            run.master = nn.Parameter(self.main[start:end].view(shape))
-        elif self.home is Home.REMAINDER:
-            assert self.remainders is not None
-            run.home = RemainderValues(self.remainders[start:end], params)
-        elif self.home is Home.COPY:
-            values = stored(run.numel, self.copy_dtype, self.grad.device)
-            run.home = CopiedValues(values, params)
-        elif self.param_dtype != self.dtype:
-            run.home = params
-        elif self.param_data is not None:
-            run.master = nn.Parameter(self.param_data[start:end].view(shape))
-        elif slices[0].numel == slices[0].param.numel():
-            run.master = slices[0].param
-        else:
-            run.master = nn.Parameter(params.parameters()[0])
-        if not run.in_scratch:
-            run.grad = run.reduced.view(run.master.shape)
-        return run
+    def _make_runs(self, stretches: Sequence[tuple[list[Slice], int]]) -> list[Run]:
+        ranges = [(slices[0].start, end) for slices, end in stretches]
+        reduced = pieces_of(self.grad, ranges)
+        values: Sequence[torch.Tensor | None] = [None] * len(ranges)
+        if self.param_data is not None:
+            values = pieces_of(self.param_data, ranges)
+        return [
+            self._run(slices, grads, params)
+            for (slices, _), grads, params in zip(stretches, reduced, values, strict=True)
+        ]
 
-    def _shape_of(self, run: Run) -> tuple[int, ...]:
-        """The shape in which the inner optimizer sees a run."""
-        if not self.needs_shape(run.group):
-            return (run.numel,)
-        piece = run.slices[0]
+    def _run(self, slices: list[Slice], reduced: torch.Tensor, values: torch.Tensor | None) -> Run:
+        """One run; `values` is the memory of its parameters where they lie one after the other."""
+        in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
+        if self.main is None and not in_place:
+            return Run(tuple(slices), reduced, in_scratch=True, home=self._home_of(slices, reduced.numel(), values))
+        piece = slices[0]
+        if self.main is not None:
+            values = self.main[piece.start : piece.start + reduced.numel()]
+        shape = self._shape_of(piece, reduced.numel()) if self.needs_shape(piece.group) else None
+        if values is not None:
+            master = nn.Parameter(values if shape is None else values.view(shape))
+        elif piece.numel == piece.param.numel():
+            master = piece.param
+        else:
+            master = nn.Parameter(_of_parameter(piece))
+        if self.in_scratch:
+            return Run(tuple(slices), reduced, master, in_scratch=True)
+        return Run(tuple(slices), reduced, master, reduced if master.dim() == 1 else reduced.view(master.shape))
+
+    def _home_of(self, slices: Sequence[Slice], numel: int, values: torch.Tensor | None) -> StoredValues:
+        """Where the master of a run is kept that is stepped in scratch."""
+        params = ParameterValues(slices, values)
+        if self.remainders is not None:
+            return RemainderValues(self.remainders[slices[0].start : slices[0].start + numel], params)
+        if self.home is Home.COPY:
+            return CopiedValues(stored(numel, self.copy_dtype, self.grad.device), params)
+        return params
+
+    def _shape_of(self, piece: Slice, numel: int) -> tuple[int, ...]:
+        """The shape in which the inner optimizer sees a run of `numel` elements that begins with `piece`."""
+        if not self.needs_shape(piece.group):
+            return (numel,)
         if piece.numel != piece.param.numel():
             raise ValueError(
                 f"parameter {piece.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
@@ -297,7 +322,8 @@ class BucketMasters:
     def place(self, run: Run, memory: Callable[[str], torch.Tensor]) -> None:
         """Give a run its part of the scratch memory of this name, where it needs it."""
         if run.home is not None:
-            run.master = nn.Parameter(memory("master")[run.at : run.at + run.numel].view(self._shape_of(run)))
+            master = memory("master")[run.at : run.at + run.numel]
+            run.master = nn.Parameter(master.view(self._shape_of(run.slices[0], run.numel)))
         if run.reduced.dtype == self.dtype:
             run.grad = run.reduced.view(run.master.shape)
         else:

@@ -30,15 +30,15 @@ class NormPass:
         self.rest: list[torch.Tensor] = []  # flat, one piece each
         self.stretch_of: list[int] = []
         rest_of: list[int] = []
+        on_cpu = device.type == "cpu"
         for index, stretch in enumerate(stretches):
-            filled = 0
-            if stretch.device.type == "cpu":
-                filled = stretch.numel() // ROW_ELEMENTS * ROW_ELEMENTS
+            numel = stretch.numel()
+            filled = numel // ROW_ELEMENTS * ROW_ELEMENTS if on_cpu else 0
             if filled:
                 self.rows.append(stretch[:filled].view(-1, ROW_ELEMENTS))
                 self.stretch_of.append(index)
-            if filled < stretch.numel():
-                self.rest.append(stretch[filled:])
+            if filled < numel:
+                self.rest.append(stretch[filled:] if filled else stretch)
                 rest_of.append(index)
         self.stretch_of += rest_of
         self._converted: torch.Tensor | None = None

@@ -133,26 +133,47 @@ class ParamGroups:
         self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
         self._numbers: dict[GroupKey, int] = {}  # this rank's keys, numbered as they came
         self._group_of: dict[int, int] = {}  # id of a parameter -> the number of its key
+        self._place(params)
+        self._order(list(self._numbers))
+        tests = [key.test() for key in self.overrides]
+        for name, param in frozen:
+            self.matched.update(index for index, test in enumerate(tests) if test(param, name))
+
+    def _place(self, params: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+        """Find the key of every parameter. Parameters of which the same is true have one, which is made once."""
+        tests = [(index, key.test()) for index, key in enumerate(self.overrides)]
+        muon = self.config.optimizer == "muon"
+        # What is true of a parameter -> the number of its key and whether its algorithm asks for its shape; None where
+        # overrides contradict each other.
+        known: dict[tuple[Any, ...], tuple[int, bool] | None] = {}
         for name, param, is_expert in params:
             try:
-                key = self._key_of(name, param, is_expert)
+                matching = tuple([index for index, test in tests if test(param, name)])
+                tagged = bool(getattr(param, "is_embedding_or_output_parameter", False))
+                about = matching, tagged, is_expert, muon and is_muon_matrix(name, param)
+                if about not in known:
+                    self.matched.update(matching)
+                    known[about] = None
+                    key = self._key_of(name, param, matching, tagged, is_expert)
+                    number = self._numbers.setdefault(key, len(self._numbers))
+                    known[about] = number, algorithm_needs_shapes(key.algorithm)
             except ValueError as error:
                 self.problem = self.problem or str(error)
                 continue
-            self._group_of[id(param)] = self._numbers.setdefault(key, len(self._numbers))
-            if algorithm_needs_shapes(key.algorithm):
-                self.whole = max(self.whole, (what_must_be_whole(param), name))
-        self._order(list(self._numbers))
-        for name, param in frozen:
-            self.matched.update(index for index, key in enumerate(self.overrides) if key.matches(param, name))
+            found = known[about]
+            if found is not None:
+                self._group_of[id(param)] = found[0]
+                if found[1]:
+                    self.whole = max(self.whole, (what_must_be_whole(param), name))
 
-    def _key_of(self, name: str, param: nn.Parameter, is_expert: bool) -> GroupKey:
+    def _key_of(
+        self, name: str, param: nn.Parameter, matching: Sequence[int], tagged: bool, is_expert: bool
+    ) -> GroupKey:
+        """The key of a parameter that these overrides match."""
         combined: dict[str, Any] = {}
         source: dict[str, ParamKey] = {}
-        for index, (key, override) in enumerate(self.overrides.items()):
-            if not key.matches(param, name):
-                continue
-            self.matched.add(index)
+        overrides = list(self.overrides.items())
+        for key, override in (overrides[index] for index in matching):
             for field, value in override.items():
                 if field in combined and combined[field] != value:
                     raise ValueError(
@@ -162,7 +183,6 @@ class ParamGroups:
                 combined[field] = value
                 source[field] = key
         algorithm = label(combined.pop("optimizer", None) or algorithm_of(self.config, name, param))
-        tagged = bool(getattr(param, "is_embedding_or_output_parameter", False))
         decoupled = tagged and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
         return GroupKey(algorithm, tuple(sorted(combined.items())), decoupled, is_expert)
 

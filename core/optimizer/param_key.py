@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any, TypedDict
 
 from torch import nn
@@ -82,12 +83,23 @@ class ParamKey:
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
         """Is any of the criteria met?"""
-        return (
-            any(fnmatchcase(param_name, pattern) for pattern in _several(self.name))
-            or any(bool(getattr(param, attr, False)) for attr in _several(self.attr))
-            or any(predicate(param) for predicate in _several(self.predicate))
-            or any(predicate(param, param_name) for predicate in _several(self.with_name_predicate))
-        )
+        return self.test()(param, param_name)
+
+    def test(self) -> Callable[[nn.Parameter, str], bool]:
+        """`matches` as a function, for many parameters: with patterns that are compiled once."""
+        tests: list[Callable[[nn.Parameter, str], Any]] = []
+        if patterns := _several(self.name):
+            fits = re.compile("|".join(map(translate, patterns))).match
+            tests.append(lambda param, name: fits(name))
+        for attr in _several(self.attr):
+            tests.append(lambda param, name, attr=attr: getattr(param, attr, False))  # type: ignore[misc]
+        for predicate in _several(self.predicate):
+            tests.append(lambda param, name, fn=predicate: fn(param))  # type: ignore[misc]
+        tests += _several(self.with_name_predicate)
+        if len(tests) == 1:
+            (only,) = tests
+            return lambda param, name: bool(only(param, name))
+        return lambda param, name: any(test(param, name) for test in tests)
 
     def __str__(self) -> str:
         """The criteria that are set, with predicates by their names."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
-from core.distributed import ContractError, LayoutMismatch, finalize_model_grads, initial_weights
+from core.distributed import ContractError, LayoutMismatch, finalize_model_grads, initial_weights, param_views
 from core.distributed.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
@@ -24,7 +24,8 @@ from core.distributed.gradient_contract import (
     read_contracts,
 )
 from core.distributed.param_layout import BufferKey, ParamSpec, plan_buffer
-from core.distributed.param_views import views_of
+from core.distributed.param_views import move_to, pieces_of, views_of
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
@@ -114,6 +115,39 @@ def test_views_are_slices_reshaped(sharded: bool) -> None:
             views_of(flat, bucket.slots, bucket.start), views_of(borrowed, bucket.slots, bucket.start), strict=True
         ):
             assert torch.equal(view, lent)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 7)], [(2, 5)], [(0, 2), (2, 3), (5, 5), (6, 7)], [(1, 1), (1, 4)]])
+def test_pieces_are_slices(ranges: list[tuple[int, int]]) -> None:
+    whole = torch.arange(7.0)
+    pieces = pieces_of(whole, ranges)
+    assert [piece.tolist() for piece in pieces] == [list(range(start, end)) for start, end in ranges]
+    for piece in pieces:
+        piece.add_(10)
+    assert [int(value) // 10 for value in whole] == [sum(a <= i < b for a, b in ranges) for i in range(7)]
+    assert pieces_of(torch.empty(0), []) == []
+
+
+def test_parameters_move_with_their_values_and_few_of_them_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(param_views, "PACK_NUMEL", 6)
+    sizes = [3, 2, 4, 1, 9, 2]
+    params = [nn.Parameter(torch.arange(float(size)) + 10 * i) for i, size in enumerate(sizes)]
+    params[2] = nn.Parameter(params[2].detach().view(2, 2).t())
+    expected = [param.detach().clone() for param in params]
+    whole = torch.zeros(sum(sizes))
+    homes = [part.view(param.shape) for part, param in zip(whole.split(sizes), params, strict=True)]
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(to: Any, of: Any) -> None:
+        copied.append(sum(each.numel() for each in of))
+        copy(to, of)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    move_to(homes, params)
+    assert copied == [9, 10, 2]
+    for param, home, value in zip(params, homes, expected, strict=True):
+        assert torch.equal(param, value) and param.data_ptr() == home.data_ptr() and param.requires_grad
 
 
 class Groups:
@@ -259,6 +293,24 @@ def test_the_garbage_collector_is_left_as_it_was(rank: int, world: int) -> None:
             assert gc.isenabled() == was_on
         finally:
             gc.enable()
+
+
+@ranks(1)
+def test_what_a_wrap_makes_is_old_at_once_and_what_a_user_froze_stays_frozen(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    gc.unfreeze()  # what the tests' own processes set aside
+    try:
+        ddp = wrap(Many(300))
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [ddp])
+        young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
+        made = [*ddp.buffers[0].buckets[0].contracts, *(run for masters in optimizer.masters for run in masters.runs)]
+        assert len(made) > 300 and not any(id(each) in young for each in made)
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        wrap(Many(300))
+        assert gc.get_freeze_count() >= frozen - 100 > 1000  # a frozen object may die
+    finally:
+        gc.freeze()
 
 
 @ranks(2)
