@@ -235,6 +235,9 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     Input: token ids [b, s], equal on all ranks of the group; output: [b, s, embedding_dim], or with
     reduce_scatter_embeddings [s, b, embedding_dim] split along the sequence. The rest as in ColumnParallelLinear.
+
+    With gradient_accumulation_fusion the rows of this batch are added straight into `main_grad`: autograd would make a
+    gradient of the whole vocabulary, zeros mostly, and add all of it.
     """
 
     def __init__(
@@ -269,7 +272,11 @@ class VocabParallelEmbedding(_ParallelLayer):
         elsewhere = (row < 0) | (row >= self.num_embeddings_per_partition)
         # An id of no rank stays out of range, for the lookup to find; it must not pass for an id of another rank.
         row = row.masked_fill(elsewhere, 0).masked_fill(outside, -1)
-        output = F.embedding(row, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled():
+            output = _Rows.apply(row, self.weight)
+        else:
+            output = F.embedding(row, self.weight)
+        output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:
             output = rearrange(output, "b s h -> s b h")
             if self.tp_size > 1:
@@ -277,6 +284,34 @@ class VocabParallelEmbedding(_ParallelLayer):
         elif self.tp_size > 1:
             output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
         return output
+
+
+class _Rows(torch.autograd.Function):
+    """F.embedding, whose gradient is added into the weight's main_grad where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.parameter = weight
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (rows,), weight = ctx.saved_tensors, ctx.parameter
+        if not ctx.needs_input_grad[1]:
+            return None, None
+        rows, grad = rows.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        # Not into 16 bits: there a frequent token's row would be rounded once for each time it occurs.
+        main_grad = _main_grad_of(weight)
+        if main_grad is None or main_grad.dtype.itemsize < 4:
+            return None, torch.ops.aten.embedding_dense_backward(grad, rows, weight.shape[0], -1, False)
+        if main_grad.is_cuda:  # index_add_ would add in any order there
+            main_grad.index_put_((rows,), grad.to(main_grad.dtype), accumulate=True)
+        else:
+            main_grad.index_add_(0, rows, grad.to(main_grad.dtype))
+        weight.grad_added_to_main_grad = True
+        return None, None
 
 
 # -- the product itself ----------------------------------------------------------------------------------------------
@@ -358,18 +393,24 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> Tensor | None:
-    """The gradient [out, in] of a weight, or None once it has been added into the parameter's main_grad.
-
-    The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
-    buffer) is left alone: autograd's own accumulation is always right.
-    """
+    """The gradient [out, in] of a weight, or None once it has been added into the parameter's main_grad."""
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None or getattr(parameter, "grad", None) is not main_grad:
+    main_grad = None if parameter is None else _main_grad_of(parameter)
+    if main_grad is None:
         return grad.t() @ input
     _add_product(main_grad, grad, input)
     parameter.grad_added_to_main_grad = True  # type: ignore[union-attr]
     return None
+
+
+def _main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The memory that the wrapper keeps a parameter's gradient in, where a gradient may be added to it.
+
+    The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
+    buffer) is left alone: autograd's own accumulation is always right.
+    """
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return main_grad if main_grad is not None and parameter.grad is main_grad else None
 
 
 def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:

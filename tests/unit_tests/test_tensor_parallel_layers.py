@@ -148,24 +148,27 @@ def test_vocab_parallel_embedding(rank: int, world: int, sequence_parallel: bool
     group, weight = dist.group.WORLD, master(13, 6)
     ids = torch.randint(0, 13, (3, 4), generator=torch.Generator().manual_seed(1))
     ids[0, :2] = torch.tensor([0, 12])
-    layer = VocabParallelEmbedding(
-        13, 6, init_method=INIT, config=config(world), reduce_scatter_embeddings=sequence_parallel, tp_group=group,
-        name="layer",
-    )  # fmt: skip
     leaf, grad = weight.clone().requires_grad_(), normal(3, 4, 6, seed=2)
     want = F.embedding(ids, leaf)
     want.backward(grad)
-
-    output = layer(ids)
-    if sequence_parallel:
-        torch.testing.assert_close(output, split_first(want.transpose(0, 1), group))
-        output.backward(split_first(grad.transpose(0, 1), group))
-    else:
-        torch.testing.assert_close(output, want)
-        output.backward(grad)
-    torch.testing.assert_close(layer.weight.grad, tensor_parallel_slice(leaf.grad, 0, world, rank))
-    with pytest.raises(ValueError, match=r"\[0, 13\], expected 0 <= id < 13"):
-        layer(torch.tensor([[0, 13]]))
+    for fused in (False, True):
+        layer = VocabParallelEmbedding(
+            13, 6, init_method=INIT, config=config(world, gradient_accumulation_fusion=fused),
+            reduce_scatter_embeddings=sequence_parallel, tp_group=group, name="layer",
+        )  # fmt: skip
+        own = layer.weight
+        own.grad = own.main_grad = torch.zeros_like(own)
+        output = layer(ids)
+        if sequence_parallel:
+            torch.testing.assert_close(output, split_first(want.transpose(0, 1), group))
+            output.backward(split_first(grad.transpose(0, 1), group))
+        else:
+            torch.testing.assert_close(output, want)
+            output.backward(grad)
+        torch.testing.assert_close(own.main_grad, tensor_parallel_slice(leaf.grad, 0, world, rank))
+        assert own.grad is own.main_grad and hasattr(own, "grad_added_to_main_grad") is fused
+        with pytest.raises(ValueError, match=r"\[0, 13\], expected 0 <= id < 13"):
+            layer(torch.tensor([[0, 13]]))
 
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -204,6 +207,56 @@ def test_fused_gradients_accumulate_in_place_and_fire_the_hook(recompute: bool) 
     torch.testing.assert_close(buffer[10:58].view(8, 6), expected)
     assert buffer[:10].abs().sum() == 0 and buffer[58:].abs().sum() == 0
     assert len(fired) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_tied_weights_gradient_is_made_in_the_buffer_alone(device: str, dtype: torch.dtype) -> None:
+    """Rows of the tokens and the product of the logits, for two microbatches; one hook a backward, after both."""
+    settings = config(1, gradient_accumulation_fusion=True, params_dtype=dtype)
+    embedding = VocabParallelEmbedding(
+        50, 6, init_method=INIT, config=settings, pg_collection=ProcessGroups(), name="tied"
+    ).to(device)
+    logits = ColumnParallelLinear(
+        6, 50, config=settings, init_method=INIT, bias=False, skip_weight_param_allocation=True,
+        pg_collection=ProcessGroups(),
+    )  # fmt: skip
+    weight, seen = embedding.weight, []
+    buffer = torch.zeros(1000, device=device)
+    weight.grad_dtype = torch.float32
+    weight.grad = weight.main_grad = buffer[100:400].view(50, 6)
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.main_grad.abs().sum().item()))
+    ids = torch.tensor([[3, 3, 3, 0], [49, 3, 7, 8]], device=device)
+    grad = normal(2, 4, 50, seed=3).to(dtype).to(device)
+    for _ in range(2):
+        logits(embedding(ids), weight)[0].backward(grad)
+
+    exact = weight.detach().cpu().double()
+    rows, at = grad.cpu().double().view(8, 50), ids.cpu().view(8)
+    expected = rows.t() @ exact[at]
+    into_rows = rows @ exact
+    for token, number in enumerate(at.tolist()):
+        expected[number] += into_rows[token]
+    # The gradient of the hidden states is in bf16 between the two layers; sums are in fp32 either way.
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    torch.testing.assert_close(weight.main_grad.cpu().double(), 2 * expected, **close)
+    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    assert buffer[:100].abs().sum() == 0 and buffer[400:].abs().sum() == 0
+    assert len(seen) == 2 and seen[0] == pytest.approx(seen[1] / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["bf16 buffer", "another grad"])
+def test_an_embeddings_gradient_that_may_not_be_added_in_place_is_returned(case: str) -> None:
+    """In bf16 a row that 300 tokens share would stop growing at 256: autograd's kernel knows better, or is left to."""
+    settings = config(1, gradient_accumulation_fusion=True, params_dtype=torch.float32)
+    layer = VocabParallelEmbedding(9, 4, init_method=INIT, config=settings, pg_collection=ProcessGroups(), name="rows")
+    layer.weight.main_grad = torch.zeros(9, 4, dtype=torch.bfloat16 if case == "bf16 buffer" else torch.float32)
+    if case == "bf16 buffer":
+        layer.weight.grad_dtype = torch.bfloat16
+        layer.weight.grad = layer.weight.main_grad
+    layer(torch.full((1, 300), 5)).sum().backward()
+    assert torch.equal(layer.weight.grad.float(), 300.0 * torch.eye(9)[5].unsqueeze(1).expand(9, 4))
+    assert not hasattr(layer.weight, "grad_added_to_main_grad")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
