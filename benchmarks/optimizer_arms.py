@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.workloads import WORKLOADS
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 LR, BETAS, EPS, WEIGHT_DECAY = 0.1, (0.9, 0.999), 1e-8, 0.1
 CLIP = 1.0  # the gradients' norm is the root of their number, so that every clipped step multiplies
 SEED = 1234
@@ -38,29 +38,32 @@ class Precision:
         """
         gradients = self.grad.itemsize * (2 if clipped else 1)
         moments = 2 * 2 * self.moment.itemsize
-        parameter = self.param.itemsize * (1 if self.master not in (None, torch.int16) else 2)  # else only written
+        parameter = self.param.itemsize * (1 if self.master not in (None, INT16) else 2)  # else only written
         master = 0 if self.master is None else 2 * self.master.itemsize
         return gradients + moments + parameter + master
+
+
+def _aware(grad: torch.dtype, master: torch.dtype | None, moment: torch.dtype, **options: Any) -> Precision:
+    """bf16 parameters under use_precision_aware_optimizer."""
+    options = {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": grad,
+        "exp_avg_dtype": moment,
+        "exp_avg_sq_dtype": moment,
+        **options,
+    }
+    return Precision(BF16, grad, master, moment, options)
 
 
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(FP32, FP32, None),
     "bf16, fp32 gradients and masters": Precision(BF16, FP32, FP32),
-    "bf16, bf16 gradients, remainders": Precision(
-        BF16, BF16, torch.int16, options={"use_precision_aware_optimizer": True, "main_grads_dtype": BF16}
-    ),
-    "bf16, bf16 gradients and moments, remainders": Precision(
-        BF16,
-        BF16,
-        torch.int16,
-        BF16,
-        {
-            "use_precision_aware_optimizer": True,
-            "main_grads_dtype": BF16,
-            "exp_avg_dtype": BF16,
-            "exp_avg_sq_dtype": BF16,
-        },
-    ),
+    "bf16, bf16 gradients, fp32 masters": Precision(BF16, BF16, FP32),
+    "bf16, fp32 gradients, remainders": _aware(FP32, INT16, FP32),
+    "bf16, bf16 gradients, remainders": _aware(BF16, INT16, FP32),
+    "bf16, bf16 gradients and moments, remainders": _aware(BF16, INT16, BF16),
+    "bf16, bf16 gradients, fp16 moments, remainders": _aware(BF16, INT16, FP16),
+    "bf16 throughout, no masters": _aware(BF16, None, BF16, main_params_dtype=BF16),
 }
 
 

@@ -4,6 +4,8 @@ Arms take turns in a shuffled order, each on the same gradients, after all have 
 With two ranks both step at once, and so do the copies that they are compared with; a step's time is the slower rank's.
 Copy bandwidth is that of `b.copy_(a)` over kept buffers of the same size as the parameters, bytes read and written. A
 step can be above it: a copy fetches the memory that it is about to overwrite, and a step has read that anyway.
+
+The last column is the most tensor memory that one more step, untimed, allocated for its time (allocations.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.allocations import temporary_bytes
 from benchmarks.optimizer_arms import ARMS, BF16, PRECISIONS, Problem, StepArm, StepArmSpec, check_weights, shapes_of
 from benchmarks.report import add_json, machine, write_json
 from benchmarks.workloads import TABLE, WORKLOADS
@@ -75,8 +78,10 @@ def check_arms(problem: Problem, arms: dict[str, tuple[StepArmSpec, StepArm]]) -
         check_weights(name, arm.weights(), wanted[spec.clipped], start, tolerance)
 
 
-def measure(problem: Problem, specs: Sequence[StepArmSpec], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of each arm, and of each copy, by name. Collective."""
+def measure(
+    problem: Problem, specs: Sequence[StepArmSpec], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each step of each arm and of each copy, and temporary bytes of a step, by name. Collective."""
     arms = {spec.name: (spec, spec.make(problem)) for spec in specs}
     check_arms(problem, arms)
     grads = problem.gradients(CHECKED_STEPS)
@@ -91,10 +96,16 @@ def measure(problem: Problem, specs: Sequence[StepArmSpec], rounds: int) -> dict
             arm = arms[name][1]
             arm.prepare(grads)
             seconds[name].append(timed(arm.step))
-    return seconds
+    temporary = {}
+    for name, (_, arm) in arms.items():
+        arm.prepare(grads)
+        temporary[name] = temporary_bytes(arm.step)
+    return seconds, temporary
 
 
-def results_of(problem: Problem, specs: Sequence[StepArmSpec], seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+def results_of(
+    problem: Problem, specs: Sequence[StepArmSpec], seconds: dict[str, list[float]], temporary: dict[str, int]
+) -> list[dict[str, Any]]:
     """A row for the copy and one for each arm: milliseconds, bytes an element, share of the copy's bandwidth."""
     bytes_of = {spec.name: problem.precision.bytes_per_element(clipped=spec.clipped) for spec in specs}
     bytes_of[COPY] = 8
@@ -110,6 +121,7 @@ def results_of(problem: Problem, specs: Sequence[StepArmSpec], seconds: dict[str
                 "bytes_per_element": bytes_of[name],
                 "gb_per_s": bytes_of[name] * problem.numel / median / 1e9,
                 "of_copy": share_of_copy(bytes_of[name], median, bytes_of[COPY], copy_s),
+                "temporary_bytes": temporary.get(name, 0),
                 "ms_all": [t * 1e3 for t in times],
             }
         )
@@ -118,12 +130,12 @@ def results_of(problem: Problem, specs: Sequence[StepArmSpec], seconds: dict[str
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as Markdown."""
-    lines = ["| | ms (quartiles) | bytes an element | GB/s | of copy |", "|---|---|---|---|---|"]
+    lines = ["| | ms (quartiles) | bytes an element | GB/s | of copy | temporary KiB |", "|---|---|---|---|---|---|"]
     for row in rows:
         low, high = row["ms_quartiles"]
         lines.append(
             f"| {row['arm']} | {row['ms']:.2f} ({low:.2f} to {high:.2f}) | {row['bytes_per_element']} | "
-            f"{row['gb_per_s']:.1f} | {row['of_copy']:.2f} |"
+            f"{row['gb_per_s']:.1f} | {row['of_copy']:.2f} | {row['temporary_bytes'] / 1024:.0f} |"
         )
     return "\n".join(lines)
 
@@ -138,7 +150,7 @@ def _rank(rank: int, options: argparse.Namespace, ranks: int, store: str, result
     for workload in options.workloads:
         for name in options.precisions:
             problem = Problem(shapes_of(workload, ranks), PRECISIONS[name])
-            seconds = measure(problem, specs, options.rounds)
+            seconds, temporary = measure(problem, specs, options.rounds)
             gc.collect()
             if rank == 0:
                 results.put(
@@ -148,7 +160,7 @@ def _rank(rank: int, options: argparse.Namespace, ranks: int, store: str, result
                         "ranks": ranks,
                         "numel": problem.numel,
                         "tensors": len(problem.shapes),
-                        "rows": results_of(problem, specs, seconds),
+                        "rows": results_of(problem, specs, seconds, temporary),
                     }
                 )
     dist.destroy_process_group()

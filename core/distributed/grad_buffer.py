@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from core import huge_pages
 from core.distributed.bucket import Bucket, BucketGroups
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.host_channel import HostChannel
 from core.distributed.host_memory import HostMemory
 from core.distributed.param_layout import BufferLayout
-from core.distributed.param_views import views_of
+from core.distributed.param_views import move_to, views_of
 from core.distributed.streamed_bucket import POOL_BUCKETS, BucketPool, StreamedBucket
 
 
@@ -86,17 +87,13 @@ class GradBuffer:
             else:
                 bucket = Bucket(plan, memory, sharded=sharded, param_data=param_data, **common)
             self.buckets.append(bucket)
-            homes: list[torch.Tensor] = []
-            if param_data is not None and members:
-                homes = views_of(param_data, plan.slots, plan.start)
-                with torch.no_grad():
-                    torch._foreach_copy_(homes, tuple(members))
-            for param, view, home in itertools.zip_longest(members, bucket.views, homes):
-                param.grad = None
-                param.grad_dtype = grad_dtype  # autograd accumulates in this dtype
-                param.main_grad = view  # None where gradients are streamed: there is no lasting one
-                if home is not None:
-                    param.data = home
+            if param_data is not None:
+                move_to(views_of(param_data, plan.slots, plan.start), members)
+            for param, view in itertools.zip_longest(members, bucket.views):
+                if param.grad_dtype is not grad_dtype:  # autograd accumulates in this dtype
+                    param.grad = None
+                    param.grad_dtype = grad_dtype
+                param.grad = param.main_grad = view  # None where gradients are streamed: there is no lasting one
             bucket.attach()
 
     def _allocate(
@@ -104,7 +101,7 @@ class GradBuffer:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        make: Callable[..., torch.Tensor] = torch.zeros,
+        make: Callable[..., torch.Tensor] = huge_pages.zeros,
     ) -> torch.Tensor:
         """[numel] by `make`; where the data group's ranks are processes of one host, they map it from each other."""
         groups = [self.groups.data, self.groups.shard, *([self.groups.replica] if self.groups.replica else [])]

@@ -57,6 +57,7 @@ class ChainedOptimizer(MegatronOptimizer):
                 for number, optimizer in enumerate(self.chained_optimizers)
                 for model in optimizer.model_of_buckets()
             ],
+            spare=first.scratch.gradients,
         )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:
@@ -108,10 +109,6 @@ class ChainedOptimizer(MegatronOptimizer):
             begin = end
         self.skip_log.made(self._scale)
         return True
-
-    def _follow_freezing(self) -> None:
-        for optimizer in self.chained_optimizers:
-            optimizer._follow_freezing()
 
     # -- what users of Megatron call --------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, agree_max, gather_objects
+from core.distributed.collectives import gather_objects
 from core.distributed.param_views import pieces_of
+from core.distributed.small_exchange import SmallExchange
 from core.optimizer.master_weights import BucketMasters
 from core.optimizer.norm_pass import NormPass
 
@@ -78,8 +79,10 @@ class GradMeter:
     """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
     norm_type: p of the norm, math.inf for the largest magnitude.
-    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
+    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from, and all must
+        allow it (`share_host_memory`) for ranks of one host to read each other's sums in memory.
     models: for each bucket which model it is of, where there are several: names are shared within one alone.
+    spare: memory that is written over, see NormPass.
     """
 
     def __init__(
@@ -90,14 +93,17 @@ class GradMeter:
         norm_type: float = 2.0,
         watched: Sequence[Any] = (),
         models: Sequence[Hashable] = (),
+        spare: torch.Tensor | None = None,
     ) -> None:
         self.masters = masters
         self.groups = groups
         self.norm_type = norm_type
         self.watched = watched
         self.device = device_of(masters, groups)
-        self.collectives = Collectives()
         self.norm_groups = self._agree_on_norm_groups()
+        share = all(chunk.ddp_config.share_host_memory for chunk in watched)
+        numbers = len(self.norm_groups) + 2
+        self.exchanges = [SmallExchange(group, numbers, self.device, share_memory=share) for group in groups]
         memory: list[torch.Tensor] = []
         counted: list[bool] = []
         norm_group: list[int] = []
@@ -115,7 +121,7 @@ class GradMeter:
                 bucket.append(index)
         is_double = any(bucket_masters.grad.dtype == torch.float64 for bucket_masters in masters)
         self.norm_dtype = torch.float64 if is_double else torch.float32
-        self.norm_pass = NormPass(memory, self.device)
+        self.norm_pass = NormPass(memory, self.device, spare)
 
         def of_pieces(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor([values[i] for i in self.norm_pass.stretch_of], dtype=dtype, device=self.device)
@@ -170,7 +176,7 @@ class GradMeter:
     ) -> tuple[list[float], float, bool, list[float]]:
         """(norm of each norm group, zeros, is a gradient of any rank not finite, factors) in one vector of sums.
 
-        A largest magnitude is no sum: it is reduced on its own, and zeros, if they are counted, after it.
+        A largest magnitude is no sum: where an all-reduce carries them, such norms and zeros go in two.
         """
         count = len(self.norm_groups)
         largest = math.isinf(self.norm_type)
@@ -184,13 +190,8 @@ class GradMeter:
         sums[count] = (~torch.isfinite(norms)).any()
         if zeros is not None:
             sums[count + 1] = zeros
-        for group in self.groups:
-            if not largest:
-                self.collectives.all_reduce(sums, group).wait()
-                continue
-            agree_max(sums[: count + 1], group).wait()
-            if zeros is not None:
-                self.collectives.all_reduce(sums[count + 1 :], group).wait()
+        for exchange in self.exchanges:
+            sums = exchange.reduce(sums, maxima=count + 1 if largest else 0)
         numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
         root = 1.0 if largest else 1.0 / self.norm_type
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]

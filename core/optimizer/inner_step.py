@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
+from core.huge_pages import HugeZeros
 from core.optimizer.master_weights import Run
 
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
@@ -51,8 +53,11 @@ def step_only(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
         group["params"] = []
     for run in runs:
         groups[run.group]["params"].append(run.master)
+    # What an algorithm makes in its first step are its moments, which every step reads and writes.
+    first = any(run.master not in optimizer.state for run in runs)
     try:
-        optimizer.step()
+        with HugeZeros() if first else nullcontext():
+            optimizer.step()
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params

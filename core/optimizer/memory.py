@@ -79,7 +79,9 @@ def scratch_bytes(
     packed = sum(kept_dtype(key, config) is not None for key in _moments(config))
     aware = config.use_precision_aware_optimizer and param_dtype in LOW_PRECISION
     in_fp32 = not aware or (config.main_params_dtype == torch.float32 and not _has_remainders(config, param_dtype))
-    tensors = packed + (grad_dtype != dtype) + (not in_fp32)
+    # Remainders are put to their parameters in the gradients' scratch, so it is there for gradients in fp32 too.
+    in_grad_scratch = grad_dtype != dtype or (aware and _has_remainders(config, param_dtype))
+    tensors = packed + in_grad_scratch + (not in_fp32)
     return tensors * (CPU_NUMEL if on_cpu else DEVICE_NUMEL) * dtype.itemsize
 
 

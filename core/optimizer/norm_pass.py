@@ -13,19 +13,23 @@ from collections.abc import Sequence
 import torch
 
 ROW_ELEMENTS = 4096
-# 16-bit gradients are converted so many at a time, in memory that stays in a core's cache; torch's own norm of a 16-bit
-# row converts one element at a time.
-CONVERTED_ROWS = 16
+# 16-bit gradients are converted so many at a time, in memory that stays in cache: 1 MiB, below which the calls would
+# cost more than the cache gives.
+CONVERTED_ROWS = 64
 
 
 class NormPass:
     """The norms of some stretches of memory, cut into pieces.
 
     stretches: flat, contiguous, all on `device`. stretch_of: for each piece the index of its stretch.
+    spare: flat memory that a pass may write over, to convert 16-bit gradients in.
     """
 
-    def __init__(self, stretches: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, stretches: Sequence[torch.Tensor], device: torch.device, spare: torch.Tensor | None = None
+    ) -> None:
         self.device = device
+        self.spare = spare
         self.rows: list[torch.Tensor] = []  # [rows, ROW_ELEMENTS] each, one piece
         self.rest: list[torch.Tensor] = []  # flat, one piece each
         self.stretch_of: list[int] = []
@@ -41,7 +45,7 @@ class NormPass:
                 self.rest.append(stretch[filled:] if filled else stretch)
                 rest_of.append(index)
         self.stretch_of += rest_of
-        self._converted: torch.Tensor | None = None
+        self._converted: torch.Tensor | None = None  # [CONVERTED_ROWS, ROW_ELEMENTS], during a pass
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
         """The norm of each piece, [pieces] in fp64. dtype: what powers are made and, within a row, added in."""
@@ -50,7 +54,7 @@ class NormPass:
             parts.append(torch.stack([self._of_rows(rows, norm_type, dtype) for rows in self.rows]))
         if self.rest:
             parts.append(torch.stack(torch._foreach_norm(self.rest, norm_type, dtype=dtype)).to(torch.float64))
-        self._converted = None  # a quarter of a MiB, for the time of a pass
+        self._converted = None
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _of_rows(self, rows: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
@@ -62,5 +66,8 @@ class NormPass:
 
     def _converting(self, rows: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
         if self._converted is None:
-            self._converted = torch.empty(CONVERTED_ROWS, ROW_ELEMENTS, dtype=dtype)
+            spare, numel = self.spare, CONVERTED_ROWS * ROW_ELEMENTS
+            if spare is None or spare.dtype != dtype or spare.numel() < numel:
+                spare = torch.empty(numel, dtype=dtype)
+            self._converted = spare[:numel].view(CONVERTED_ROWS, ROW_ELEMENTS)
         return torch.linalg.vector_norm(self._converted[: len(rows)].copy_(rows), norm_type, dim=1)

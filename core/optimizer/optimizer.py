@@ -27,6 +27,7 @@ from core.optimizer.inner_optimizer import inner_optimizer
 from core.optimizer.inner_step import step_runs
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.master_weights import BucketMasters, Run
+from core.optimizer.one_pass import OnePassAdam
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
     Entry,
@@ -105,6 +106,7 @@ class MegatronOptimizer:
             norm_type=config.grad_norm_type,
             watched=self.model_chunks,
             models=self.model_of_buckets(),
+            spare=self.scratch.gradients,
         )
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0
@@ -148,7 +150,6 @@ class MegatronOptimizer:
         Collective: every rank of the job, once a step.
         """
         self._expect_final_gradients()
-        self._follow_freezing()
         self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
         self._stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad, loss_scale=self._scale)
         self._clip = {}
@@ -170,6 +171,7 @@ class MegatronOptimizer:
     def step_with_ready_grads(self) -> bool:
         """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
         self._spent, self._stats = self._measured(), None
+        self._follow_freezing()  # here, beside the next look at every parameter: thousands are far apart in memory
         factors = self._factors(self._spent)
         for masters in self.masters:
             masters.take_back_parameters()
@@ -186,6 +188,8 @@ class MegatronOptimizer:
 
     def _step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Mapping[str | None, float]]) -> None:
         """Step the masters of some buckets, what is in full precision already in one call, and store them."""
+        if isinstance(self.optimizer, OnePassAdam):
+            buckets, factors = self.optimizer.step_buckets(buckets, factors, self.scratch)
         runs, of_runs = [], []
         for masters, factor in zip(buckets, factors, strict=True):
             here = [run for run in masters.runs if not run.in_scratch and run.trainable]

@@ -13,7 +13,7 @@ import torch
 
 from core.optimizer.master_weights import BucketMasters, Run, is_per_element
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.stored_values import stored
+from core.optimizer.stored_values import RemainderValues, stored
 
 CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
 DEVICE_NUMEL = 2**24  # 64 MiB a tensor: long enough to hide the launch of a dozen kernels
@@ -74,6 +74,18 @@ class Scratch:
             self.memory[name, dtype] = torch.zeros(self.extent, dtype=dtype, device=device)
         return self.memory[name, dtype]
 
+    def _spare(self, run: Run) -> torch.Tensor | None:
+        """Memory beside the master's for a home that puts two numbers together."""
+        if not isinstance(run.home, RemainderValues):
+            return None
+        memory = self._memory("grad", run.master.dtype, run.master.device)
+        return memory[run.at : run.at + run.numel]
+
+    @property
+    def gradients(self) -> torch.Tensor | None:
+        """Memory that nothing is in between two waves, in fp32; None where no gradient needs scratch."""
+        return self.memory.get(("grad", torch.float32))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all scratch memory."""
@@ -83,12 +95,11 @@ class Scratch:
 
     def unpack(self, wave: Sequence[Run], state: State) -> None:
         """Bring gradients, masters and moments into scratch."""
-        copies = [run for run in wave if run.grad.data_ptr() != run.reduced.data_ptr()]
-        if copies:
-            torch._foreach_copy_([run.grad.view(-1) for run in copies], [run.reduced for run in copies])
         for run in wave:
             if run.home is not None:
-                run.home.read(run.master.data.view(-1))
+                run.home.read(run.master.data.view(-1), self._spare(run))  # the gradients' scratch: before they come
+            if run.grad.data_ptr() != run.reduced.data_ptr():
+                run.grad.view(-1).copy_(run.reduced)
             for key, values in run.moments.items():
                 values.read(state[run.master][key].view(-1))
         # Whatever lies in the padding must not reach the scale of an fp16 moment.

@@ -31,8 +31,11 @@ class StoredValues(ABC):
     """The numbers of one run, in the dtype they are kept in."""
 
     @abstractmethod
-    def read(self, out: torch.Tensor) -> None:
-        """Fill `out`, flat and in full precision."""
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
+        """Fill `out`, flat and in full precision.
+
+        spare: as much memory as `out`, of its dtype, to be written over; without it some is taken where it is needed.
+        """
 
     @abstractmethod
     def write(self, values: torch.Tensor) -> None:
@@ -53,7 +56,7 @@ class PlainValues(StoredValues):
 
     data: torch.Tensor
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         out.copy_(self.data)
 
     def write(self, values: torch.Tensor) -> None:
@@ -89,17 +92,23 @@ class HalfValues(StoredValues):
         self.data, self.scale = of
         self.as_roots = as_roots
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         out.copy_(self.data).div_(self.scale)
         if self.as_roots:
             out.square_()
 
     def write(self, values: torch.Tensor) -> None:
-        values = values.sqrt() if self.as_roots else values
-        largest = torch.linalg.vector_norm(values, float("inf")) if values.numel() else values.new_zeros(())
-        exponent = (HALF_EXPONENT - torch.frexp(largest.float()).exponent).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-        torch.ldexp(torch.ones_like(self.scale), exponent, out=self.scale)
-        self.data.copy_(values * self.scale)
+        if self.as_roots:
+            values.sqrt_()
+        if values.numel():
+            # aminmax reads as fast as memory allows; a norm of infinite order is twenty times slower on the CPU.
+            low, high = torch.aminmax(values)
+            largest = torch.maximum(low.neg(), high)
+            exponent = HALF_EXPONENT - torch.frexp(largest.float()).exponent
+            torch.ldexp(
+                torch.ones_like(self.scale), exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT), out=self.scale
+            )
+        self.data.copy_(values.mul_(self.scale))
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> HalfValues:
         of = (self.data[low:high], self.scale.clone())
@@ -132,11 +141,17 @@ class ParameterValues(StoredValues):
             return [self.memory]
         return [p.param.data.view(-1)[p.offset : p.offset + p.numel] for p in self.slices]
 
-    def read(self, out: torch.Tensor) -> None:
-        torch._foreach_copy_(self._pieces(out), self.parameters())
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
+        if self.memory is not None:
+            out.copy_(self.memory)
+        else:
+            torch._foreach_copy_(self._pieces(out), self.parameters())
 
     def write(self, values: torch.Tensor) -> None:
-        torch._foreach_copy_(self.parameters(), self._pieces(values))
+        if self.memory is not None:
+            self.memory.copy_(values)
+        else:
+            torch._foreach_copy_(self.parameters(), self._pieces(values))
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> ParameterValues:
         return ParameterValues(slices, None if self.memory is None else self.memory[low:high])
@@ -152,8 +167,8 @@ class CopiedValues(StoredValues):
         self.values = values
         self.params = params
 
-    def read(self, out: torch.Tensor) -> None:
-        self.values.read(out)
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
+        self.values.read(out, spare)
 
     def write(self, values: torch.Tensor) -> None:
         self.values.write(values)
@@ -179,19 +194,27 @@ class RemainderValues(StoredValues):
         self.remainder = remainder  # [numel] int16
         self.params = params
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         # The parameters' bits, converted to int32 where the master will stand; gaps between slices stay as they are.
         bits = out.view(torch.int32)
-        halves = [half.view(torch.int16) for half in self.params.parameters()]
-        torch._foreach_copy_(self.params._pieces(bits), halves)
-        bits.bitwise_left_shift_(16).add_(self.remainder)
+        if self.params.memory is not None:
+            bits.copy_(self.params.memory.view(torch.int16))
+        else:
+            halves = [half.view(torch.int16) for half in self.params.parameters()]
+            torch._foreach_copy_(self.params._pieces(bits), halves)
+        # int32 += int16 would be converted by torch, in memory of its own.
+        low = torch.empty_like(bits) if spare is None else spare.view(torch.int32)
+        torch.add(low.copy_(self.remainder), bits, alpha=1 << 16, out=bits)
 
     def write(self, values: torch.Tensor) -> None:
         bits = values.view(torch.int32)
-        rounded = (bits + HALF_OF_A_REMAINDER).bitwise_right_shift_(16).to(torch.int16)
-        halves = [half.view(torch.int16) for half in self.params.parameters()]
-        torch._foreach_copy_(halves, self.params._pieces(rounded))
         self.remainder.copy_(bits)  # the lower 16 bits
+        bits.add_(HALF_OF_A_REMAINDER).bitwise_right_shift_(16)
+        if self.params.memory is not None:
+            self.params.memory.view(torch.int16).copy_(bits)
+        else:
+            halves = [half.view(torch.int16) for half in self.params.parameters()]
+            torch._foreach_copy_(halves, self.params._pieces(bits))
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> RemainderValues:
         return RemainderValues(self.remainder[low:high], self.params.part(low, high, slices))

@@ -49,7 +49,7 @@ def test_a_bf16_parameter_and_its_remainder_are_the_fp32_master_bit_for_bit() ->
     values = fp32_patterns()
     param = nn.Parameter(torch.zeros(values.numel(), dtype=torch.bfloat16))
     kept = RemainderValues(torch.zeros(values.numel(), dtype=torch.int16), ParameterValues(slices_of(param)))
-    kept.write(values)
+    kept.write(values.clone())
     back = torch.empty_like(values)
     kept.read(back)
     assert torch.equal(back.view(torch.int32), values.view(torch.int32))
@@ -70,7 +70,7 @@ def test_remainders_lie_beside_several_parameters_with_padding_between_them() ->
     numel = slices[-1].end
     values = torch.linspace(-2, 3, numel)
     kept = RemainderValues(torch.zeros(numel, dtype=torch.int16), ParameterValues(slices))
-    kept.write(values)
+    kept.write(values.clone())
     back = torch.zeros(numel)
     kept.read(back)
     for piece in slices:
@@ -88,14 +88,14 @@ def test_half_values_are_within_the_bound_at_any_size(largest: float) -> None:
     values = torch.randn(4000, generator=generator) * 2.0 ** (-30 * torch.rand(4000, generator=generator))
     values = values / values.abs().max() * largest
     kept = HalfValues(4000, torch.device("cpu"))
-    kept.write(values)
+    kept.write(values.clone())
     back = torch.empty(4000)
     kept.read(back)
     error = (back - values).abs()
     assert bool((error <= 2.0**-11 * values.abs() + 2.0**-38 * largest).all())
     assert float(error.max()) > 0
     again = HalfValues(4000, torch.device("cpu"))
-    again.write(back)
+    again.write(back.clone())
     assert torch.equal(again.data, kept.data) and torch.equal(again.scale, kept.scale), "kept twice, changed once"
 
 
@@ -103,7 +103,7 @@ def test_second_moments_keep_the_range_of_first_ones() -> None:
     """Gradients from 1 down to 2**-36: plain fp16 would keep the first moment and lose the second."""
     grads = 2.0 ** -torch.arange(37.0)
     first, second = HalfValues(37, torch.device("cpu")), HalfValues(37, torch.device("cpu"), as_roots=True)
-    first.write(grads)
+    first.write(grads.clone())
     second.write(grads.square())
     m, v = torch.empty(37), torch.empty(37)
     first.read(m)
@@ -124,6 +124,35 @@ def test_zeros_and_empty_runs_are_kept() -> None:
             back = torch.ones(numel)
             kept.read(back)
             assert back.tolist() == [0.0] * numel
+
+
+@pytest.mark.parametrize("in_one_tensor", [True, False])
+def test_a_master_is_put_together_in_memory_that_is_lent_to_it(in_one_tensor: bool) -> None:
+    """Bits by plain integers; what the memory held before does not matter."""
+    masters = [1.0 + 2.0**-10, -3.1, 0.0, 2.0**-140, 1e38, -1.00390625]
+    bits = [int(torch.tensor(value).view(torch.int32)) for value in masters]
+    memory = torch.tensor([(b + 0x8000) >> 16 for b in bits], dtype=torch.int16).view(torch.bfloat16)
+    param = nn.Parameter(memory)
+    remainders = [b - (int(half) << 16) for b, half in zip(bits, memory.view(torch.int16), strict=True)]
+    assert any(remainder < 0 for remainder in remainders) and any(remainder > 0 for remainder in remainders)
+    params = ParameterValues(slices_of(param), param.data if in_one_tensor else None)
+    kept = RemainderValues(torch.tensor(remainders, dtype=torch.int16), params)
+    out, spare = torch.full((6,), math.nan), torch.full((6,), math.nan)
+    kept.read(out, spare)
+    assert out.view(torch.int32).tolist() == bits
+    kept.write(out)
+    assert kept.remainder.tolist() == remainders and torch.equal(param.data.view(torch.int16), memory.view(torch.int16))
+
+
+@pytest.mark.parametrize("as_roots", [False, True])
+def test_fp16_numbers_are_scaled_by_the_largest_magnitude(as_roots: bool) -> None:
+    values = [0.0, 4.0, 64.0, 1.0] if as_roots else [0.5, -20.0, 3.0, 0.0]  # roots up to 8; a negative largest
+    kept = HalfValues(4, torch.device("cpu"), as_roots=as_roots)
+    kept.write(torch.tensor(values))
+    assert kept.scale.item() == (2.0**11 if as_roots else 2.0**10)  # 8 * 2**11 = 2**14; 20 * 2**10 = 1.25 * 2**14
+    back = torch.empty(4)
+    kept.read(back)
+    assert back.tolist() == values
 
 
 def test_a_copy_writes_the_parameter_too() -> None:
@@ -162,7 +191,9 @@ def test_padding_is_zero_in_scratch_whatever_lay_there() -> None:
         reduced[piece.start : piece.end] = 2.0
     run = Run(tuple(slices), reduced, nn.Parameter(torch.full((12,), math.nan)), torch.full((12,), math.nan), True)
     run.home = RemainderValues(torch.full((12,), 7, dtype=torch.int16), ParameterValues(slices))
-    Scratch([], OptimizerConfig()).unpack([run], {})
+    scratch = Scratch([], OptimizerConfig())
+    scratch.extent = run.numel
+    scratch.unpack([run], {})
     assert run.grad.tolist() == [2.0] * 3 + [0.0] * 4 + [2.0] * 5
     assert run.master[3:7].tolist() == [0.0] * 4
     assert bool((run.master[:3] > 1.0).all()) and bool((run.master[7:] > 1.0).all())
