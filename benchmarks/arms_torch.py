@@ -48,10 +48,10 @@ def plain_step(
     return step
 
 
-def one_process(workload: Workload, ranks: int, accumulation: int) -> Step:
+def one_process(workload: Workload, ranks: int, accumulation: int, *, set_to_none: bool = True) -> Step:
     """No communication; in one process that gets the microbatches of all ranks, what the others must agree with."""
     model = workload.model()
-    return plain_step(model, adamw(model.parameters()))
+    return plain_step(model, adamw(model.parameters()), set_to_none=set_to_none)
 
 
 def flat_all_reduce(workload: Workload, ranks: int, accumulation: int) -> Step:
@@ -130,6 +130,13 @@ ARMS = (
     ),
     Arm("control: sum for mean", "gradients are added, not averaged", "none", partial(wrong, reduce=_sum), "control"),
     Arm("no communication", "each rank trains by itself", "none", one_process, "floor"),
+    Arm(
+        "no communication, kept",
+        "gradients are zeroed and not freed between steps, as in any buffer",
+        "none",
+        partial(one_process, set_to_none=False),
+        "floor",
+    ),
     Arm("flat all-reduce", "one gradient buffer, one all_reduce after backward", "no_shard", flat_all_reduce),
     Arm(BASELINE, "DistributedDataParallel at its defaults", "no_shard", ddp),
     Arm(

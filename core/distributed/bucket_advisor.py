@@ -37,6 +37,7 @@ class BackwardTimes:
     specs: tuple[ParamSpec, ...]
     shards: int = 1
     sharded: bool = False
+    streamed: bool = False  # are gradients sharded too?
     ready_s: dict[str, float] = field(default_factory=dict)
     end_s: float = 0.0
 
@@ -83,7 +84,7 @@ def record_backward(model: nn.Module, clock: Callable[[], float] = time.perf_cou
         whole = stays_whole(param, config.whole_param_shards) and not crosses
         specs.append(ParamSpec(name, tuple(param.shape), home[name], own_bucket=crosses, whole=whole))
     shards = max((buffer.shards for buffer in plan.layout.buffers), default=1)
-    times = BackwardTimes(tuple(specs), shards, config.sharded)
+    times = BackwardTimes(tuple(specs), shards, config.sharded, config.shards_gradients)
     begin = clock()
 
     def note(name: str) -> Callable[[Any], None]:
@@ -125,7 +126,9 @@ def exposed_after(buckets: Sequence[tuple[float | None, float]], wire: Wire, end
 def buckets_of(times: BackwardTimes, bucket_size: int, sent: float) -> list[tuple[float | None, float]]:
     """(ready_s, bytes sent) of each bucket that `bucket_size` would make of this model, in launch order."""
     planned = [
-        plan_buffer(specs, bucket_size=bucket_size, shards=times.shards, sharded=times.sharded)
+        plan_buffer(
+            specs, bucket_size=bucket_size, shards=times.shards, sharded=times.sharded, streamed=times.streamed
+        )
         for specs in group_by_key(times.specs).values()
     ]
     buckets = []

@@ -28,8 +28,10 @@ class DistributedDataParallelConfig:
     record_nan_in_grad: note where and in which microbatch a gradient first became NaN or Inf without raising, for an
         optimizer that skips such steps and says why.
     check_for_large_grads: warn when a bucket's norm is 10 times what was seen before.
-    bucket_size: elements a bucket holds; None for max(40 000 000, 1 000 000 x data ranks). Only used under overlap.
-    num_buckets: the number of buckets instead of their size.
+    bucket_size: elements a bucket holds before it closes; None for max(40 000 000, 1 000 000 x data ranks). Only used
+        under overlap, and with 'optim_grads': there a bucket holds at most so many, or one parameter, and None is a
+        sixteenth of the buffer, but at least 1 000 000 and at most the number above. Two such buckets are in memory.
+    num_buckets: the number of buckets instead of their size; with 'optim_grads' there may be more, as none is larger.
     pad_buckets_for_high_nccl_busbw: pad bucket ends to multiples of 2**16 elements.
     reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32. While buckets are in flight it
         keeps a second copy of them, as deterministic_reduction does.

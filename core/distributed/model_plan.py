@@ -216,8 +216,9 @@ def plan_model(
             ddp_config.num_buckets,
             numel=sum(spec.numel for spec in members),
             data_ranks=groups.size("dp_cp"),
-            overlap=ddp_config.overlap_grad_reduce or ddp_config.shards_gradients,
-            one_bucket=one_bucket and not ddp_config.shards_gradients,
+            overlap=ddp_config.overlap_grad_reduce,
+            one_bucket=one_bucket,
+            streamed=ddp_config.shards_gradients,
         )
         buffers.append(
             plan_buffer(
@@ -226,6 +227,7 @@ def plan_model(
                 shards=shards,
                 sharded=ddp_config.sharded,
                 high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+                streamed=ddp_config.shards_gradients,
             )
         )
     layout = ParamLayout(tuple(buffers))

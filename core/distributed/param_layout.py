@@ -9,6 +9,9 @@ that every rank's shard of a bucket has the same size; where they are not, nothi
 A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
 of their own, in which they are spread over the shards by size.
 
+Where whole gradients only pass through memory of two buckets (`streamed`), the largest bucket is what they cost. There a
+bucket closes before it would exceed its size, not after; only one large parameter makes a larger one.
+
 What there is one of for each parameter, or is looked up for each, is a NamedTuple: a frozen dataclass takes four times
 as long to make and to hash.
 """
@@ -24,6 +27,8 @@ from typing import NamedTuple
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
 MOST_PADDING = 1.25  # a bucket of whole parameters waits for more of them while its shards would be more uneven
+STREAMED_PARTS = 16  # of a buffer whose gradients are streamed: two in memory at a time are an eighth of them
+STREAMED_LEAST = 1_000_000  # elements; smaller buckets cost more time than they save memory
 HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth only on such multiples
 
 
@@ -119,21 +124,30 @@ class ParamLayout:
 
 
 def resolve_bucket_size(
-    bucket_size: int | None, num_buckets: int | None, *, numel: int, data_ranks: int, overlap: bool, one_bucket: bool
+    bucket_size: int | None,
+    num_buckets: int | None,
+    *,
+    numel: int,
+    data_ranks: int,
+    overlap: bool,
+    one_bucket: bool,
+    streamed: bool = False,
 ) -> int | None:
     """Elements a bucket holds before it closes; None for one bucket however large.
 
-    Without overlap, or where gradients are not on the critical path (`one_bucket`), splitting only costs latency.
+    Without overlap, or where gradients are not on the critical path (`one_bucket`), splitting only costs latency; but
+    where they are streamed, whole ones take as much memory as two buckets.
     """
     if bucket_size is not None and num_buckets is not None:
         raise ValueError(f"bucket_size ({bucket_size}) and num_buckets ({num_buckets}) exclude each other; give one")
-    if not overlap or one_bucket:
+    if not streamed and (not overlap or one_bucket):
         return None
     if num_buckets is not None:
         return max(1, -(-numel // num_buckets))
     if bucket_size is not None:
         return bucket_size
-    return max(40_000_000, 1_000_000 * data_ranks)
+    usual = max(40_000_000, 1_000_000 * data_ranks)
+    return min(usual, max(STREAMED_LEAST, -(-numel // STREAMED_PARTS))) if streamed else usual
 
 
 def bucket_end_alignment(shards: int, *, high_busbw: bool) -> int:
@@ -143,10 +157,16 @@ def bucket_end_alignment(shards: int, *, high_busbw: bool) -> int:
 
 
 def plan_buffer(
-    specs: Sequence[ParamSpec], *, bucket_size: int | None, shards: int, sharded: bool, high_busbw: bool = False
+    specs: Sequence[ParamSpec],
+    *,
+    bucket_size: int | None,
+    shards: int,
+    sharded: bool,
+    high_busbw: bool = False,
+    streamed: bool = False,
 ) -> BufferLayout:
     """Lay out one buffer. `specs` are in registration order and share one key; `shards` is the size of the shard
-    group.
+    group; streamed: only one parameter by itself may exceed `bucket_size`.
     """
     limit = math.inf if bucket_size is None else bucket_size
     end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
@@ -186,7 +206,10 @@ def plan_buffer(
         alone = spec.own_bucket and sharded
         if alone:
             close_bucket(row)
-        offset = -(-filled // start_alignment) * start_alignment if row else 0
+        offset = pad_to_multiple(filled, start_alignment) if row else 0
+        if streamed and numel and offset + numel > limit:
+            close_bucket(row)
+            offset = 0
         row.append((spec, offset))
         filled = offset + numel
         if alone or filled >= limit:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.arms import all_arms
 from benchmarks.interleave import Limits
 from benchmarks.step_figures import deviation, formula_ratio, mean_over_ranks, ratio_by_round, ratio_of_medians, spread
-from benchmarks.step_table import table
+from benchmarks.step_table import KEPT, table
 from benchmarks.steps import TOLERANCE, Plan, chosen, faults, run_workload
 from benchmarks.workloads import WORKLOADS
 
@@ -45,6 +45,24 @@ def test_losses_are_compared_step_by_step() -> None:
 def test_formulas_are_bytes_over_the_parameters() -> None:
     assert [formula_ratio(stage, 2) for stage in ("none", "no_shard", "optim")] == [4.0, 4.0, 3.0]
     assert formula_ratio("optim_grads", 4) == 1.75 and formula_ratio("optim_grads_params", 4) == 1.0
+
+
+def test_the_formula_adds_what_a_loop_that_keeps_its_gradients_holds_beside_its_states() -> None:
+    def row(name: str, stage: str, kind: str, peak: float) -> dict[str, Any]:
+        empty = {"reason": "", "batch": 0, "deviation": None, "wall_s": [[1.0]], "cpu_s": [[1.0]]}
+        memory = {"memory_before": [1000], "memory_peak": [1000 + int(peak * 4 * 100)]}
+        return {"name": name, "stage": stage, "kind": kind, "outcome": "measured", **empty, **memory}
+
+    rows = [row("no communication", "none", "floor", 5.0), row("core optim", "optim", "ours", 5.6)]
+    about = dict.fromkeys(("torch", "machine", "date", "commit", "command"), "")
+    result = {"workload": {"name": "w", "sizes": "", "numel": 100}, "rows": rows, "reference": [1.0]}
+    result["baselines"] = [row("torch ddp", "no_shard", "peer", 6.6)]
+    lines = table(result, 2, 1, TOLERANCE, about)
+    assert [line.split()[-3:-1] for line in lines if line.startswith("core optim")] == [["5.60", "3.00"]]
+    rows.append(row(KEPT, "none", "floor", 6.5))  # 2.5 beside its states
+    lines = table(result, 2, 1, TOLERANCE, about)
+    assert [line.split()[-3:-1] for line in lines if line.startswith("core optim")] == [["5.60", "5.50"]]
+    assert KEPT in all_arms(MODULES)[0]
 
 
 def test_arms_are_chosen_by_name_or_beginning() -> None:

@@ -130,6 +130,16 @@ def test_polling_does_nothing_of_a_reduction_before_the_same_of_an_earlier_one()
         tensor.fill_(rank + 1.0)
     mine = [channels[0].all_reduce(tensors[0][:4]), channels[0].reduce_scatter(tensors[0][4:])]
     assert not mine[1].poll() and [handle.stage for handle in mine] == [0, 0]
+    real, looks = channels[0].has, []
+
+    def comes_after_the_first_look(stage: int, number: int) -> bool:
+        looks.append(number)
+        return len(looks) > 1
+
+    channels[0].has = comes_after_the_first_look  # type: ignore[method-assign]
+    channels[0].poll(mine[1])
+    assert looks == [1] and [handle.stage for handle in mine] == [0, 0]
+    channels[0].has = real  # type: ignore[method-assign]
     theirs = [channels[1].all_reduce(tensors[1][:4])]
     assert not mine[1].poll() and [handle.stage for handle in mine] == [1, 0]
     theirs.append(channels[1].reduce_scatter(tensors[1][4:]))

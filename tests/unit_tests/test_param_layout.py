@@ -116,6 +116,30 @@ def test_bucket_size_defaults():
         resolve(7, 3)
 
 
+def test_gradients_that_are_streamed_have_small_buckets_by_default():
+    def resolve(numel, size=None, number=None, ranks=2):
+        return resolve_bucket_size(
+            size, number, numel=numel, data_ranks=ranks, overlap=False, one_bucket=True, streamed=True
+        )
+
+    assert resolve(10_529_280) == 1_000_000
+    assert resolve(160_000_001) == 10_000_001
+    assert resolve(10**9) == 40_000_000 and resolve(10**10, ranks=64) == 64_000_000
+    assert resolve(100, size=7) == 7 and resolve(100, number=3) == 34
+
+
+def test_a_streamed_bucket_closes_before_it_exceeds_its_size():
+    specs = specs_of(300, 0, 100, 250, 64, 64)  # laid out from the last one on, each at a multiple of 64
+    layout = plan_buffer(specs, bucket_size=256, shards=2, sharded=True, streamed=True)
+    assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
+        ["p5", "p4"],  # 128, and 378 with the next one
+        ["p3"],
+        ["p2", "p1"],  # what has no elements exceeds nothing
+        ["p0"],  # one parameter may be larger
+    ]
+    assert [bucket.numel for bucket in layout.buckets] == [128, 256, 128, 384]
+
+
 def test_dense_buffers_come_first_and_keys_are_kept_apart():
     half = BufferKey("bfloat16", "float32", "dp_cp")
     specs = [
