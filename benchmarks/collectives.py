@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from benchmarks.report import add_json, machine, write_json
 from core.distributed.collectives import Collectives
 from core.distributed.host_memory import HostMemory
+from core.distributed.socket_channel import channel_of, timeout_of
 
 Run = Callable[[], None]
 MIB = 2**20
@@ -41,6 +42,7 @@ class Arms:
         shared = HostMemory.share(self.full.numel(), torch.float32, self.full.device, [self.group])
         self.mapped = None if shared is None else shared.tensor
         self.collectives = Collectives(channels=[] if shared is None else shared.channels)
+        self.sockets, self.timeout = channel_of(self.group), timeout_of(self.group)
 
     @property
     def mine(self) -> slice:
@@ -86,8 +88,18 @@ class Arms:
                 "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
                 "all_to_all and local sum": (self.full, exchange),
                 "isend/irecv and local sum": (self.full, pairwise),
+                "exchanged in chunks": (
+                    self.full,
+                    lambda: self.sockets.reduce_scatter(self.full, timeout=self.timeout).wait(),
+                ),
             },
-            "all-reduce": {"gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full))},
+            "all-reduce": {
+                "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
+                "exchanged in chunks": (
+                    self.full,
+                    lambda: self.sockets.all_reduce(self.full, timeout=self.timeout).wait(),
+                ),
+            },
             "all-gather": {
                 "gloo all_gather": (self.full, gathered),
                 "concurrent broadcasts": (self.full, broadcasts),

@@ -5,9 +5,8 @@ an all-reduce sends 2 (n - 1) / n of a tensor's bytes from each of them, a reduc
 Figures are sums over all ranks, as a rank's own shard may hold more of a tied or partial parameter than another's.
 
 Where ranks map each other's memory nothing is sent: what is counted is what the algorithm moves. So every case is also
-run through gloo's sockets, where the kernel says how many bytes each process has written (/proc/self/io). gloo reduces
-to shards by an all-reduce, which the theory of that column follows. Control messages, a few numbers a step, are not
-counted by the core; the kernel counts them.
+run through gloo's sockets, where the kernel says how many bytes each process has written (/proc/self/io). Control
+messages, a few numbers a step, are not counted by the core; the kernel counts them.
 
 Exit status 1 if a count is more than 1 percent from its theory, or the kernel's from the count of a step that sends a
 megabyte or more.
@@ -97,17 +96,17 @@ def scatter_bytes(ranks: int, nbytes: float) -> float:
     return ranks * ((ranks - 1) / ranks) * nbytes
 
 
-def theory(case: Case, world: int, *, by_all_reduce: bool) -> Count:
-    """What a step must send. by_all_reduce: the backend reduces to shards by an all-reduce."""
+def theory(case: Case, world: int) -> Count:
+    """What a step must send."""
     data = world // (case.tensor * case.pipeline)
     dense = DENSE * NUMEL * FLOAT
     if case.pipeline > 1:
         dense += NUMEL * FLOAT  # the stage's copy of the embedding
     if case.tensor > 1:
         dense += NORM * FLOAT
-    nbytes = _of_buffer(case, world, data, dense, by_all_reduce)
+    nbytes = _of_buffer(case, world, data, dense)
     if case.expert > 1:
-        nbytes += _of_buffer(case, world, world // case.expert, DENSE * NUMEL * FLOAT, by_all_reduce)
+        nbytes += _of_buffer(case, world, world // case.expert, DENSE * NUMEL * FLOAT)
     copies = 1 if case.sharded else data  # of each gradient, over the ranks of a data group
     if case.pipeline > 1:  # stages of one place form the group; there are `tensor` x data places
         nbytes += copies * all_reduce_bytes(2, NUMEL * FLOAT)
@@ -116,14 +115,13 @@ def theory(case: Case, world: int, *, by_all_reduce: bool) -> Count:
     return Count(nbytes, _collectives(case, world, data))
 
 
-def _of_buffer(case: Case, world: int, data: int, nbytes: int, by_all_reduce: bool) -> float:
+def _of_buffer(case: Case, world: int, data: int, nbytes: int) -> float:
     """Reductions and gathers of one buffer that each of `world` ranks has, over data groups of `data` ranks."""
     groups = world // data
     if not case.sharded:
         return groups * all_reduce_bytes(data, nbytes)
     shards = data // case.instances
-    reduce = all_reduce_bytes if by_all_reduce else scatter_bytes
-    inside = groups * case.instances * reduce(shards, nbytes) * (case.microbatches if case.every else 1)
+    inside = groups * case.instances * scatter_bytes(shards, nbytes) * (case.microbatches if case.every else 1)
     across = groups * shards * all_reduce_bytes(case.instances, nbytes / shards)
     gathers = groups * case.instances * scatter_bytes(shards, nbytes)
     return inside + across + gathers
@@ -270,9 +268,9 @@ def _rank(rank: int, world: int, store: str, names: list[str], results: Any) -> 
         if case.name not in names or world not in case.worlds:
             continue
         row: dict[str, Any] = {"case": case.name, "ranks": world}
+        expected = theory(case, world)
         for way in ("memory", "sockets"):
             count, written = measure(case, share_host_memory=way == "memory")
-            expected = theory(case, world, by_all_reduce=way == "sockets")
             row[way] = {"nbytes": count.nbytes, "collectives": count.collectives, "written": written}
             row[f"{way} theory"] = {"nbytes": expected.nbytes, "collectives": expected.collectives}
         if rank == 0:

@@ -43,6 +43,11 @@ class BucketGroups:
     shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
     replica: dist.ProcessGroup | None  # the same shard in the other optimizer instances
 
+    @property
+    def all(self) -> list[dist.ProcessGroup]:
+        """Those that there are."""
+        return [self.data, self.shard, *([self.replica] if self.replica else [])]
+
 
 class Bucket:
     """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer."""

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.host_channel import HostChannel
+from core.distributed.rank_order_sum import add_in_rank_order
+from core.distributed.socket_channel import channel_of, split_evenly, timeout_of
 
 Op = Literal["sum", "mean", "max"]
 
@@ -42,7 +44,7 @@ class Traffic:
 
 
 class InFlight(Protocol):
-    """A collective that was launched: a Handle, or a HostHandle."""
+    """A collective that was launched: a Handle, a HostHandle or a SocketHandle."""
 
     def is_done(self) -> bool:
         """Is there nothing left to do or to wait for? Waits for nothing."""
@@ -105,6 +107,8 @@ class Collectives:
     backend's algorithm.
 
     Tensors that lie in memory which the ranks of a group have mapped from each other (`channels`) are reduced there.
+    Others on CPU, where the backend is gloo, are exchanged through the group's SocketChannel, which adds in rank order
+    anyway: to reduce to shards always, as gloo's own is slower; to reduce on all ranks only in ordered mode.
     """
 
     def __init__(
@@ -114,19 +118,33 @@ class Collectives:
         self.traffic = traffic if traffic is not None else Traffic()
         self.channels = list(channels)
 
+    def prepare(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        """Connect the ranks of groups whose tensors may be exchanged. Collective over each group.
+
+        A reduction that is launched in backward must not begin with it: it waits for all ranks of the group.
+        """
+        for group in dict.fromkeys(groups):
+            if _can_exchange(device, group):
+                channel_of(group)
+
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
     ) -> InFlight:
         """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
         size = dist.get_world_size(group)
-        channel = None if op == "max" else self._channel(tensor, group)
-        if channel is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
+        mapped = None if op == "max" else self._channel(tensor, group)
+        exchanged = mapped is None and self.ordered and op != "max" and _can_exchange(tensor.device, group)
+        if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
             scale = scale_now(tensor, scale)
         if size == 1 or tensor.numel() == 0:
             return Handle()
+        if exchanged:
+            handle = channel_of(group).all_reduce(tensor, timeout=timeout_of(group), mean=op == "mean")
+            self.traffic.count(handle.bytes_sent)
+            return handle
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
-        if channel is not None:
-            return channel.all_reduce(tensor, scale=scale, mean=op == "mean")
+        if mapped is not None:
+            return mapped.all_reduce(tensor, scale=scale, mean=op == "mean")
         if self.ordered and op in ("sum", "mean"):
             return self._ordered_all_reduce(tensor, group, mean=op == "mean")
         reduce_op, divide = _backend_op(op, group)
@@ -140,19 +158,17 @@ class Collectives:
         defined. In place.
         """
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        channel = self._channel(full, group)
-        if channel is None or self.ordered:
+        mapped = self._channel(full, group)
+        exchanged = mapped is None and _can_exchange(full.device, group)
+        if self.ordered or not (mapped or exchanged):
             scale = scale_now(full, scale)
         if size == 1 or full.numel() == 0:
             return Handle()
-        if channel is not None:
-            self.traffic.count((size - 1) / size * full.numel() * full.element_size())
-            return channel.reduce_scatter(full, scale=scale, mean=op == "mean")
-        if not self.ordered and dist.get_backend(group) == "gloo":
-            # gloo's own reduce-scatter copies and is slower than its all-reduce (3 times at 2 ranks, 4 at 4 ranks of
-            # one machine, 16 MB); that an all-reduce also fills the other shards does no harm.
-            return self.all_reduce(full, group, op)
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
+        if mapped is not None:
+            return mapped.reduce_scatter(full, scale=scale, mean=op == "mean")
+        if exchanged:
+            return channel_of(group).reduce_scatter(full, timeout=timeout_of(group), scale=scale, mean=op == "mean")
         part = full.numel() // size
         shard = full[rank * part : (rank + 1) * part]
         if self.ordered:
@@ -193,8 +209,7 @@ class Collectives:
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         flat = tensor.view(-1)
-        base, extra = divmod(flat.numel(), size)
-        sizes = [base + (r < extra) for r in range(size)]
+        sizes = split_evenly(flat.numel(), size)
         parts = list(flat.split(sizes))
         received = torch.empty(size * sizes[rank], dtype=flat.dtype, device=flat.device)
         work = dist.all_to_all_single(
@@ -212,6 +227,11 @@ class Collectives:
                 send.wait()
 
         return Handle((work,), finish, (received, flat))
+
+
+def _can_exchange(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Can its tensors go through the group's SocketChannel? Asks for nothing that could differ between ranks."""
+    return device.type == "cpu" and dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo"
 
 
 def _backend_op(op: Op, group: dist.ProcessGroup) -> tuple[Any, bool]:
@@ -233,15 +253,7 @@ def _divide(tensor: torch.Tensor, size: int) -> None:
 
 
 def _sum_parts(received: torch.Tensor, out: torch.Tensor, size: int, mean: bool) -> None:
-    """out = sum of the `size` equal parts of `received`, first part first; 16-bit parts are added in fp32."""
-    parts = received.view(size, -1)
-    accumulate = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    total = parts[0].to(accumulate, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    if mean:
-        total.div_(size)
-    out.copy_(total)
+    add_in_rank_order(received.view(size, -1).unbind(), out, 1.0, mean)
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:

@@ -21,19 +21,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from core.distributed.rank_order_sum import add_in_rank_order
+
 Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
 
 STAGES = 3
 STRIDE = 8  # int64 between two counters: a cache line each
 RING = 1000  # launches whose place is told at a time: as many buckets can be in flight, and a further one waits
 CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
-CHUNK = 2**16  # elements added at a time, so that they are still in the processor's cache when they are scaled
 SPINS = 100  # looks at a counter before this rank sleeps in between
 LOOK_S = 0.5  # between two looks whether the ranks waited for still run
 
 
 class PeerLost(RuntimeError):
-    """A rank of this host has ended, does not come, or came with another reduction."""
+    """A rank has ended, does not come, or came with another reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class HostChannel:
 
         def add(parts: list[torch.Tensor]) -> None:
             low, high = self._part(tensor.numel(), self.rank)
-            _add([part[low:high] for part in parts], tensor[low:high], scale, mean)
+            add_in_rank_order([part[low:high] for part in parts], tensor[low:high], scale, mean)
 
         def read(parts: list[torch.Tensor]) -> None:
             for rank, part in enumerate(parts):
@@ -92,7 +93,7 @@ class HostChannel:
 
         def add(parts: list[torch.Tensor]) -> None:
             low, high = self._part(full.numel(), self.rank)
-            _add([part[low:high] for part in parts], full[low:high], scale, mean)
+            add_in_rank_order([part[low:high] for part in parts], full[low:high], scale, mean)
 
         return self._launch(full, [add])
 
@@ -260,28 +261,3 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-@torch.no_grad()
-def _add(parts: list[torch.Tensor], out: torch.Tensor, scale: float, mean: bool) -> None:
-    """out = the sum of equal parts, first part first, times `scale`; 16-bit parts are added in fp32.
-
-    `out` may be one of them.
-    """
-    factor_later = scale != 1.0 or mean
-    wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    in_place = len(parts) == 2 and wide is out.dtype  # else a part of `out` is overwritten before it is added
-    step = max(1, out.numel()) if in_place and not factor_later else CHUNK
-    total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide)
-    for start in range(0, out.numel(), step):
-        end = min(start + step, out.numel())
-        here = out[start:end] if in_place else total[: end - start]
-        torch.add(parts[0][start:end].to(wide), parts[1][start:end], out=here)
-        for part in parts[2:]:
-            here.add_(part[start:end])
-        if mean:
-            here.div_(len(parts))
-        if scale != 1.0:
-            here.mul_(scale)
-        if not in_place:
-            out[start:end].copy_(here)

@@ -18,8 +18,9 @@ def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
     factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
     in_place = len(parts) == 2 and wide is out.dtype  # else a part of `out` is overwritten before it is added
-    step = max(1, out.numel()) if in_place and not factor_later else CHUNK
-    total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide)
+    in_cache = out.device.type == "cpu" and (factor_later or not in_place)
+    step = CHUNK if in_cache else max(1, out.numel())
+    total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide, device=out.device)
     for start in range(0, out.numel(), step):
         end = min(start + step, out.numel())
         here = out[start:end] if in_place else total[: end - start]

@@ -16,16 +16,18 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from core.distributed.grad_reducer import GradReducer
+    from core.distributed.socket_channel import SocketChannel
 
 
 class SharedWire:
-    """The reducers that use one communicator."""
+    """The reducers that use one communicator, and the channel beside it, where there is one."""
 
     # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, SharedWire]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._reducers: list[weakref.ref[GradReducer]] = []
+        self.channel: SocketChannel | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SharedWire:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import communication, overlap
-from benchmarks.communication import CASES, Case, Count, judge, line_of, measure, off_by, theory
+from benchmarks.communication import CASES, Case, judge, line_of, measure, off_by, theory
 from benchmarks.overlap import LAYERS, WIDTH, Point, check_losses, draw_curves, measure_ratio, reference_losses, table
 from core import parallel_state
 from tests.unit_tests.ranks import ranks
@@ -35,14 +35,8 @@ DENSE = 8 * LARGE
 )
 def test_the_theory_of_a_step(name: str, world: int, nbytes: float, collectives: float) -> None:
     case = next(case for case in CASES if case.name == name)
-    found = theory(case, world, by_all_reduce=False)
+    found = theory(case, world)
     assert found.nbytes == pytest.approx(nbytes) and found.collectives == collectives
-
-
-def test_where_shards_are_reduced_by_an_all_reduce_its_bytes_count() -> None:
-    case = Case("optim", strategy="optim")
-    assert theory(case, 2, by_all_reduce=True) == Count(2 * (1 + 1 / 2) * DENSE, 8)
-    assert theory(Case("no_shard"), 2, by_all_reduce=True) == theory(Case("no_shard"), 2, by_all_reduce=False)
 
 
 def row(nbytes: float, collectives: float, written: float | None) -> dict[str, object]:
@@ -73,7 +67,7 @@ def test_the_core_counts_what_the_theory_says_and_the_kernel_writes(rank: int, w
     for case in (Case("optim", strategy="optim"), Case("no_shard, tied", pipeline=2)):
         for share in (True, False):
             found, written = measure(case, share_host_memory=share)
-            expected = theory(case, world, by_all_reduce=not share)
+            expected = theory(case, world)
             assert found.collectives == expected.collectives
             assert found.nbytes == pytest.approx(expected.nbytes, rel=0.01)
             if written is not None and not share:

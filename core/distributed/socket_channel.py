@@ -1,0 +1,302 @@
+"""SocketChannel: reductions among ranks that reach each other through gloo's sockets.
+
+Each rank sends every other one its part of the tensor and adds what it receives, in rank order, where its own part
+lies: a byte travels once, where gloo's own reduce-scatter copies it aside and its all-reduce sends it twice. An
+all-reduce in rank order then sends the sums round. Tensors travel in chunks through a few MiB of kept scratch, however
+large they are: at most WINDOW chunks of each other rank are under way, and the next leaves when the oldest has been
+added. gloo's threads move them; whoever polls or waits adds.
+
+A channel has a communicator of its own, on which messages are paired by their order alone. Note [Order of messages]
+says why it is the same on all ranks, whenever each of them finds the time to poll.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from core.distributed.host_channel import PeerLost
+from core.distributed.rank_order_sum import add_in_rank_order
+from core.distributed.shared_wire import SharedWire
+
+WINDOW = 2  # chunks under way: one that travels while another is added
+MOST_CHUNK = 4 * 2**20  # bytes of one rank's chunk: from here on larger ones are no faster
+LEAST_CHUNK = 256 * 2**10  # below it messages cost more than bytes
+SCRATCH = 16 * 2**20  # bytes of a channel at most, as long as chunks are not the smallest
+GRANULE = 4096  # bytes: a chunk holds whole elements of every dtype
+
+
+def chunk_bytes_for(size: int) -> int:
+    """Bytes of one rank's chunk in a group of `size` ranks."""
+    fitting = SCRATCH // (WINDOW * (size - 1))
+    return max(LEAST_CHUNK, min(MOST_CHUNK, fitting)) // GRANULE * GRANULE
+
+
+def split_evenly(numel: int, size: int) -> list[int]:
+    """Elements of each rank's part: equal ones where that is possible, else the first ones one longer."""
+    base, extra = divmod(numel, size)
+    return [base + (rank < extra) for rank in range(size)]
+
+
+# Note [Order of messages]
+# The n-th message of a rank is paired with the n-th of another, so when a message is posted may depend on what the
+# rank has received, but what it is must not. All ranks launch the reductions of a group in one order. Chunks of one
+# reduction after another are posted in order, each as soon as scratch is free, and added in order. Two kinds of
+# messages could overtake each other: chunks, and the sums of an all-reduce. So the sum of chunk i is posted when it has
+# been made, right before chunk i + WINDOW, whose scratch is what it frees; and a reduction after an all-reduce begins
+# when all its sums are posted.
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something under way to one rank and from another, or between all."""
+
+    work: dist.Work
+    peers: tuple[int, ...]  # in the job
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of this rank's part, whose other ranks' gradients are under way."""
+
+    handle: SocketHandle
+    number: int
+    parts: list[torch.Tensor]  # every rank's, in group order; this rank's own is where the sum goes
+    scratch: torch.Tensor
+    messages: list[Message]
+
+
+class SocketChannel:
+    """What the ranks of one gloo group exchange CPU tensors through. Made by all of them together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)  # in the job, in group order
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        store = dist.PrefixStore("core.distributed.socket_channel", distributed_c10d._get_process_group_store(group))
+        self.wire = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout_of(group))
+        self.chunk_bytes = chunk_bytes_for(self.size)
+        self.free: deque[torch.Tensor] = deque()  # scratch: WINDOW tensors of a chunk of every other rank
+        self.has_scratch = False
+        self.waiting: deque[SocketHandle] = deque()  # reductions whose messages are not all posted
+        self.under_way: deque[Chunk] = deque()
+        self.lost: str | None = None  # why nothing more can be exchanged
+
+    # -- what can be launched ---------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, timeout: timedelta, scale: float = 1.0, mean: bool = False
+    ) -> SocketHandle:
+        """Sum (or mean) of a contiguous tensor over the group, times `scale`, on every rank; in place."""
+        sizes = split_evenly(tensor.numel(), self.size)
+        return self._launch(SocketHandle(self, tensor, sizes, scale, mean, timeout, whole=True))
+
+    def reduce_scatter(
+        self, full: torch.Tensor, *, timeout: timedelta, scale: float = 1.0, mean: bool = False
+    ) -> SocketHandle:
+        """The same for this rank's equal part of `full` alone; the rest of it stays what it was."""
+        sizes = [full.numel() // self.size] * self.size
+        return self._launch(SocketHandle(self, full, sizes, scale, mean, timeout, whole=False))
+
+    def _launch(self, handle: SocketHandle) -> SocketHandle:
+        if self.lost is not None:
+            raise PeerLost(self.lost)
+        if not self.has_scratch:
+            self.free.extend(torch.empty((self.size - 1) * self.chunk_bytes, dtype=torch.uint8) for _ in range(WINDOW))
+            self.has_scratch = True
+        self.waiting.append(handle)
+        self._post()
+        return handle
+
+    # -- how it runs ------------------------------------------------------------------------------------------------
+
+    def _post(self) -> None:
+        """Post what may be posted now: see Note [Order of messages]."""
+        while self.waiting:
+            handle = self.waiting[0]
+            while handle.posted < handle.chunks and self.free:
+                self.under_way.append(handle.post_chunk(self.free.popleft()))
+            if handle.posted < handle.chunks or (handle.whole and handle.added < handle.chunks):
+                return
+            self.waiting.popleft()
+
+    def poll(self) -> None:
+        """Add what has come. Waits for nothing."""
+        while self.under_way and all(message.work.is_completed() for message in self.under_way[0].messages):
+            self.add_next()
+
+    def add_next(self) -> None:
+        """Wait for the oldest chunk, add it, and post what follows it."""
+        chunk = self.under_way[0]
+        self.wait_for(chunk.messages)
+        chunk.handle.add(chunk)
+        self.under_way.popleft()
+        self.free.append(chunk.scratch)
+        self._post()
+
+    def wait_for(self, messages: Sequence[Message]) -> None:
+        """Wait for messages. Raises PeerLost that names the ranks they go to and come from when one fails; after that
+        always, as what was not received would be added.
+        """
+        for message in messages:
+            if self.lost is not None:
+                raise PeerLost(self.lost)
+            try:
+                message.work.wait()
+            except RuntimeError as error:
+                peers = " or ".join(str(rank) for rank in message.peers)
+                reason = str(error).split(". ")[0]  # what follows is advice
+                self.lost = (
+                    f"rank {self.ranks[self.rank]}: rank {peers} has ended, or did not come to a reduction of group "
+                    f"{self.ranks} within the group's timeout, or came with another one ({reason}). The output of the "
+                    "rank that failed first says why; restart from the last checkpoint"
+                )
+                raise PeerLost(self.lost) from error
+
+    def swap(self, to: int, sent: torch.Tensor, source: int, received: torch.Tensor, timeout: timedelta) -> Message:
+        """Send bytes to one rank of the group and receive bytes from one. Every rank posts its own at the same time."""
+        ins, outs = [0] * self.size, [0] * self.size
+        ins[to], outs[source] = sent.numel(), received.numel()
+        # An all-to-all in which all other parts are empty: unlike a send and a receive it can be asked whether it is
+        # done, and small ones are faster.
+        work = self.wire.alltoall_base(received, sent, outs, ins, _options(timeout))
+        return Message(work, tuple(dict.fromkeys((self.ranks[to], self.ranks[source]))))
+
+    def swap_all(
+        self, sent: torch.Tensor, ins: list[int], received: torch.Tensor, outs: list[int], timeout: timedelta
+    ) -> Message:
+        """The same with all ranks of the group in one message, its own part of which a rank copies."""
+        work = self.wire.alltoall_base(received, sent, outs, ins, _options(timeout))
+        return Message(work, tuple(rank for rank in self.ranks if rank != self.ranks[self.rank]))
+
+
+class SocketHandle:
+    """A reduction in flight; the same face as collectives.Handle."""
+
+    def __init__(
+        self,
+        channel: SocketChannel,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        scale: float,
+        mean: bool,
+        timeout: timedelta,
+        *,
+        whole: bool,
+    ) -> None:
+        self.channel = channel
+        self.flat = tensor.detach().view(-1)
+        self.parts = self.flat.split(sizes)  # of every rank
+        self.scale, self.mean = scale, mean
+        self.timeout = timeout
+        self.whole = whole  # are the sums sent round?
+        self.chunk = channel.chunk_bytes // self.flat.element_size()  # elements
+        self.chunks = -(-max(sizes) // self.chunk)  # as many on every rank
+        self.posted = self.added = 0  # chunks
+        self.sums: list[Message] = []  # under way, of an all-reduce
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank sends for it."""
+        own = self.parts[self.channel.rank].numel()
+        others = self.flat.numel() - own
+        return (others + (own * (self.channel.size - 1) if self.whole else 0)) * self.flat.element_size()
+
+    # -- the face ---------------------------------------------------------------------------------------------------
+
+    def is_done(self) -> bool:
+        """Is there nothing left to do or to wait for? Does on the way what needs no waiting, as nobody else would."""
+        return self.poll()
+
+    def poll(self) -> bool:
+        """Add what has come; would `wait` return at once?"""
+        self.channel.poll()
+        return self.added == self.chunks and all(message.work.is_completed() for message in self.sums)
+
+    def step(self) -> bool:
+        """Add all chunks; the sums of an all-reduce are left under way, while those of others are made."""
+        while self.added < self.chunks:
+            self.channel.add_next()
+        return False
+
+    def wait(self) -> None:
+        """Complete it; a second wait does nothing."""
+        self.step()
+        self.channel.wait_for(self.sums)
+        self.sums = []
+
+    # -- its messages -----------------------------------------------------------------------------------------------
+
+    def _of_chunk(self, rank: int, number: int) -> torch.Tensor:
+        """The chunk of a rank's part; its last ones may be shorter than other ranks', or empty."""
+        return self.parts[rank][number * self.chunk : (number + 1) * self.chunk]
+
+    def post_chunk(self, scratch: torch.Tensor) -> Chunk:
+        """Send every rank the next chunk of its part, and receive this rank's of all others."""
+        channel, number = self.channel, self.posted
+        self.posted += 1
+        own = self._of_chunk(channel.rank, number)
+        all_at_once = channel.size * max(map(len, self.parts)) * self.flat.element_size() <= scratch.numel()
+        if all_at_once and channel.size > 2:
+            return self._post_at_once(scratch, own)
+        slots = scratch.view(self.flat.dtype).split(self.chunk)
+        parts, messages = [own] * channel.size, []
+        for distance in range(1, channel.size):
+            to, source = (channel.rank + distance) % channel.size, (channel.rank - distance) % channel.size
+            parts[source] = slots[distance - 1][: own.numel()]
+            sent = self._of_chunk(to, number)
+            messages.append(channel.swap(to, _bytes(sent), source, _bytes(parts[source]), self.timeout))
+        return Chunk(self, number, parts, scratch, messages)
+
+    def _post_at_once(self, scratch: torch.Tensor, own: torch.Tensor) -> Chunk:
+        """A small tensor in one message instead of one a rank."""
+        channel = self.channel
+        received = scratch.view(self.flat.dtype)[: channel.size * own.numel()]
+        ins = [part.numel() * part.element_size() for part in self.parts]
+        outs = [ins[channel.rank]] * channel.size
+        message = channel.swap_all(_bytes(self.flat), ins, _bytes(received), outs, self.timeout)
+        parts = [received[rank * own.numel() : (rank + 1) * own.numel()] for rank in range(channel.size)]
+        parts[channel.rank] = own
+        return Chunk(self, 0, parts, scratch, [message])
+
+    def add(self, chunk: Chunk) -> None:
+        """Sum a chunk that has come; in an all-reduce send the sum to all, and receive theirs in place."""
+        channel = self.channel
+        own = chunk.parts[channel.rank]
+        add_in_rank_order(chunk.parts, own, self.scale, self.mean)
+        self.added += 1
+        for distance in range(1, channel.size if self.whole else 1):
+            to, source = (channel.rank + distance) % channel.size, (channel.rank - distance) % channel.size
+            received = self._of_chunk(source, chunk.number)
+            self.sums.append(channel.swap(to, _bytes(own), source, _bytes(received), self.timeout))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _options(timeout: timedelta) -> dist.AllToAllOptions:
+    options = dist.AllToAllOptions()
+    options.timeout = timeout
+    return options
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return timedelta(minutes=30) if options is None else options._timeout
+
+
+def channel_of(group: dist.ProcessGroup) -> SocketChannel:
+    """The one channel of a group, shared by all that reduce over it. Collective over the group where it is the first
+    time.
+    """
+    shared = SharedWire.of(group)
+    if shared.channel is None:
+        shared.channel = SocketChannel(group)
+    return shared.channel

@@ -1,0 +1,331 @@
+"""Reductions through sockets: values against a sum in fp64 on one process, whatever the sizes, dtypes and timing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.distributed import finalize_model_grads
+from core.distributed.collectives import Collectives, InFlight
+from core.distributed.host_channel import PeerLost
+from core.distributed.shared_wire import SharedWire
+from core.distributed.socket_channel import (
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    SCRATCH,
+    WINDOW,
+    SocketChannel,
+    channel_of,
+    chunk_bytes_for,
+    split_evenly,
+    timeout_of,
+)
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
+
+CHUNK = 512  # bytes: so that tensors of a few thousand elements take many chunks
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def small_chunks(group: dist.ProcessGroup | None = None) -> SocketChannel:
+    """The group's channel with chunks of CHUNK bytes; to be called before its first reduction, on all its ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    channel = channel_of(group)
+    assert not channel.has_scratch
+    channel.chunk_bytes = CHUNK
+    return channel
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
+    """Of a rank in a step: of very different sizes, so that a sum in another order has other bits."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    values = torch.randn(numel, generator=generator) * 10 ** torch.randint(-2, 2, (numel,), generator=generator)
+    return (values * 100).to(dtype) if dtype is torch.int64 else values.to(dtype)
+
+
+def summed(world: int, numel: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
+    return torch.stack([values_of(rank, numel, dtype, step).double() for rank in range(world)]).sum(0)
+
+
+def in_rank_order(world: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The bits to expect: ((p0 + p1) + p2) + ..., in fp32 for 16 bits, rounded once."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = values_of(0, numel, dtype).to(wide)
+    for rank in range(1, world):
+        total = total + values_of(rank, numel, dtype).to(wide)
+    return total.to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within the rounding of one result and of fp32 sums of a few ranks whose values are below 400."""
+    epsilon = torch.finfo(found.dtype).eps if found.dtype.is_floating_point else 0.0
+    absolute = 400 * torch.finfo(torch.float32).eps * 4 if found.dtype.is_floating_point else 0.0
+    return bool(((found.double() - expected).abs() <= epsilon * expected.abs() + absolute).all())
+
+
+# --- sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_equal_or_the_first_ones_one_longer() -> None:
+    assert split_evenly(12, 3) == [4, 4, 4]
+    assert split_evenly(11, 3) == [4, 4, 3]
+    assert split_evenly(1, 3) == [1, 0, 0]
+
+
+def test_scratch_does_not_grow_with_the_model_and_hardly_with_the_group() -> None:
+    for size in range(2, 200):
+        chunk = chunk_bytes_for(size)
+        assert LEAST_CHUNK <= chunk <= MOST_CHUNK and chunk % 16 == 0
+        held = WINDOW * (size - 1) * chunk
+        assert held <= SCRATCH or chunk == LEAST_CHUNK
+        assert held > SCRATCH / 2 - WINDOW * (size - 1) * 4096, "chunks are smaller than they need be"
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+@ranks(2, 3, nightly=(4,))
+def test_a_part_is_the_sum_of_all_ranks_in_every_dtype_and_size(rank: int, world: int) -> None:
+    small_chunks()
+    for dtype in DTYPES:
+        for part in (1, 63, 64, 65, 1000):  # 1000 elements of fp32 are 8 chunks
+            numel = part * world
+            mine = slice(rank * part, (rank + 1) * part)
+            expected = summed(world, numel, dtype)
+            assert expected.abs().max() > 1 or part == 1
+            for scale, op in ((1.0, "sum"), (0.25, "sum"), (1.0, "mean")):
+                if dtype is torch.int64 and (scale, op) != (1.0, "sum"):
+                    continue
+                tensor = values_of(rank, numel, dtype)
+                Collectives().reduce_scatter(tensor, dist.group.WORLD, op, scale=scale).wait()  # type: ignore[arg-type]
+                factor = scale / (world if op == "mean" else 1)
+                assert close(tensor[mine], expected[mine] * factor), (dtype, part, scale, op)
+                if scale == 1.0 and op == "sum":
+                    assert torch.equal(tensor[mine], in_rank_order(world, numel, dtype)[mine])
+
+
+@ranks(2, 3, nightly=(4,))
+def test_an_all_reduce_in_rank_order_has_the_same_bits_everywhere(rank: int, world: int) -> None:
+    small_chunks()
+    for dtype in DTYPES:
+        for numel in (1, 2, 5, 128 * world, 128 * world + 1, 3001):  # uneven, and fewer elements than ranks
+            tensor = values_of(rank, numel, dtype)
+            handle = Collectives(ordered=True).all_reduce(tensor, dist.group.WORLD)
+            handle.wait()
+            handle.wait()  # the second does nothing
+            assert torch.equal(tensor, in_rank_order(world, numel, dtype)), (dtype, numel)
+
+
+@ranks(1)
+def test_one_rank_only_scales_and_nothing_is_nothing(rank: int, world: int) -> None:
+    for ordered in (False, True):
+        collectives = Collectives(ordered=ordered)
+        for call in (collectives.all_reduce, collectives.reduce_scatter):
+            tensor = torch.tensor([1.0, -2.0])
+            call(tensor, dist.group.WORLD, scale=0.5).wait()
+            assert tensor.tolist() == [0.5, -1.0]
+    assert collectives.traffic.bytes_sent == 0 and SharedWire.of(dist.group.WORLD).channel is None
+
+
+@ranks(2)
+def test_an_empty_tensor_sends_nothing(rank: int, world: int) -> None:
+    collectives = Collectives(ordered=True)
+    for call in (collectives.all_reduce, collectives.reduce_scatter):
+        call(torch.zeros(0), dist.group.WORLD).wait()
+    assert collectives.traffic.collectives == 0
+
+
+@ranks(2, 3)
+def test_every_byte_is_counted(rank: int, world: int) -> None:
+    small_chunks()
+    collectives = Collectives(ordered=True)
+    collectives.reduce_scatter(torch.zeros(100 * world), dist.group.WORLD).wait()
+    assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (400 * (world - 1), 1)
+    collectives.traffic.reset()
+    collectives.all_reduce(torch.zeros(1), dist.group.WORLD).wait()  # rank 0 has the one element
+    assert collectives.traffic.bytes_sent == (4 * (world - 1) if rank == 0 else 4)
+
+
+# --- the order of messages ---------------------------------------------------------------------------------------
+
+
+HABITS: list[Callable[[InFlight], object]] = [
+    lambda handle: None,
+    lambda handle: (time.sleep(0.002), handle.poll()),
+    lambda handle: handle.wait(),
+    lambda handle: (handle.step(), time.sleep(0.001)),
+]
+
+
+def launch_many(rank: int, chance: random.Random) -> list[tuple[torch.Tensor, str, int]]:
+    """Reductions of both kinds and many sizes, in flight together; in between this rank does something to one."""
+    launched: list[tuple[torch.Tensor, str, int]] = []
+    handles: list[InFlight] = []
+    for step in range(12):
+        tensor = values_of(rank, (300, 7200, 780, 18000)[step % 4], torch.float32, step)
+        kind = "whole" if step % 3 == 1 else "part"
+        collectives = Collectives(ordered=kind == "whole")
+        call = collectives.all_reduce if kind == "whole" else collectives.reduce_scatter
+        handles.append(call(tensor, dist.group.WORLD))
+        launched.append((tensor, kind, step))
+        chance.choice(HABITS)(chance.choice(handles[-2:]))
+    for handle in handles:
+        handle.wait()
+        assert handle.is_done() and not handle.step()
+    return launched
+
+
+@ranks(2, 3, nightly=(4,))
+def test_ranks_that_poll_wait_and_sleep_at_different_times_pair_the_same_messages(rank: int, world: int) -> None:
+    small_chunks()
+    for turn in range(6):
+        for tensor, kind, step in launch_many(rank, random.Random(100 * turn + rank)):
+            expected = summed(world, tensor.numel(), torch.float32, step)
+            part = tensor.numel() // world
+            where = slice(None) if kind == "whole" else slice(rank * part, (rank + 1) * part)
+            assert close(tensor[where], expected[where]), (turn, step, kind)
+
+
+@ranks(2)
+def test_what_polls_add_is_added_without_a_wait(rank: int, world: int) -> None:
+    small_chunks()
+    tensor = values_of(rank, 2000, torch.float32)
+    handle = Collectives().reduce_scatter(tensor, dist.group.WORLD)
+    deadline = time.monotonic() + 20
+    while not handle.is_done():
+        assert time.monotonic() < deadline, "polling alone does not complete it"
+        time.sleep(1e-4)
+    mine = slice(rank * 1000, (rank + 1) * 1000)
+    assert close(tensor[mine], summed(world, 2000, torch.float32)[mine])
+
+
+@ranks(2)
+def test_scratch_is_kept_and_bounded(rank: int, world: int) -> None:
+    channel = small_chunks()
+    handles = [Collectives().reduce_scatter(torch.zeros(4000), dist.group.WORLD) for _ in range(3)]
+    assert len(channel.under_way) <= WINDOW
+    for handle in handles:
+        handle.wait()
+    assert len(channel.free) == WINDOW and sum(len(scratch) for scratch in channel.free) == WINDOW * CHUNK
+    held = {scratch.data_ptr() for scratch in channel.free}
+    Collectives(ordered=True).all_reduce(torch.zeros(4000), dist.group.WORLD).wait()
+    assert {scratch.data_ptr() for scratch in channel.free} == held and not channel.under_way and not channel.waiting
+
+
+@ranks(3)
+def test_groups_that_overlap_do_not_mix(rank: int, world: int) -> None:
+    first, last = dist.new_group([0, 1]), dist.new_group([1, 2])
+    mine = [group for group, members in ((first, (0, 1)), (last, (1, 2))) if rank in members]
+    groups = [dist.group.WORLD, *mine]
+    for group in groups:
+        small_chunks(group)
+    tensors = [torch.full((600,), 10.0**rank) for _ in groups]
+    handles = [Collectives().reduce_scatter(tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
+    for handle in reversed(handles):
+        handle.wait()
+    sums = {(0, 1, 2): 111.0, (0, 1): 11.0, (1, 2): 110.0}
+    for tensor, group in zip(tensors, groups, strict=True):
+        members = tuple(dist.get_process_group_ranks(group))
+        part = 600 // len(members)
+        place = dist.get_rank(group)
+        assert tensor[place * part : (place + 1) * part].unique().tolist() == [sums[members]]
+
+
+# --- wrapped models ----------------------------------------------------------------------------------------------
+
+
+@ranks(2, nightly=(3, 4))
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_gradients_of_models_are_means_over_ranks(rank: int, world: int, strategy: str, overlap: bool) -> None:
+    """Several buckets in flight from backward, and two models on the same group."""
+    parallel_state.initialize_model_parallel()
+    options: dict[str, Any] = {
+        "data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": overlap, "share_host_memory": False,
+        "bucket_size": 60,
+    }  # fmt: skip
+    alone = wrap(make_net(), **options)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    channel = SharedWire.of(group).channel
+    assert channel is not None, "it is connected when the model is wrapped, not in backward"
+    channel.chunk_bytes = 64
+    models = [alone]
+    for step in range(4):
+        if step == 2:
+            models.append(wrap(make_net(), **options))
+        for ddp in models:
+            ddp.zero_grad_buffer()
+            loss_of(ddp, rank, step).backward()
+        for ddp in models:
+            finalize_model_grads([ddp])
+            assert_same(whole_grads(ddp), mean_over_ranks(make_net(), world, (step,)), rtol=1e-5)
+    assert channel.has_scratch
+
+
+# --- ranks that fail ---------------------------------------------------------------------------------------------
+
+
+@ranks(3)
+def test_a_rank_that_never_comes_is_named_after_the_timeout(rank: int, world: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    Collectives().reduce_scatter(torch.zeros(300), group).wait()
+    assert timeout_of(group) == timedelta(seconds=2)
+    if rank < 2:
+        begun = time.monotonic()
+        with pytest.raises(PeerLost, match=rf"rank {rank}: rank .*2.* has ended, or did not come .*\[0, 1, 2\]"):
+            Collectives().reduce_scatter(torch.zeros(300), group).wait()
+        assert time.monotonic() - begun < 20
+    dist.barrier()
+
+
+def _reduce_until_one_ends(rank: int, store: str, said: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    collectives = Collectives()
+    tensor = torch.zeros(4_000_000)
+    collectives.reduce_scatter(tensor, dist.group.WORLD).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    handles = [collectives.reduce_scatter(tensor.clone(), dist.group.WORLD) for _ in range(2)]
+    for act in (handles[0].wait, handles[1].wait, lambda: collectives.reduce_scatter(tensor, dist.group.WORLD)):
+        try:
+            act()
+        except PeerLost as error:
+            said.put(str(error))
+    os._exit(0)
+
+
+def test_a_rank_that_dies_is_named_long_before_the_timeout(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    said = context.SimpleQueue()
+    processes = [
+        context.Process(target=_reduce_until_one_ends, args=(rank, str(tmp_path / "store"), said)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)  # the group's timeout is 30 minutes
+    try:
+        assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+        messages = []
+        while not said.empty():
+            messages.append(said.get())
+        assert len(messages) == 3, "also the reduction behind it, and a new one"
+        for message in messages:
+            assert message.startswith("rank 0: rank 1 has ended, or did not come to a reduction of group [0, 1]")
+    finally:
+        for process in processes:
+            process.kill()
