@@ -7,6 +7,7 @@ each parameter travels alone. Where gradients are sharded, only the slice that t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class GradSync:
         collectives: Collectives,
         registration: Sequence[str],
     ) -> None:
-        self.position = {name: position for position, name in enumerate(registration)}
+        self.registration = registration
         self.groups = groups
         self.collectives = collectives
         self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
@@ -91,6 +92,11 @@ class GradSync:
                 by_bucket.setdefault(id(bucket), []).append(i)
             for bucket_id, indices in by_bucket.items():
                 self.within.setdefault(bucket_id, []).append((rule, indices))
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """The place of each name in registration order."""
+        return {name: position for position, name in enumerate(self.registration)}
 
     def launch(self, bucket: Bucket) -> None:
         """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""

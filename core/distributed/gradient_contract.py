@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -52,6 +54,10 @@ class GradientContract(NamedTuple):
     def of(self, name: str) -> GradientContract:
         """The same for another parameter."""
         return tuple.__new__(GradientContract, (name, *self[1:]))
+
+    def of_each(self, names: Sequence[str]) -> Iterable[GradientContract]:
+        """The same for each of these parameters; without a line of Python for each."""
+        return map(partial(tuple.__new__, GradientContract), zip(names, *map(repeat, self[1:]), strict=False))
 
 
 class Tags(NamedTuple):
@@ -318,21 +324,25 @@ def read_contracts(
     shared = word | position
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
     has_qk = getattr(config, "qk_layernorm", False)
-    known: dict[tuple[Tags, bool], GradientContract] = {}
-    contracts = {}
+    known: dict[tuple[Tags, bool], tuple[GradientContract, list[str]]] = {}  # and the names of those that have it
+    contracts: dict[str, Any] = {}
     key: tuple[Tags, bool] | None = None  # of the contract that is at hand
-    contract: GradientContract | None = None
     for name, param in named_params:
         tags = UNTAGGED
         if param.__dict__ or type(param) is not nn.Parameter or id(param) in shared:
             tags = read_tags(param, word_embedding=id(param) in word, position_embedding=id(param) in position)
         is_qk = bool(has_qk) and _is_qk_layernorm(name, config)
-        if contract is None or key is None or tags is not key[0] or is_qk is not key[1]:
+        if key is None or tags is not key[0] or is_qk is not key[1]:
             key = tags, is_qk
-            contract = known.get(key)
-            if contract is None:
+            if key not in known:
                 contract = _without_rules(name, tags, groups, config)
-                known[key] = contract = contract if names_matter else _with_rules(contract, rules, groups)
-        mine = contract.of(name)
-        contracts[name] = _with_rules(mine, rules, groups) if names_matter else mine
+                known[key] = contract if names_matter else _with_rules(contract, rules, groups), []
+            contract, names = known[key]
+        if names_matter:
+            contracts[name] = _with_rules(contract.of(name), rules, groups)
+        else:
+            contracts[name] = None  # in its place; made below, all of one kind together
+            names.append(name)
+    for contract, names in known.values():
+        contracts.update(zip(names, contract.of_each(names), strict=True))
     return contracts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,13 @@ from core.process_groups import ProcessGroups
 ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
 
 
-Description = tuple[str, str, tuple[int, ...], torch.dtype, bool]  # data group, name, shape, dtype, is it trained?
+class ParamKind(NamedTuple):
+    """What parameters have in common. Of equal ones there is one instance in a plan: a model has few kinds."""
+
+    data_group: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
     named: dict[str, nn.Parameter]  # all, in registration order
-    described: list[Description]  # of each of them
+    kinds: dict[str, ParamKind]  # of each of them
     params: dict[str, nn.Parameter]  # those that were trainable when wrapped
     frozen: dict[str, nn.Parameter]
     contracts: dict[str, GradientContract]
@@ -54,11 +62,15 @@ class ModelPlan:
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
         """All parameters of a data group, frozen ones too."""
-        return {name: self.named[name] for group, name, *_ in self.described if group == data_group}
+        return {name: self.named[name] for name, kind in self.kinds.items() if kind.data_group == data_group}
 
     def facts(self, data_group: str, options: list[str]) -> Facts:
         """What all ranks of a data group must agree on; `options` comes first."""
-        described = [each for each in self.described if each[0] == data_group]
+        described = [(name, kind) for name, kind in self.kinds.items() if kind.data_group == data_group]
+        # By identity: one hash of a kind's shape and dtype for each parameter would take longer than all else here.
+        kinds = {id(kind): kind for _, kind in described}
+        number = {known: n for n, known in enumerate(kinds)}
+        names, chosen = [name for name, _ in described], [number[id(kind)] for _, kind in described]
         reductions = Reductions.of(
             contract for contract in self.contracts.values() if contract.data_group == data_group
         )
@@ -72,12 +84,13 @@ class ModelPlan:
 
         def lines() -> list[str]:
             table = [
-                f"parameter {name!r}: shape {list(shape)}, {dtype_name(dtype)}, {'trained' if trains else 'frozen'}"
-                for _, name, shape, dtype, trains in described
+                f"parameter {name!r}: shape {list(kind.shape)}, {dtype_name(kind.dtype)}, "
+                f"{'trained' if kind.trains else 'frozen'}"
+                for name, kind in described
             ]
             return [*options, *table, *reductions.lines(), *cuts]
 
-        return Facts((options, described, reductions, cuts), lines)
+        return Facts((options, names, list(kinds.values()), chosen, reductions, cuts), lines)
 
     def facts_over_tp(self, options: list[str]) -> Facts:
         """What the ranks of a tensor-parallel group must agree on: all but their slices, which may differ in shape."""
@@ -98,12 +111,16 @@ class Reductions(NamedTuple):
         names, chosen = [], []
         numbers: dict[tuple[str, int, tuple[str, ...]], int] = {}
         answers: list[str] = []
+        before: GradientContract | None = None
+        number = 0  # of the answer at hand
         for contract in contracts:
-            key = contract.data_group, contract.divisor, contract.rules
-            number = numbers.get(key)
-            if number is None:
-                number = numbers[key] = len(answers)
-                answers.append("; ".join(contract.reductions))
+            alike = before is not None and contract.rules is before.rules and contract.data_group is before.data_group
+            if before is None or not alike or contract.divisor != before.divisor:
+                before = contract
+                key = contract.data_group, contract.divisor, contract.rules
+                number = numbers.setdefault(key, len(answers))
+                if number == len(answers):
+                    answers.append("; ".join(contract.reductions))
             names.append(contract.name)
             chosen.append(number)
         return cls(names, answers, chosen)
@@ -175,38 +192,46 @@ def plan_model(
     device = next(iter(named.values())).device if named else control_device(groups.require("dp_cp"))
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
-    described: list[Description] = []
-    on_meta = device.type == "meta"
-    for name, param in named.items():  # one pass: with many parameters each one's memory is far away
-        trained, dtype = param.requires_grad, param.dtype
-        if on_meta or dtype.is_complex or param.device != device:
+    on_meta, on_cpu = device.type == "meta", device.type == "cpu"
+    # One call a parameter for all that is read of it: with many parameters each one's memory is far away.
+    read = attrgetter("requires_grad", "dtype", "shape", "is_cpu" if on_cpu else "device")
+    place = True if on_cpu else device
+    seen = list(map(read, named.values()))
+    for (name, param), (trains, dtype, _, where) in zip(named.items(), seen, strict=True):
+        if on_meta or where != place or dtype.is_complex:
             raise ValueError(_unfit(name, param, next(iter(named)), device))
-        owner = getattr(param, "grad_reducer", None) if trained else None
+        if not trains:
+            frozen[name] = param
+            continue
+        owner = getattr(param, "grad_reducer", None)
         if owner is not None and owner() is not None:
             raise ValueError(
                 f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
                 "second time. Delete that wrapper first, or wrap the model once"
             )
-        (params if trained else frozen)[name] = param
-        described.append((data_group_of(param), name, tuple(param.shape), dtype, trained))
+        params[name] = param
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), module, groups, config, rules)
     _check_rules(rules, contracts, groups)
     specs = []
+    kinds: dict[str, ParamKind] = {}
     keeps_whole = ddp_config.whole_param_shards is not False
-    keys: dict[tuple[torch.dtype, str], BufferKey] = {}
-    for _, name, shape, dtype, trained in described:
-        if not trained:
-            continue
-        contract = contracts[name]
-        key = keys.get((dtype, contract.data_group))
-        if key is None:
+    known: dict[tuple[Any, ...], tuple[ParamKind, BufferKey]] = {}
+    for (name, param), (trains, dtype, shape, _) in zip(named.items(), seen, strict=True):
+        contract = contracts[name] if trains else None
+        data_group = data_group_of(param) if contract is None else contract.data_group
+        about = data_group, shape, dtype, trains
+        found = known.get(about)
+        if found is None:
             grads = torch.promote_types(dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else dtype
-            key = BufferKey(dtype_name(dtype), dtype_name(grads), contract.data_group)
-            keys[dtype, contract.data_group] = key
-        crosses = contract.crosses_stages
-        whole = not crosses and keeps_whole and stays_whole(params[name], ddp_config.whole_param_shards)
-        specs.append(ParamSpec(name, shape, key, crosses, whole))
+            key = BufferKey(dtype_name(dtype), dtype_name(grads), data_group)
+            found = known[about] = ParamKind(data_group, tuple(shape), dtype, trains), key
+        kind, key = found
+        kinds[name] = kind
+        if contract is not None:
+            crosses = contract.crosses_stages
+            whole = keeps_whole and not crosses and stays_whole(param, ddp_config.whole_param_shards)
+            specs.append(ParamSpec(name, kind.shape, key, crosses, whole))
     buffers = []
     for key, members in group_by_key(specs).items():
         groups.require(key.data_group)
@@ -214,7 +239,7 @@ def plan_model(
         size = resolve_bucket_size(
             ddp_config.bucket_size,
             ddp_config.num_buckets,
-            numel=sum(spec.numel for spec in members),
+            numel=sum(map(math.prod, map(itemgetter(1), members))),  # of their shapes
             data_ranks=groups.size("dp_cp"),
             overlap=ddp_config.overlap_grad_reduce,
             one_bucket=one_bucket,
@@ -236,7 +261,7 @@ def plan_model(
         _check_rounds(layout, groups)
     return ModelPlan(
         named,
-        described,
+        kinds,
         params,
         frozen,
         contracts,

@@ -22,7 +22,7 @@ class ModelWatch:
         self.module = module
         self.plan = plan
         self._watch_tables()
-        self.names = [contract.name for bucket in order for contract in bucket.contracts]
+        self.order = order
         self.params = [param for bucket in order for param in bucket.params]
         self.views = [view for bucket in order for view in bucket.homes]
         self.housed = [param for bucket in order if bucket.sharded for param in bucket.params]
@@ -46,12 +46,13 @@ class ModelWatch:
         if now == self.places:
             return []
         (dtypes, grads, params), (dtypes_now, grads_now, params_now) = self.places, now
-        for name, before, after in zip(self.names, dtypes, dtypes_now, strict=True):
+        names = [contract.name for bucket in self.order for contract in bucket.contracts]
+        for name, before, after in zip(names, dtypes, dtypes_now, strict=True):
             if before is not after:
                 return [f"parameter {name!r} is {after} now and was {before} when the model was wrapped. {REMEDY}"]
         moved = {id(p) for p, a, b in zip(self.params, grads, grads_now, strict=True) if a != b}
         moved |= {id(p) for p, a, b in zip(self.housed, params, params_now, strict=True) if a != b}
-        name = next(name for name, param in zip(self.names, self.params, strict=True) if id(param) in moved)
+        name = next(name for name, param in zip(names, self.params, strict=True) if id(param) in moved)
         return [f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
 
     def _places(self) -> tuple[list[torch.dtype], list[int], list[int]]:

@@ -9,8 +9,8 @@ that every rank's shard of a bucket has the same size; where they are not, nothi
 A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
 of their own, in which they are spread over the shards by size.
 
-Where whole gradients only pass through memory of two buckets (`streamed`), the largest bucket is what they cost. There a
-bucket closes before it would exceed its size, not after; only one large parameter makes a larger one.
+Where whole gradients only pass through memory of two buckets (`streamed`), the largest bucket is what they cost. There
+a bucket closes before it would exceed its size, not after; only one large parameter makes a larger one.
 
 What there is one of for each parameter, or is looked up for each, is a NamedTuple: a frozen dataclass takes four times
 as long to make and to hash.
@@ -19,9 +19,12 @@ as long to make and to hash.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
@@ -176,16 +179,19 @@ def plan_buffer(
     filled = 0  # elements of it
     whole: list[ParamSpec] = []  # of the open bucket of whole parameters
     total = largest = 0  # their elements
+    numels = _Numels()
 
     def close_bucket(placed: list[tuple[ParamSpec, int]], numel: int | None = None) -> None:
         if not placed:
             return
         start = buckets[-1].end if buckets else 0
         index = len(buckets)
-        slots = tuple(
-            Slot(spec.name, spec.shape, start + offset, start + offset + spec.numel, index) for spec, offset in placed
-        )
-        used = max(slot.end for slot in slots) - start
+        places = [
+            (spec.name, spec.shape, start + offset, start + offset + numels[spec.shape], index)
+            for spec, offset in placed
+        ]
+        slots = tuple(map(partial(tuple.__new__, Slot), places))  # without a line of Python for each
+        used = max(map(itemgetter(3), slots)) - start
         end = start + (pad_to_multiple(used, end_alignment) if numel is None else numel)
         buckets.append(BucketLayout(index, start, end, used, slots))
         placed.clear()
@@ -195,7 +201,7 @@ def plan_buffer(
         whole.clear()
 
     for spec in reversed(specs):
-        numel = spec.numel
+        numel = numels[spec.shape]
         if sharded and spec.whole:
             whole.append(spec)
             total, largest = total + numel, max(largest, numel)
@@ -217,6 +223,14 @@ def plan_buffer(
     close_whole()
     close_bucket(row)
     return BufferLayout(specs[0].key, buckets[-1].end if buckets else 0, shards, tuple(buckets))
+
+
+class _Numels(dict[tuple[int, ...], int]):
+    """Elements of a shape, worked out once for each: a model has many parameters of few shapes."""
+
+    def __missing__(self, shape: tuple[int, ...]) -> int:
+        numel = self[shape] = math.prod(shape)
+        return numel
 
 
 def spread_over_shards(
@@ -252,9 +266,9 @@ def launch_order(layout: ParamLayout, registration: Sequence[str]) -> tuple[tupl
     A bucket's turn comes with its earliest registered parameter, whose gradient backward is expected to produce last.
     One order over all buffers keeps several communicators from being entered in different orders on different ranks.
     """
-    position = {name: index for index, name in enumerate(registration)}
+    position = dict(zip(registration, itertools.count()))
     turns = [
-        (-min(position[slot.name] for slot in bucket.slots), b, bucket.index)
+        (-min(map(position.__getitem__, map(itemgetter(0), bucket.slots))), b, bucket.index)
         for b, buffer in enumerate(layout.buffers)
         for bucket in buffer.buckets
     ]

@@ -23,7 +23,6 @@ class StepGuard:
 
     def __init__(self, owner: nn.Module, reducer: GradReducer) -> None:
         self.reducer = reducer
-        self.param_ids = {id(param) for bucket in reducer.order for param in bucket.params}
         self.needs_rules = any(contract.rules for bucket in reducer.order for contract in bucket.contracts)
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)
@@ -69,6 +68,13 @@ class StepGuard:
     def _holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         known = self.concerned.get(optimizer)
         if known is None:
-            held = (id(param) for group in optimizer.param_groups for param in group["params"])
-            known = self.concerned[optimizer] = any(param in self.param_ids for param in held)
+            held = (param for group in optimizer.param_groups for param in group["params"])
+            known = any(_reducer_of(param) is self.reducer for param in held)
+            self.concerned[optimizer] = known
         return known
+
+
+def _reducer_of(param: torch.Tensor) -> GradReducer | None:
+    """Of the wrapper that holds a parameter, if one does."""
+    reference = getattr(param, "grad_reducer", None)
+    return None if reference is None else reference()
