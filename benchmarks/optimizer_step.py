@@ -5,6 +5,7 @@ With two ranks both step at once, and so do the copies that they are compared wi
 Copy bandwidth is that of `b.copy_(a)` over kept buffers of the same size as the parameters, bytes read and written. A
 step can be above it: a copy fetches the memory that it is about to overwrite, and a step has read that anyway.
 
+Shares are given by the clock and by processor time. Where other programs run beside it only the second means much.
 The last column is the most tensor memory that one more step, untimed, allocated for its time (allocations.py).
 """
 
@@ -16,7 +17,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,27 @@ def slowest(seconds: float) -> float:
     return found.item()
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call that all ranks begin together. Collective."""
-    dist.barrier()
-    begun = time.perf_counter()
-    call()
-    return slowest(time.perf_counter() - begun)
+@dataclass
+class Times:
+    """Seconds of each turn of each arm and of the copy, by name: the slowest rank's."""
+
+    wall: dict[str, list[float]]
+    processor: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Times:
+        """No turn yet."""
+        names = list(names)
+        return cls({name: [] for name in names}, {name: [] for name in names})
+
+    def add(self, name: str, call: Callable[[], Any]) -> None:
+        """Time a call that all ranks begin together. Collective."""
+        dist.barrier()
+        begun, begun_working = time.perf_counter(), time.process_time()
+        call()
+        wall, processor = time.perf_counter() - begun, time.process_time() - begun_working
+        self.wall[name].append(slowest(wall))
+        self.processor[name].append(slowest(processor))
 
 
 def check_arms(problem: Problem, arms: dict[str, tuple[StepArmSpec, StepArm]]) -> None:
@@ -78,41 +95,40 @@ def check_arms(problem: Problem, arms: dict[str, tuple[StepArmSpec, StepArm]]) -
         check_weights(name, arm.weights(), wanted[spec.clipped], start, tolerance)
 
 
-def measure(
-    problem: Problem, specs: Sequence[StepArmSpec], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each step of each arm and of each copy, and temporary bytes of a step, by name. Collective."""
+def measure(problem: Problem, specs: Sequence[StepArmSpec], rounds: int) -> tuple[Times, dict[str, int]]:
+    """The times of steps and copies, and the temporary bytes of a step of each arm by name. Collective."""
     arms = {spec.name: (spec, spec.make(problem)) for spec in specs}
     check_arms(problem, arms)
     grads = problem.gradients(CHECKED_STEPS)
     source, target = torch.ones(problem.numel), torch.zeros(problem.numel)
-    seconds: dict[str, list[float]] = {name: [] for name in (COPY, *arms)}
+    times = Times.of((COPY, *arms))
     order = random.Random(1)  # the same on every rank
     for _ in range(rounds):
-        for name in order.sample(sorted(seconds), len(seconds)):
+        for name in order.sample(sorted(times.wall), len(times.wall)):
             if name == COPY:
-                seconds[name].append(timed(lambda: target.copy_(source)))
+                times.add(name, lambda: target.copy_(source))
                 continue
             arm = arms[name][1]
             arm.prepare(grads)
-            seconds[name].append(timed(arm.step))
+            times.add(name, arm.step)
     temporary = {}
     for name, (_, arm) in arms.items():
         arm.prepare(grads)
         temporary[name] = temporary_bytes(arm.step)
-    return seconds, temporary
+    return times, temporary
 
 
 def results_of(
-    problem: Problem, specs: Sequence[StepArmSpec], seconds: dict[str, list[float]], temporary: dict[str, int]
+    problem: Problem, specs: Sequence[StepArmSpec], times: Times, temporary: dict[str, int]
 ) -> list[dict[str, Any]]:
     """A row for the copy and one for each arm: milliseconds, bytes an element, share of the copy's bandwidth."""
     bytes_of = {spec.name: problem.precision.bytes_per_element(clipped=spec.clipped) for spec in specs}
     bytes_of[COPY] = 8
-    copy_s = statistics.median(seconds[COPY])
+    copy_s, copy_working_s = statistics.median(times.wall[COPY]), statistics.median(times.processor[COPY])
     rows = []
-    for name, times in seconds.items():
-        median, first, third = quartiles(times)
+    for name, wall in times.wall.items():
+        median, first, third = quartiles(wall)
+        working = statistics.median(times.processor[name])
         rows.append(
             {
                 "arm": name,
@@ -121,8 +137,10 @@ def results_of(
                 "bytes_per_element": bytes_of[name],
                 "gb_per_s": bytes_of[name] * problem.numel / median / 1e9,
                 "of_copy": share_of_copy(bytes_of[name], median, bytes_of[COPY], copy_s),
+                "processor_ms": working * 1e3,
+                "of_copy_processor": share_of_copy(bytes_of[name], working, bytes_of[COPY], copy_working_s),
                 "temporary_bytes": temporary.get(name, 0),
-                "ms_all": [t * 1e3 for t in times],
+                "ms_all": [t * 1e3 for t in wall],
             }
         )
     return rows
@@ -130,12 +148,16 @@ def results_of(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as Markdown."""
-    lines = ["| | ms (quartiles) | bytes an element | GB/s | of copy | temporary KiB |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | ms (quartiles) | processor ms | bytes an element | of copy | of copy, processor time | temporary KiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         low, high = row["ms_quartiles"]
         lines.append(
-            f"| {row['arm']} | {row['ms']:.2f} ({low:.2f} to {high:.2f}) | {row['bytes_per_element']} | "
-            f"{row['gb_per_s']:.1f} | {row['of_copy']:.2f} | {row['temporary_bytes'] / 1024:.0f} |"
+            f"| {row['arm']} | {row['ms']:.2f} ({low:.2f} to {high:.2f}) | {row['processor_ms']:.2f} | "
+            f"{row['bytes_per_element']} | {row['of_copy']:.2f} | {row['of_copy_processor']:.2f} | "
+            f"{row['temporary_bytes'] / 1024:.0f} |"
         )
     return "\n".join(lines)
 
@@ -150,7 +172,7 @@ def _rank(rank: int, options: argparse.Namespace, ranks: int, store: str, result
     for workload in options.workloads:
         for name in options.precisions:
             problem = Problem(shapes_of(workload, ranks), PRECISIONS[name])
-            seconds, temporary = measure(problem, specs, options.rounds)
+            times, temporary = measure(problem, specs, options.rounds)
             gc.collect()
             if rank == 0:
                 results.put(
@@ -160,7 +182,7 @@ def _rank(rank: int, options: argparse.Namespace, ranks: int, store: str, result
                         "ranks": ranks,
                         "numel": problem.numel,
                         "tensors": len(problem.shapes),
-                        "rows": results_of(problem, specs, seconds, temporary),
+                        "rows": results_of(problem, specs, times, temporary),
                     }
                 )
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.allocations import peak_of, temporary_bytes
 from benchmarks.optimizer_arms import ARMS, PRECISIONS, Problem, StepArm, StepArmSpec, TorchArm, WrongWeights, shapes_of
-from benchmarks.optimizer_step import COPY, check_arms, quartiles, results_of, share_of_copy, table
+from benchmarks.optimizer_step import COPY, Times, check_arms, quartiles, results_of, share_of_copy, table
 
 SHAPES = ((3, 5), (7,), (64, 2))
 
@@ -36,8 +36,10 @@ def test_bytes_that_must_move_are_those_of_the_dtypes() -> None:
 def test_a_row_is_bytes_over_the_median_time_and_over_the_copy() -> None:
     problem = Problem(SHAPES, PRECISIONS["fp32"])
     assert problem.numel == 150
-    seconds = {COPY: [2e-6, 1e-6, 9e-6], ARMS[0].name: [4e-6, 7e-6, 6e-6]}
-    copy, arm = results_of(problem, ARMS[:1], seconds, {ARMS[0].name: 3072})
+    wall = {COPY: [2e-6, 1e-6, 9e-6], ARMS[0].name: [4e-6, 7e-6, 6e-6]}
+    processor = {COPY: [1e-6], ARMS[0].name: [5e-6, 2e-6, 4e-6]}
+    copy, arm = results_of(problem, ARMS[:1], Times(wall, processor), {ARMS[0].name: 3072})
+    assert (arm["processor_ms"], arm["of_copy_processor"]) == (pytest.approx(4e-3), pytest.approx((28 / 4) / 8))
     assert (copy["temporary_bytes"], arm["temporary_bytes"]) == (0, 3072)
     assert table([arm]).splitlines()[-1].endswith("| 3 |")
     assert (copy["ms"], copy["of_copy"], copy["bytes_per_element"]) == (pytest.approx(2e-3), 1.0, 8)
