@@ -131,6 +131,7 @@ class DistributedDataParallel(nn.Module):
             many_rounds=ddp_config.reduces_every_microbatch and wire_is_free,
             round_group=self._round_group(),
             watch=self.nan_watch,
+            channels=plain.channels,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         # Gathers that overlap the forward are the backend's, which works by itself.

@@ -23,6 +23,8 @@ from core.distributed.agreement import Agreement, ControlGroup
 from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.collectives import Collectives, agree_max, control_device
 from core.distributed.guards import NonFiniteWatch
+from core.distributed.host_channel import HostChannel
+from core.distributed.lost_ranks import naming_lost_ranks
 from core.distributed.overlap_report import measure_overlap
 from core.distributed.shared_wire import SharedWire
 from core.distributed.step_clock import BucketEvent, HostClock, clock_for
@@ -55,7 +57,8 @@ class GradReducer:
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words.
     in_backward: launch buckets during backward; wait_at_once: and wait for each, so that nothing overlaps.
     many_rounds: every backward is a round; else there is one a step, in its last backward. round_group: on which rounds
-    are announced, a communicator that carries no gradients; None where there is only one rank.
+    are announced, a communicator that carries no gradients; None where there is only one rank. channels: the memory of
+    ranks of this host, which also tells whether they still run.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class GradReducer:
         many_rounds: bool = False,
         round_group: dist.ProcessGroup | None = None,
         watch: NonFiniteWatch | None = None,
+        channels: Sequence[HostChannel] = (),
     ) -> None:
         self.order = list(order)
         self.collectives = collectives
@@ -91,6 +95,7 @@ class GradReducer:
         self.announced: list[tuple[torch.Tensor, dist.Work]] = []  # rounds of this step
         self.backward_watched = False  # will the end of the running backward be told?
         self.watch = watch
+        self.channels = list(channels)
         self.next = 0  # index into `order` of the bucket to launch next
         self.noted = 0  # index of the first launched bucket that was not seen done
         self.no_sync_depth = 0
@@ -143,10 +148,11 @@ class GradReducer:
         """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come, that is complete
         and that has memory. In backward: waits for no rank.
         """
-        for member in self.unit():
-            while member.synced_backward and member.next_is_ready and member._next_has_memory():
-                member._launch_next()
-                member._absorb_soon()
+        with naming_lost_ranks(self.channels, "a reduction in backward"):
+            for member in self.unit():
+                while member.synced_backward and member.next_is_ready and member._next_has_memory():
+                    member._launch_next()
+                    member._absorb_soon()
 
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
@@ -341,6 +347,14 @@ class GradReducer:
         if not self.open:
             return
         begun = time.perf_counter()
+        with naming_lost_ranks(self.channels, "the reduction of gradients"):
+            late = self._complete(then)
+        self._learn()
+        self.open = self.forward_seen = False
+        self._write_report(begun, late)
+
+    def _complete(self, then: Callable[[Bucket], None] | None) -> int:
+        """Agree, and wait for every bucket; how many got gradients after their launch."""
         self._follow_rounds()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
         agreement = Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
@@ -364,9 +378,7 @@ class GradReducer:
                 bucket.gather_whole(self.collectives)
             if then is not None:
                 then(bucket)
-        self._learn()
-        self.open = self.forward_seen = False
-        self._write_report(begun, len(late))
+        return len(late)
 
     def discard(self) -> None:
         """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.

@@ -168,8 +168,12 @@ class HostChannel:
                 looked = now
                 self._look_for_lost(stage, number, now - begun)
 
+    def ended(self) -> list[Member]:
+        """The ranks whose processes have ended."""
+        return [member for member in self.members if not _runs(member.pid)]
+
     def _look_for_lost(self, stage: int, number: int, waited_s: float) -> None:
-        gone = {member.rank for member in self.members if not _runs(member.pid)}  # first: later it may be done, and end
+        gone = {member.rank for member in self.ended()}  # first: later it may be done, and end
         behind = [m for m, c in zip(self.members, self.control, strict=True) if c[stage * STRIDE] < number]
         here = self.members[self.rank].rank
         where = f"reduction {number} of group {[m.rank for m in self.members]}"
