@@ -9,6 +9,10 @@ import sys
 BENCHMARKS = {
     "collectives": ("benchmarks.collectives", "ways to reduce and gather on CPU, and which one is taken"),
     "communication": ("benchmarks.communication", "bytes sent and collectives a step, counted, against theory"),
+    "gpu": (
+        "benchmarks.gpu",
+        "on a GPU: overhead, weight gradients in place, the optimizer's pass, MFU; results checked",
+    ),
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
     "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),

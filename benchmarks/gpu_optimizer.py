@@ -1,0 +1,125 @@
+"""The optimizer's step on a device: torch's fused AdamW with passes around it, and ours, in shares of a copy.
+
+Arms, numbers and the bytes that must move are those of `python -m benchmarks optimizer`; here they lie on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.optimizer_arms import (
+    PRECISIONS,
+    CoreArm,
+    Precision,
+    Problem,
+    StepArm,
+    TorchArm,
+    check_weights,
+)
+from benchmarks.optimizer_step import CHECKED_STEPS, TOLERANCES
+from benchmarks.workloads import Workload
+
+NAMES = ("fp32", "bf16, fp32 gradients and masters", "bf16, bf16 gradients, remainders",
+         "bf16, bf16 gradients and moments, remainders")  # fmt: skip
+COPY = "copy"
+TORCH = "torch fused AdamW, flat, clipped"
+TRITON = "triton"
+
+
+@dataclass(frozen=True)
+class DeviceProblem(Problem):
+    """A Problem whose numbers, the same ones, lie on a device."""
+
+    device: torch.device = torch.device("cpu")
+
+    def values(self, what: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Drawn on the CPU, so that they are equal everywhere."""
+        with torch.device("cpu"):
+            drawn = super().values(what, dtype)
+        return [value.to(self.device) for value in drawn]
+
+
+def problem_of(workload: Workload, precision: str, device: torch.device) -> DeviceProblem:
+    """All parameters of a workload."""
+    with torch.device("meta"):
+        shapes = tuple(tuple(param.shape) for param in workload.model().parameters())
+    return DeviceProblem(shapes, PRECISIONS[precision], device)
+
+
+def with_backend(problem: DeviceProblem, backend: str) -> DeviceProblem:
+    """The same under an `optimizer_backend`."""
+    precision: Precision = problem.precision
+    return replace(problem, precision=replace(precision, options={**precision.options, "optimizer_backend": backend}))
+
+
+def makers(*, triton: bool) -> dict[str, Callable[[DeviceProblem], StepArm]]:
+    """How to make each arm; all clip, so that there is a factor to multiply by. triton: is there a kernel?"""
+    arms: dict[str, Callable[[DeviceProblem], StepArm]] = {
+        TORCH: lambda problem: TorchArm(problem, flat=True, clipped=True),
+        "core fused": lambda problem: CoreArm(with_backend(problem, "fused"), strategy="no_shard", clipped=True),
+    }
+    if triton:
+        arms["core triton, one pass"] = lambda problem: CoreArm(
+            with_backend(problem, TRITON), strategy="no_shard", clipped=True
+        )
+    return arms
+
+
+def made(problem: DeviceProblem, make: Callable[[DeviceProblem], StepArm]) -> StepArm:
+    """An arm whose own tensors lie on the problem's device too."""
+    with torch.device(problem.device):
+        return make(problem)
+
+
+def reference(problem: DeviceProblem) -> list[torch.Tensor]:
+    """torch's weights after the first steps, on the CPU."""
+    on_cpu = replace(problem, device=torch.device("cpu"))
+    return after_first_steps(on_cpu, made(on_cpu, makers(triton=False)[TORCH]))
+
+
+def after_first_steps(problem: DeviceProblem, arm: StepArm) -> list[torch.Tensor]:
+    """The arm's weights on the CPU."""
+    for number in range(CHECKED_STEPS):
+        arm.prepare(problem.gradients(number))
+        arm.step()
+    return [weight.cpu() for weight in arm.weights()]
+
+
+def checked(problem: DeviceProblem, arms: dict[str, Callable[[DeviceProblem], StepArm]]) -> dict[str, StepArm]:
+    """All arms after their first steps; raises WrongWeights for one that has others than torch's on the CPU."""
+    start = [value.cpu() for value in problem.values(0, problem.precision.param)]
+    want = reference(problem)
+    tolerance = TOLERANCES[problem.precision.param]
+    if problem.precision.moment != torch.float32:
+        tolerance *= 2
+    found = {}
+    for name, make in arms.items():
+        found[name] = made(problem, make)
+        check_weights(name, after_first_steps(problem, found[name]), want, start, tolerance)
+    return found
+
+
+def share_of_copy(problem: DeviceProblem, seconds: float, copy_seconds: float) -> float:
+    """Bytes that a clipped step must move over its time, over those of a copy of as many fp32 numbers."""
+    moved = problem.precision.bytes_per_element(clipped=True)
+    return (moved / seconds) / (2 * torch.float32.itemsize / copy_seconds)
+
+
+def calls_of(
+    problem: DeviceProblem, arms: dict[str, StepArm]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
+    """What is timed, by name, a copy between kept buffers first; and what gives an arm its gradients before each."""
+    source = torch.ones(problem.numel, device=problem.device)
+    target = torch.zeros(problem.numel, device=problem.device)
+    grads = problem.gradients(CHECKED_STEPS)
+    calls: dict[str, Callable[[], Any]] = {COPY: lambda: target.copy_(source)}
+    before: dict[str, Callable[[], Any]] = {}
+    for name, arm in arms.items():
+        calls[name] = arm.step
+        before[name] = partial(arm.prepare, grads)
+    return calls, before
