@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +95,42 @@ def test_torch_calls_of_a_wrap_are_a_few_a_parameter(rank: int, world: int, stra
     assert calls[300] - calls[200] == calls[200] - calls[100]  # linear
     # A view of the gradient, and of the parameter where it moves (what moves it is a call too); a reshape for its sum.
     assert 0 < (calls[200] - calls[100]) / 100 <= 4
+
+
+def python_calls(action: Callable[[], Any]) -> int:
+    """Python functions entered, and generators resumed, while `action` runs."""
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@ranks(1)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_python_calls_of_a_wrap_and_of_an_optimizer_are_a_few_a_parameter(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel()
+    wraps, optimizers = [], []
+
+    def make(model: nn.Module) -> None:
+        made.append(wrap(model, data_parallel_sharding_strategy=strategy))
+
+    for count in (100, 200, 300, 400):
+        made: list[Any] = []
+        wraps.append(python_calls(partial(make, Many(count))))
+        config = OptimizerConfig(optimizer="adam", lr=1e-3)
+        optimizers.append(python_calls(partial(get_megatron_optimizer, config, made)))
+    for calls, most in ((wraps[1:], 9.5), (optimizers[1:], 26)):
+        each = (calls[2] - calls[0]) / 200
+        assert 0 < each <= most
+        assert calls[2] - calls[1] == pytest.approx(calls[1] - calls[0], rel=0.05)  # linear
 
 
 @pytest.mark.parametrize("sharded", [False, True])
