@@ -147,7 +147,7 @@ class Collectives:
             return mapped.all_reduce(tensor, scale=scale, mean=op == "mean")
         if self.ordered and op in ("sum", "mean"):
             return self._ordered_all_reduce(tensor, group, mean=op == "mean")
-        reduce_op, divide = _backend_op(op, group)
+        reduce_op, divide = _backend_op(op, tensor, group)
         work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
         return Handle((work,), (lambda: _divide(tensor, size)) if divide else None, (tensor,))
 
@@ -175,7 +175,7 @@ class Collectives:
             received = torch.empty_like(full)
             work = dist.all_to_all_single(received, full, group=group, async_op=True)
             return Handle((work,), lambda: _sum_parts(received, shard, size, op == "mean"), (received, full))
-        reduce_op, divide = _backend_op(op, group)
+        reduce_op, divide = _backend_op(op, full, group)
         work = _reduce_scatter(shard, full, op=reduce_op, group=group, async_op=True)
         return Handle((work,), (lambda: _divide(shard, size)) if divide else None, (full,))
 
@@ -189,7 +189,7 @@ class Collectives:
         if channel is not None:
             return channel.all_gather(full)
         part = full.numel() // size
-        if dist.get_backend(group) == "gloo":
+        if backend_of(group, full.device) == "gloo":
             # One broadcast a rank, all at once, is faster than gloo's all-gather (2 to 6 times from 1 to 64 MB).
             parts = full.view(-1).split(part)
             works = [dist.broadcast(each, group=group, group_src=r, async_op=True) for r, each in enumerate(parts)]
@@ -231,13 +231,20 @@ class Collectives:
 
 def _can_exchange(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Can its tensors go through the group's SocketChannel? Asks for nothing that could differ between ranks."""
-    return device.type == "cpu" and dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo"
+    return device.type == "cpu" and dist.get_world_size(group) > 1 and backend_of(group, device) == "gloo"
 
 
-def _backend_op(op: Op, group: dist.ProcessGroup) -> tuple[Any, bool]:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries tensors of a device. A group may have several, and dist.get_backend names none then."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
+    return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
+
+
+def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, bool]:
     """The backend's operation, and whether its result is still to be divided: gloo can add but not average."""
     if op == "mean":
-        return (dist.ReduceOp.AVG, False) if dist.get_backend(group) == "nccl" else (dist.ReduceOp.SUM, True)
+        averages = backend_of(group, tensor.device) == "nccl"
+        return (dist.ReduceOp.AVG, False) if averages else (dist.ReduceOp.SUM, True)
     return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, False
 
 

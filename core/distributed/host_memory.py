@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.distributed.collectives import gather_objects
+from core.distributed.collectives import backend_of, gather_objects
 from core.distributed.host_channel import CONTROL_BYTES, HostChannel, Member
 
 PAGE = 4096
@@ -54,7 +54,7 @@ class HostMemory:
         None, on every rank of it, where that cannot be had.
         """
         whole = groups[0]
-        if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or dist.get_backend(whole) != "gloo":
+        if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
             return None
         groups = [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         data_bytes = -(-numel * dtype.itemsize // PAGE) * PAGE

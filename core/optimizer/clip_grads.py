@@ -158,7 +158,9 @@ class GradMeter:
         if any(isinstance(scale, torch.Tensor) for scale in pending):
             factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
         else:
-            factors = torch.tensor(pending, dtype=torch.float64, device=self.device)
+            # Pinned, for a copy from other memory would have the host wait for all that the device has queued.
+            here = torch.tensor(pending, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+            factors = here.to(self.device, non_blocking=True)
         return factors / loss_scale
 
     def _norms(self, dtype: torch.dtype) -> torch.Tensor:

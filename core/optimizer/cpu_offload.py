@@ -116,8 +116,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.state.update(self.device.state)
         self._share_state_of_device()
         self._take_state(self.hosted)  # some algorithms make theirs when they are built
-        on_device = bool(self.hosted) and self.hosted[0].master.is_cuda
-        self.streams = (torch.cuda.Stream(), torch.cuda.Stream()) if on_device else None
+        on = self.hosted[0].master.device if self.hosted else CPU  # which need not be the current device
+        self.streams = (torch.cuda.Stream(on), torch.cuda.Stream(on)) if on.type == "cuda" else None
 
     def _host(self, run: Run) -> HostRun:
         master, config = run.master, self.config
@@ -167,7 +167,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         elif hosted:
             self._step_on_host(hosted)
         if self.streams is not None and any(run.master.is_cuda for run in hosted):
-            torch.cuda.current_stream().wait_stream(self.streams[1])
+            torch.cuda.current_stream(self.streams[1].device).wait_stream(self.streams[1])
         for run in hosted:
             run.version = run.master._version
         return loss
@@ -200,7 +200,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 host.copy_(device)
             return
         down = self.streams[0]
-        down.wait_stream(torch.cuda.current_stream())
+        down.wait_stream(torch.cuda.current_stream(down.device))
         with torch.cuda.stream(down):
             for host, device in pairs:
                 host.copy_(device, non_blocking=True)
