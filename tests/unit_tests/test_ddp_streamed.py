@@ -167,6 +167,22 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
             assert all(bucket.memory is None for bucket in buffer.buckets)
 
 
+@ranks(1)
+def test_buckets_are_small_by_default_with_and_without_overlap(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(*(nn.Linear(896, 1000, bias=False) for _ in range(3)))  # 896 000 elements each
+    for overlap in (False, True):
+        ddp = wrap(
+            copy.deepcopy(model),
+            data_parallel_sharding_strategy="optim_grads",
+            overlap_grad_reduce=overlap,
+            disable_bucketing=not overlap,
+        )
+        assert [bucket.layout.numel for bucket in ddp.buffers[0].buckets] == [896_000] * 3
+        pool = ddp.buffers[0].pool
+        assert pool is not None and pool.memory.numel() == POOL_BUCKETS * 896_000
+
+
 @ranks(4)
 def test_optimizer_instances_add_their_shards_once(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
