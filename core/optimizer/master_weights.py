@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from core import huge_pages
 from core.distributed.bucket import Bucket
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_views import pieces_of
@@ -213,11 +214,11 @@ class BucketMasters:
         self.home = self._choose_home()
         self.main: torch.Tensor | None = None
         if self.home is Home.COPY and self.copy_dtype == self.dtype:
-            self.main = torch.zeros(self.grad.numel(), dtype=self.dtype, device=self.grad.device)
+            self.main = huge_pages.zeros(self.grad.numel(), self.dtype, self.grad.device)
         self.in_scratch = self._passes_through_scratch()
         self.remainders: torch.Tensor | None = None
         if self.home is Home.REMAINDER:
-            self.remainders = torch.zeros(self.grad.numel(), dtype=torch.int16, device=self.grad.device)
+            self.remainders = huge_pages.zeros(self.grad.numel(), torch.int16, self.grad.device)
         self.needs_shape = needs_shape
         self.runs = self._make_runs(self._stretches(scratch_numel))
         self.load_parameters()
