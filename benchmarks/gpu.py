@@ -52,6 +52,7 @@ class Run:
     rounds: int
     laps: int
     peak: float | None
+    dtypes: tuple[str, ...] = tuple(gpu_fusion.DTYPES)
 
     def timed(
         self, calls: dict[str, Callable[[], Any]], before: dict[str, Callable[[], Any]] | None = None
@@ -126,7 +127,7 @@ def own(run: Run) -> Found:
 def fusion(run: Run) -> Found:
     """The weight gradient written in place, against autograd's."""
     texts, results = [], []
-    for dtypes in gpu_fusion.DTYPES:
+    for dtypes in run.dtypes:
         for shape in gpu_fusion.shapes_of(MODELS[run.model]):
             arms = dict(gpu_fusion.pair(shape, dtypes, run.device))
             rows = rows_of(run.timed({name: backward for name, backward in arms.items()}), AUTOGRAD)
@@ -229,6 +230,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=sorted(MODELS), help="default: gpt355m on cuda, test on cpu")
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS))
+    dtypes = list(gpu_fusion.DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="of the section fusion")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--laps", type=int, default=5, help="of an arm in each round")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; known for H200, H100, A100, L40S")
@@ -246,6 +249,7 @@ def main(arguments: list[str]) -> int:
         rounds=options.rounds,
         laps=options.laps,
         peak=gpu_steps.peak_tflops(name, options.peak_tflops),
+        dtypes=tuple(options.dtypes),
     )
     print(f"torch {torch.__version__}, {machine()}")
     results: dict[str, Any] = {}
