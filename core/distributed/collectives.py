@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from core.distributed.host_channel import HostChannel
 from core.distributed.rank_order_sum import add_in_rank_order
-from core.distributed.socket_channel import channel_of, split_evenly, timeout_of
+from core.distributed.shared_wire import timeout_of
+from core.distributed.socket_channel import SocketChannel, split_evenly
 
 Op = Literal["sum", "mean", "max"]
 
@@ -52,6 +53,9 @@ class InFlight(Protocol):
     def poll(self) -> bool:
         """Do what can be done without waiting for another rank; would `wait` now wait for none either?"""
 
+    def progress(self) -> int:
+        """A number that is another one whenever something has come of it, or of what was launched before it."""
+
     def step(self) -> bool:
         """Do its next part, where it has several; False when `wait` is all that is left."""
 
@@ -81,6 +85,11 @@ class Handle:
         """The backend works by itself."""
         return (self.first is None or self.first.poll()) and all(work.is_completed() for work in self.works)
 
+    def progress(self) -> int:
+        """Of a backend's collective only its end is seen."""
+        first = 0 if self.first is None else self.first.progress()
+        return first + sum(work.is_completed() for work in self.works)
+
     def step(self) -> bool:
         """The backend works by itself."""
         return self.first is not None and self.first.step()
@@ -107,16 +116,23 @@ class Collectives:
     backend's algorithm.
 
     Tensors that lie in memory which the ranks of a group have mapped from each other (`channels`) are reduced there.
-    Others on CPU, where the backend is gloo, are exchanged through the group's SocketChannel, which adds in rank order
-    anyway: to reduce to shards always, as gloo's own is slower; to reduce on all ranks only in ordered mode.
+    Others on CPU, where the backend is gloo, are exchanged through a SocketChannel for each group (`exchanges`), which
+    adds in rank order anyway: to reduce to shards always, as gloo's own is slower; to reduce on all ranks only in
+    ordered mode.
     """
 
     def __init__(
-        self, *, ordered: bool = False, traffic: Traffic | None = None, channels: Sequence[HostChannel] = ()
+        self,
+        *,
+        ordered: bool = False,
+        traffic: Traffic | None = None,
+        channels: Sequence[HostChannel] = (),
+        exchanges: dict[dist.ProcessGroup, SocketChannel] | None = None,
     ) -> None:
         self.ordered = ordered
         self.traffic = traffic if traffic is not None else Traffic()
         self.channels = list(channels)
+        self.exchanges = exchanges if exchanges is not None else {}
 
     def prepare(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Connect the ranks of groups whose tensors may be exchanged. Collective over each group.
@@ -125,7 +141,7 @@ class Collectives:
         """
         for group in dict.fromkeys(groups):
             if _can_exchange(device, group):
-                channel_of(group)
+                self._exchange(group)
 
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
@@ -139,7 +155,7 @@ class Collectives:
         if size == 1 or tensor.numel() == 0:
             return Handle()
         if exchanged:
-            handle = channel_of(group).all_reduce(tensor, timeout=timeout_of(group), mean=op == "mean")
+            handle = self._exchange(group).all_reduce(tensor, timeout=timeout_of(group), mean=op == "mean")
             self.traffic.count(handle.bytes_sent)
             return handle
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
@@ -168,7 +184,7 @@ class Collectives:
         if mapped is not None:
             return mapped.reduce_scatter(full, scale=scale, mean=op == "mean")
         if exchanged:
-            return channel_of(group).reduce_scatter(full, timeout=timeout_of(group), scale=scale, mean=op == "mean")
+            return self._exchange(group).reduce_scatter(full, timeout=timeout_of(group), scale=scale, mean=op == "mean")
         part = full.numel() // size
         shard = full[rank * part : (rank + 1) * part]
         if self.ordered:
@@ -205,6 +221,12 @@ class Collectives:
 
     def _channel(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
         return next((channel for channel in self.channels if channel.holds(tensor, group)), None)
+
+    def _exchange(self, group: dist.ProcessGroup) -> SocketChannel:
+        """Collective over the group where it is the first time."""
+        if group not in self.exchanges:
+            self.exchanges[group] = SocketChannel(group)
+        return self.exchanges[group]
 
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -20,16 +20,4 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            _call_all_old()
             gc.enable()
-
-
-def _call_all_old() -> None:
-    """Spare the next young collection a look at all that was made: it would take as long as a tenth of the wrap.
-
-    What is frozen is set aside, and thawing puts it among the oldest objects: two exchanges of lists, without a look at
-    what is in them. Not where a user has set aside something, which would be thawed with it.
-    """
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
-        gc.unfreeze()

@@ -96,9 +96,9 @@ class DistributedDataParallel(nn.Module):
 
     def _wrap(self, one_bucket: bool) -> None:
         config, ddp_config, module = self.config, self.ddp_config, self.module
-        for name in CONTROL_TWIN:
+        for name, twin in CONTROL_TWIN.items():
             if self.groups.size(name) > 1:
-                SharedWire.of(self.groups.require(name)).quiesce()
+                SharedWire.of(self.groups.require(name)).quiesce(getattr(self.groups, twin))
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
         on_wire = over_wire(ddp_config.simulated_wire, self.plan.device)
@@ -363,9 +363,11 @@ class DistributedDataParallel(nn.Module):
     def reduced_so_far(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's shards of microbatches that are reduced already, to save a step that is not over.
 
-        Empty unless reduce_microbatches is 'every': other gradients of an open step are in `.grad`. Each rank saves its
-        own. Waits for what is under way, so every rank calls it after the same microbatch.
+        Empty unless reduce_microbatches is 'every', where it launches first what backward has left in `.grad`: copy
+        `.grad` after it, not before. Other gradients of an open step are there. Each rank saves its own. Collective:
+        every rank calls it after the same microbatch.
         """
+        self.reducer.complete_round()
         found = {name: bucket.reduced_so_far() for name, bucket in self._streamed()}
         return {name: shard for name, shard in found.items() if shard is not None}
 

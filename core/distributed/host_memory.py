@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from core.distributed.collectives import backend_of, gather_objects
 from core.distributed.host_channel import CONTROL_BYTES, HostChannel, Member
+from core.distributed.shared_wire import timeout_of
 
 PAGE = 4096
 
@@ -76,16 +77,11 @@ class HostMemory:
                 [members[r] for r in dist.get_process_group_ranks(group)],
                 dist.get_rank(group),
                 data_bytes + number * CONTROL_BYTES,
-                _timeout_s(group),
+                timeout_of(group).total_seconds(),
             )
             for number, group in enumerate(groups)
         ]
         return cls(members[dist.get_rank()].tensor, channels)
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return 1800.0 if options is None else float(options._timeout.total_seconds())
 
 
 def _create(nbytes: int) -> tuple[int, mmap.mmap] | None:

@@ -9,10 +9,14 @@ all ranks make in the same order. Chunks of one pipeline have an order (`link_ch
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 if TYPE_CHECKING:
     from core.distributed.grad_reducer import GradReducer
@@ -20,41 +24,101 @@ if TYPE_CHECKING:
 
 
 class SharedWire:
-    """The reducers that use one communicator, and the channel beside it, where there is one."""
+    """The reducers that use one communicator."""
 
     # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, SharedWire]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._reducers: list[weakref.ref[GradReducer]] = []
-        self.channel: SocketChannel | None = None
+        self._joined: dict[int, weakref.ref[GradReducer]] = {}  # by the number of the wrap, oldest first
+        self._wraps = 0
+        self._channels: dict[int, tuple[weakref.ref[SocketChannel], weakref.finalize]] = {}  # by number
+        self._channels_made = 0
+        self._questions: dist.ProcessGroupGloo | None = None  # that ranks ask each other when a model is wrapped
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SharedWire:
         """The one object that all models wrapped with `group` share."""
         return cls._of_group.setdefault(group, cls())
 
+    @property
+    def next_channel(self) -> int:
+        """The number of the next channel, the same on all ranks, which make it together."""
+        return self._channels_made
+
+    def join_channel(self, channel: SocketChannel) -> None:
+        """Keep its connections when it is dropped: another rank may not be done with them. Till `quiesce`, or till the
+        communicator goes.
+        """
+        cut = weakref.finalize(self, _cut, [channel.wire], channel.posted)
+        self._channels[self._channels_made] = weakref.ref(channel), cut
+        self._channels_made += 1
+
     def reducers(self) -> list[GradReducer]:
         """Those whose wrapper is alive."""
-        alive = [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
-        self._reducers = [weakref.ref(reducer) for reducer in alive]
-        return alive
+        return list(self._by_number().values())
 
-    def quiesce(self) -> None:
+    def _by_number(self) -> dict[int, GradReducer]:
+        alive = {number: reference() for number, reference in self._joined.items()}
+        found = {number: reducer for number, reducer in alive.items() if reducer is not None}
+        self._joined = {number: self._joined[number] for number in found}
+        return found
+
+    def quiesce(self, control: dist.ProcessGroup | None) -> None:
         """Before a collective that is not a reducer's: launch the rest of every step that some rank has begun to
-        launch.
+        launch, and cut the connections of models that all ranks have dropped. Collective.
+
+        A model that some rank has dropped already is left alone by the others. control: a gloo group of the same ranks,
+        beside which they ask each other on a communicator of its own, as that one may be busy. Without one each rank
+        goes by itself.
         """
-        for reducer in self.reducers():
-            if reducer.open and reducer.synced_backward:
-                reducer.start()
+        if self._wraps == 0:
+            return
+        models, channels = self._by_number(), self._channels
+        flags = torch.zeros(2 * self._wraps + self._channels_made, dtype=torch.int64)  # the largest of all ranks counts
+        begun, gone, in_use = flags.split([self._wraps, self._wraps, self._channels_made])
+        gone.fill_(1)
+        for number, reducer in models.items():
+            gone[number] = 0
+            begun[number] = reducer.open and reducer.synced_backward
+        for number, (channel, _) in channels.items():
+            in_use[number] = control is None or channel() is not None
+        if control is not None:
+            if self._questions is None:
+                store = dist.PrefixStore("core.distributed.shared_wire", _get_process_group_store(control))
+                rank, size = dist.get_rank(control), dist.get_world_size(control)
+                self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self._questions.allreduce([flags], options).wait()
+        for number in (begun & ~gone).nonzero().flatten().tolist():
+            models[number].start()
+        for number in [number for number in channels if not in_use[number]]:
+            _, cut = channels.pop(number)
+            cut()
 
     def join(self, reducer: GradReducer) -> None:
         """A model was wrapped."""
-        self._reducers.append(weakref.ref(reducer))
+        self._joined[self._wraps] = weakref.ref(reducer)
+        self._wraps += 1
 
     def is_own(self, unit: Sequence[GradReducer]) -> bool:
         """Does nobody but these use it?"""
         return all(any(reducer is member for member in unit) for reducer in self.reducers())
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return timedelta(minutes=30) if options is None else options._timeout
+
+
+def _cut(wires: list[dist.ProcessGroupGloo], posted: deque[Any]) -> None:
+    """End a channel's communicator, which has to be aborted, or its end waits for what is under way; then let go of
+    the memory.
+    """
+    wires.pop().abort()
+    posted.clear()
 
 
 def link_chunks(reducers: Sequence[GradReducer]) -> None:

@@ -7,6 +7,8 @@ ranks add the same numbers in the same order, so they hold the same bits.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,8 @@ class SmallExchange:
             self.memory = HostMemory.share(size * numel, torch.float64, device, [group])
         if self.memory is not None:
             self.rows = self.memory.tensor.view(size, numel)
+            # What is unread and its channel hold each other, and with them mapped memory.
+            weakref.finalize(self, self.memory.channels[0].in_flight.clear)
         self.unread: InFlight | None = None  # this rank's last numbers, which others may still be reading
 
     def reduce(self, values: torch.Tensor, *, maxima: int = 0) -> torch.Tensor:

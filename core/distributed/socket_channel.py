@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from core.distributed.host_channel import PeerLost
 from core.distributed.rank_order_sum import add_in_rank_order
-from core.distributed.shared_wire import SharedWire
+from core.distributed.shared_wire import SharedWire, timeout_of
 
 WINDOW = 2  # chunks under way: one that travels while another is added
 MOST_CHUNK = 4 * 2**20  # bytes of one rank's chunk: from here on larger ones are no faster
@@ -53,12 +54,15 @@ def split_evenly(numel: int, size: int) -> list[int]:
 # when all its sums are posted.
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Something under way to one rank and from another, or between all."""
+class Posted(NamedTuple):
+    """A message that may be under way, and its memory.
+
+    A thread of gloo that let go of it as the last one would wait for Python, while Python may wait for the thread.
+    """
 
     work: dist.Work
-    peers: tuple[int, ...]  # in the job
+    sent: torch.Tensor
+    received: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +73,40 @@ class Chunk:
     number: int
     parts: list[torch.Tensor]  # every rank's, in group order; this rank's own is where the sum goes
     scratch: torch.Tensor
-    messages: list[Message]
+    messages: list[dist.Work]
 
 
 class SocketChannel:
-    """What the ranks of one gloo group exchange CPU tensors through. Made by all of them together."""
+    """What the ranks of one gloo group exchange CPU tensors through. Made by all of them together.
+
+    Each wrapped model has its own: what one of them still has under way when it is dropped, or has begun on some ranks
+    only, is not paired with what another one sends. Its connections stay until all ranks have dropped it.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)  # in the job, in group order
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        store = dist.PrefixStore("core.distributed.socket_channel", distributed_c10d._get_process_group_store(group))
+        shared = SharedWire.of(group)
+        store = distributed_c10d._get_process_group_store(group)
+        store = dist.PrefixStore(f"core.distributed.socket_channel.{shared.next_channel}", store)
         self.wire = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout_of(group))
+        self.posted: deque[Posted] = deque()
+        shared.join_channel(self)
         self.chunk_bytes = chunk_bytes_for(self.size)
         self.free: deque[torch.Tensor] = deque()  # scratch: WINDOW tensors of a chunk of every other rank
         self.has_scratch = False
         self.waiting: deque[SocketHandle] = deque()  # reductions whose messages are not all posted
         self.under_way: deque[Chunk] = deque()
+        self.added = 0  # chunks, ever
         self.lost: str | None = None  # why nothing more can be exchanged
+        self._connect(timeout_of(group))
+
+    def _connect(self, timeout: timedelta) -> None:
+        """Send every rank a byte: gloo may connect two ranks at their first message only, and a wait for that can not
+        be aborted.
+        """
+        ones, hello = [1] * self.size, torch.zeros(self.size, dtype=torch.uint8)
+        self.wait_for([self.swap_all(hello, ones, torch.empty_like(hello), ones, timeout)])
 
     # -- what can be launched ---------------------------------------------------------------------------------------
 
@@ -127,7 +148,7 @@ class SocketChannel:
 
     def poll(self) -> None:
         """Add what has come. Waits for nothing."""
-        while self.under_way and all(message.work.is_completed() for message in self.under_way[0].messages):
+        while self.under_way and all(work.is_completed() for work in self.under_way[0].messages):
             self.add_next()
 
     def add_next(self) -> None:
@@ -135,44 +156,54 @@ class SocketChannel:
         chunk = self.under_way[0]
         self.wait_for(chunk.messages)
         chunk.handle.add(chunk)
+        self.added += 1
         self.under_way.popleft()
         self.free.append(chunk.scratch)
         self._post()
 
-    def wait_for(self, messages: Sequence[Message]) -> None:
-        """Wait for messages. Raises PeerLost that names the ranks they go to and come from when one fails; after that
-        always, as what was not received would be added.
+    def wait_for(self, messages: Sequence[dist.Work]) -> None:
+        """Wait for messages. Raises PeerLost when one fails; after that always, as what was not received would be
+        added.
         """
-        for message in messages:
+        for work in messages:
             if self.lost is not None:
                 raise PeerLost(self.lost)
             try:
-                message.work.wait()
+                work.wait()
             except RuntimeError as error:
-                peers = " or ".join(str(rank) for rank in message.peers)
                 reason = str(error).split(". ")[0]  # what follows is advice
+                others = " or ".join(str(rank) for rank in self.ranks if rank != self.ranks[self.rank])
                 self.lost = (
-                    f"rank {self.ranks[self.rank]}: rank {peers} has ended, or did not come to a reduction of group "
+                    f"rank {self.ranks[self.rank]}: rank {others} has ended, or did not come to a reduction of group "
                     f"{self.ranks} within the group's timeout, or came with another one ({reason}). The output of the "
                     "rank that failed first says why; restart from the last checkpoint"
                 )
                 raise PeerLost(self.lost) from error
 
-    def swap(self, to: int, sent: torch.Tensor, source: int, received: torch.Tensor, timeout: timedelta) -> Message:
+    def swap(self, to: int, sent: torch.Tensor, source: int, received: torch.Tensor, timeout: timedelta) -> dist.Work:
         """Send bytes to one rank of the group and receive bytes from one. Every rank posts its own at the same time."""
         ins, outs = [0] * self.size, [0] * self.size
         ins[to], outs[source] = sent.numel(), received.numel()
         # An all-to-all in which all other parts are empty: unlike a send and a receive it can be asked whether it is
-        # done, and small ones are faster.
-        work = self.wire.alltoall_base(received, sent, outs, ins, _options(timeout))
-        return Message(work, tuple(dict.fromkeys((self.ranks[to], self.ranks[source]))))
+        # done, and small ones are faster. It fails with any rank of the group.
+        return self._post_message(sent, ins, received, outs, timeout)
 
     def swap_all(
         self, sent: torch.Tensor, ins: list[int], received: torch.Tensor, outs: list[int], timeout: timedelta
-    ) -> Message:
+    ) -> dist.Work:
         """The same with all ranks of the group in one message, its own part of which a rank copies."""
-        work = self.wire.alltoall_base(received, sent, outs, ins, _options(timeout))
-        return Message(work, tuple(rank for rank in self.ranks if rank != self.ranks[self.rank]))
+        return self._post_message(sent, ins, received, outs, timeout)
+
+    def _post_message(
+        self, sent: torch.Tensor, ins: list[int], received: torch.Tensor, outs: list[int], timeout: timedelta
+    ) -> dist.Work:
+        options = dist.AllToAllOptions()
+        options.timeout = timeout
+        work = self.wire.alltoall_base(received, sent, outs, ins, options)
+        while self.posted and self.posted[0].work.is_completed():
+            self.posted.popleft()
+        self.posted.append(Posted(work, sent, received))
+        return work
 
 
 class SocketHandle:
@@ -198,7 +229,7 @@ class SocketHandle:
         self.chunk = channel.chunk_bytes // self.flat.element_size()  # elements
         self.chunks = -(-max(sizes) // self.chunk)  # as many on every rank
         self.posted = self.added = 0  # chunks
-        self.sums: list[Message] = []  # under way, of an all-reduce
+        self.sums: list[dist.Work] = []  # under way, of an all-reduce
 
     @property
     def bytes_sent(self) -> int:
@@ -216,7 +247,11 @@ class SocketHandle:
     def poll(self) -> bool:
         """Add what has come; would `wait` return at once?"""
         self.channel.poll()
-        return self.added == self.chunks and all(message.work.is_completed() for message in self.sums)
+        return self.added == self.chunks and all(work.is_completed() for work in self.sums)
+
+    def progress(self) -> int:
+        """Chunks that have come through the channel."""
+        return self.channel.added
 
     def step(self) -> bool:
         """Add all chunks; the sums of an all-reduce are left under way, while those of others are made."""
@@ -278,25 +313,3 @@ class SocketHandle:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def _options(timeout: timedelta) -> dist.AllToAllOptions:
-    options = dist.AllToAllOptions()
-    options.timeout = timeout
-    return options
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return timedelta(minutes=30) if options is None else options._timeout
-
-
-def channel_of(group: dist.ProcessGroup) -> SocketChannel:
-    """The one channel of a group, shared by all that reduce over it. Collective over the group where it is the first
-    time.
-    """
-    shared = SharedWire.of(group)
-    if shared.channel is None:
-        shared.channel = SocketChannel(group)
-    return shared.channel

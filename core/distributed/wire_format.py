@@ -22,7 +22,7 @@ def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Colle
     if dtype is None:
         return plain
     if dtype is FP8:
-        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic)
+        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, exchanges=plain.exchanges)
     return CastingCollectives(dtype, plain)
 
 
@@ -30,7 +30,7 @@ class CastingCollectives(Collectives):
     """Reductions of floating tensors in another dtype; gathers and broadcasts as they are."""
 
     def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
-        super().__init__(ordered=plain.ordered, traffic=plain.traffic)
+        super().__init__(ordered=plain.ordered, traffic=plain.traffic, exchanges=plain.exchanges)
         self.dtype = dtype
 
     def all_reduce(

@@ -100,8 +100,7 @@ class GradMeter:
         self.norm_type = norm_type
         self.watched = watched
         self.device = device_of(masters, groups)
-        self.norm_groups = self._agree_on_norm_groups()
-        share = all(chunk.ddp_config.share_host_memory for chunk in watched)
+        self.norm_groups, share = self._agree()
         numbers = len(self.norm_groups) + 2
         self.exchanges = [SmallExchange(group, numbers, self.device, share_memory=share) for group in groups]
         memory: list[torch.Tensor] = []
@@ -131,13 +130,18 @@ class GradMeter:
         self.bucket = of_pieces(bucket, torch.int64)
         self.counted_memory = [stretch for stretch, here in zip(memory, counted, strict=True) if here]
 
-    def _agree_on_norm_groups(self) -> list[str | None]:
-        """All norm groups of the job in one order: a stage may hold none of a kind."""
+    def _agree(self) -> tuple[list[str | None], bool]:
+        """All norm groups of the job in one order, as a stage may hold none of a kind; and whether all may read each
+        other's sums in memory.
+        """
         found = {piece.norm_group for masters in self.masters for piece in masters.slices} - {None}
         names = sorted(str(name) for name in found)
+        share = all(chunk.ddp_config.share_host_memory for chunk in self.watched)
         for group in self.groups:
-            names = sorted({name for other in gather_objects(names, group) for name in other})
-        return [None, *names]
+            told = gather_objects((names, share), group)
+            names = sorted({name for others, _ in told for name in others})
+            share = all(shares for _, shares in told)
+        return [None, *names], share
 
     def measure(self, *, count_zeros: bool = False, loss_scale: float = 1.0) -> GradStats:
         """The norm of all gradients of the model, and their zeros. Collective: every rank of the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -27,7 +28,6 @@ from core.distributed.socket_channel import (
     SCRATCH,
     WINDOW,
     SocketChannel,
-    channel_of,
     chunk_bytes_for,
     split_evenly,
     timeout_of,
@@ -39,14 +39,17 @@ CHUNK = 512  # bytes: so that tensors of a few thousand elements take many chunk
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 
-def small_chunks(group: dist.ProcessGroup | None = None) -> SocketChannel:
-    """The group's channel with chunks of CHUNK bytes; to be called before its first reduction, on all its ranks."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    channel = channel_of(group)
-    assert not channel.has_scratch
-    channel.chunk_bytes = CHUNK
-    return channel
+Channels = dict[dist.ProcessGroup, SocketChannel]
+
+
+def small_chunks(*groups: dist.ProcessGroup) -> Channels:
+    """A channel for each group, the world at least, with chunks of CHUNK bytes. Called by all of its ranks."""
+    collectives = Collectives()
+    collectives.prepare(groups or [dist.group.WORLD], torch.device("cpu"))
+    for channel in collectives.exchanges.values():
+        assert not channel.has_scratch
+        channel.chunk_bytes = CHUNK
+    return collectives.exchanges
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
@@ -99,7 +102,7 @@ def test_scratch_does_not_grow_with_the_model_and_hardly_with_the_group() -> Non
 
 @ranks(2, 3, nightly=(4,))
 def test_a_part_is_the_sum_of_all_ranks_in_every_dtype_and_size(rank: int, world: int) -> None:
-    small_chunks()
+    small = small_chunks()
     for dtype in DTYPES:
         for part in (1, 63, 64, 65, 1000):  # 1000 elements of fp32 are 8 chunks
             numel = part * world
@@ -110,7 +113,7 @@ def test_a_part_is_the_sum_of_all_ranks_in_every_dtype_and_size(rank: int, world
                 if dtype is torch.int64 and (scale, op) != (1.0, "sum"):
                     continue
                 tensor = values_of(rank, numel, dtype)
-                Collectives().reduce_scatter(tensor, dist.group.WORLD, op, scale=scale).wait()  # type: ignore[arg-type]
+                Collectives(exchanges=small).reduce_scatter(tensor, dist.group.WORLD, op, scale=scale).wait()  # type: ignore[arg-type]
                 factor = scale / (world if op == "mean" else 1)
                 assert close(tensor[mine], expected[mine] * factor), (dtype, part, scale, op)
                 if scale == 1.0 and op == "sum":
@@ -119,11 +122,11 @@ def test_a_part_is_the_sum_of_all_ranks_in_every_dtype_and_size(rank: int, world
 
 @ranks(2, 3, nightly=(4,))
 def test_an_all_reduce_in_rank_order_has_the_same_bits_everywhere(rank: int, world: int) -> None:
-    small_chunks()
+    small = small_chunks()
     for dtype in DTYPES:
         for numel in (1, 2, 5, 128 * world, 128 * world + 1, 3001):  # uneven, and fewer elements than ranks
             tensor = values_of(rank, numel, dtype)
-            handle = Collectives(ordered=True).all_reduce(tensor, dist.group.WORLD)
+            handle = Collectives(ordered=True, exchanges=small).all_reduce(tensor, dist.group.WORLD)
             handle.wait()
             handle.wait()  # the second does nothing
             assert torch.equal(tensor, in_rank_order(world, numel, dtype)), (dtype, numel)
@@ -137,7 +140,7 @@ def test_one_rank_only_scales_and_nothing_is_nothing(rank: int, world: int) -> N
             tensor = torch.tensor([1.0, -2.0])
             call(tensor, dist.group.WORLD, scale=0.5).wait()
             assert tensor.tolist() == [0.5, -1.0]
-    assert collectives.traffic.bytes_sent == 0 and SharedWire.of(dist.group.WORLD).channel is None
+    assert collectives.traffic.bytes_sent == 0 and not collectives.exchanges
 
 
 @ranks(2)
@@ -150,8 +153,7 @@ def test_an_empty_tensor_sends_nothing(rank: int, world: int) -> None:
 
 @ranks(2, 3)
 def test_every_byte_is_counted(rank: int, world: int) -> None:
-    small_chunks()
-    collectives = Collectives(ordered=True)
+    collectives = Collectives(ordered=True, exchanges=small_chunks())
     collectives.reduce_scatter(torch.zeros(100 * world), dist.group.WORLD).wait()
     assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (400 * (world - 1), 1)
     collectives.traffic.reset()
@@ -170,14 +172,14 @@ HABITS: list[Callable[[InFlight], object]] = [
 ]
 
 
-def launch_many(rank: int, chance: random.Random) -> list[tuple[torch.Tensor, str, int]]:
+def launch_many(rank: int, chance: random.Random, small: Channels) -> list[tuple[torch.Tensor, str, int]]:
     """Reductions of both kinds and many sizes, in flight together; in between this rank does something to one."""
     launched: list[tuple[torch.Tensor, str, int]] = []
     handles: list[InFlight] = []
     for step in range(12):
         tensor = values_of(rank, (300, 7200, 780, 18000)[step % 4], torch.float32, step)
         kind = "whole" if step % 3 == 1 else "part"
-        collectives = Collectives(ordered=kind == "whole")
+        collectives = Collectives(ordered=kind == "whole", exchanges=small)
         call = collectives.all_reduce if kind == "whole" else collectives.reduce_scatter
         handles.append(call(tensor, dist.group.WORLD))
         launched.append((tensor, kind, step))
@@ -190,9 +192,9 @@ def launch_many(rank: int, chance: random.Random) -> list[tuple[torch.Tensor, st
 
 @ranks(2, 3, nightly=(4,))
 def test_ranks_that_poll_wait_and_sleep_at_different_times_pair_the_same_messages(rank: int, world: int) -> None:
-    small_chunks()
+    small = small_chunks()
     for turn in range(6):
-        for tensor, kind, step in launch_many(rank, random.Random(100 * turn + rank)):
+        for tensor, kind, step in launch_many(rank, random.Random(100 * turn + rank), small):
             expected = summed(world, tensor.numel(), torch.float32, step)
             part = tensor.numel() // world
             where = slice(None) if kind == "whole" else slice(rank * part, (rank + 1) * part)
@@ -201,9 +203,8 @@ def test_ranks_that_poll_wait_and_sleep_at_different_times_pair_the_same_message
 
 @ranks(2)
 def test_what_polls_add_is_added_without_a_wait(rank: int, world: int) -> None:
-    small_chunks()
     tensor = values_of(rank, 2000, torch.float32)
-    handle = Collectives().reduce_scatter(tensor, dist.group.WORLD)
+    handle = Collectives(exchanges=small_chunks()).reduce_scatter(tensor, dist.group.WORLD)
     deadline = time.monotonic() + 20
     while not handle.is_done():
         assert time.monotonic() < deadline, "polling alone does not complete it"
@@ -214,14 +215,15 @@ def test_what_polls_add_is_added_without_a_wait(rank: int, world: int) -> None:
 
 @ranks(2)
 def test_scratch_is_kept_and_bounded(rank: int, world: int) -> None:
-    channel = small_chunks()
-    handles = [Collectives().reduce_scatter(torch.zeros(4000), dist.group.WORLD) for _ in range(3)]
+    small = small_chunks()
+    (channel,) = small.values()
+    handles = [Collectives(exchanges=small).reduce_scatter(torch.zeros(4000), dist.group.WORLD) for _ in range(3)]
     assert len(channel.under_way) <= WINDOW
     for handle in handles:
         handle.wait()
     assert len(channel.free) == WINDOW and sum(len(scratch) for scratch in channel.free) == WINDOW * CHUNK
     held = {scratch.data_ptr() for scratch in channel.free}
-    Collectives(ordered=True).all_reduce(torch.zeros(4000), dist.group.WORLD).wait()
+    Collectives(ordered=True, exchanges=small).all_reduce(torch.zeros(4000), dist.group.WORLD).wait()
     assert {scratch.data_ptr() for scratch in channel.free} == held and not channel.under_way and not channel.waiting
 
 
@@ -230,10 +232,9 @@ def test_groups_that_overlap_do_not_mix(rank: int, world: int) -> None:
     first, last = dist.new_group([0, 1]), dist.new_group([1, 2])
     mine = [group for group, members in ((first, (0, 1)), (last, (1, 2))) if rank in members]
     groups = [dist.group.WORLD, *mine]
-    for group in groups:
-        small_chunks(group)
+    collectives = Collectives(exchanges=small_chunks(*groups))
     tensors = [torch.full((600,), 10.0**rank) for _ in groups]
-    handles = [Collectives().reduce_scatter(tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
+    handles = [collectives.reduce_scatter(tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
     for handle in reversed(handles):
         handle.wait()
     sums = {(0, 1, 2): 111.0, (0, 1): 11.0, (1, 2): 110.0}
@@ -259,8 +260,7 @@ def test_gradients_of_models_are_means_over_ranks(rank: int, world: int, strateg
     }  # fmt: skip
     alone = wrap(make_net(), **options)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    channel = SharedWire.of(group).channel
-    assert channel is not None, "it is connected when the model is wrapped, not in backward"
+    channel = alone.collectives.exchanges[group]  # connected when the model is wrapped, not in backward
     channel.chunk_bytes = 64
     models = [alone]
     for step in range(4):
@@ -275,18 +275,83 @@ def test_gradients_of_models_are_means_over_ranks(rank: int, world: int, strateg
     assert channel.has_scratch
 
 
+class Layers(torch.nn.Module):
+    """A sum over those of four layers that are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4)).double()
+
+    def forward(self, used: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        inputs = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+        return torch.stack([layer(inputs).square().sum() for layer in self.layers[:used]]).sum()
+
+
+def mean_of_layers(seed: int, used: list[int]) -> dict[str, torch.Tensor]:
+    """One process: the mean over ranks, each of which uses so many layers."""
+    model = Layers(seed)
+    for rank, count in enumerate(used):
+        if count:
+            (model(count, rank) / len(used)).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_what_a_dropped_model_had_under_way_is_not_paired_with_the_next_ones(
+    rank: int, world: int, strategy: str
+) -> None:
+    parallel_state.initialize_model_parallel()
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True}
+    options |= {"bucket_size": 1, "share_host_memory": False}
+    dropped = wrap(Layers(1), **options)
+    dropped(4 if rank == 0 else 2, rank).backward()
+    del dropped
+    gc.collect()
+    time.sleep(0.2 * rank)  # a rank that is still in its backward does not notice that others have dropped the model
+    ddp = wrap(Layers(2), **options)
+    ddp(4, rank).backward()
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), mean_of_layers(2, [4] * world), rtol=1e-12)
+    shared = SharedWire.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    assert list(shared._channels) == [1], "the dropped one's connections were cut"
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_model_that_some_ranks_have_begun_to_reduce_when_another_one_is_wrapped(
+    rank: int, world: int, strategy: str, order: tuple[int, int]
+) -> None:
+    parallel_state.initialize_model_parallel()
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True}
+    options |= {"bucket_size": 1, "share_host_memory": False}
+    first = wrap(Layers(1), **options)
+    if rank == 0:
+        first(4, rank).backward()
+    second = wrap(Layers(2), **options)
+    second(4, rank).backward()
+    for which in order:
+        finalize_model_grads([(first, second)[which]])
+    assert_same(whole_grads(first), mean_of_layers(1, [4] + [0] * (world - 1)), rtol=1e-12)
+    assert_same(whole_grads(second), mean_of_layers(2, [4] * world), rtol=1e-12)
+
+
 # --- ranks that fail ---------------------------------------------------------------------------------------------
 
 
 @ranks(3)
 def test_a_rank_that_never_comes_is_named_after_the_timeout(rank: int, world: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
-    Collectives().reduce_scatter(torch.zeros(300), group).wait()
+    collectives = Collectives()
+    collectives.reduce_scatter(torch.zeros(300), group).wait()
     assert timeout_of(group) == timedelta(seconds=2)
     if rank < 2:
         begun = time.monotonic()
         with pytest.raises(PeerLost, match=rf"rank {rank}: rank .*2.* has ended, or did not come .*\[0, 1, 2\]"):
-            Collectives().reduce_scatter(torch.zeros(300), group).wait()
+            collectives.reduce_scatter(torch.zeros(300), group).wait()
         assert time.monotonic() - begun < 20
     dist.barrier()
 
