@@ -152,8 +152,9 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "a step is due and its gradients may be on their way to other ranks; save after optimizer.step(), or "
                 "before the last microbatch of a cycle"
             )
-        gradients = {}
+        gradients, reduced = {}, [{} for _ in self._ours]
         if state.count > 0:
+            reduced = [wrapper.reduced_so_far() for wrapper in self._ours]  # first: it may take gradients out of .grad
             named = self._named_params()
             gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
         return {
@@ -164,7 +165,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "tokens": state.tokens,
                 "schedule_due": state.schedule_due,
                 "gradients": gradients,
-                "reduced": [wrapper.reduced_so_far() if state.count > 0 else {} for wrapper in self._ours],
+                "reduced": reduced,
             },
         }
 

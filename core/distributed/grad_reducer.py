@@ -91,6 +91,8 @@ class GradReducer:
         self.pools = list(dict.fromkeys(bucket.pool for bucket in self.streamed))
         self.wait_at_once = wait_at_once and bool(self.streamed)
         self.many_rounds = many_rounds
+        for pool in self.pools:  # a round that begins before the one before is over would add to that one
+            pool.wait_on = many_rounds and collectives.ordered
         self.round_group = round_group
         self.announced: list[tuple[torch.Tensor, dist.Work]] = []  # rounds of this step
         self.backward_watched = False  # will the end of the running backward be told?
@@ -253,6 +255,17 @@ class GradReducer:
         for _, work in self.announced:
             work.wait()
         self.announced.clear()
+
+    def complete_round(self) -> None:
+        """Where every backward is a round: end the open one, as its gradients are elsewhere on ranks that are faster.
+
+        Collective where a backward of this step has run, which then is so on all ranks.
+        """
+        if self.many_rounds and self.open and self.synced_backward:
+            for member in self.unit():  # as in `finish`
+                member.start()
+            with naming_lost_ranks(self.channels, "a round of a step that goes on"):
+                self._follow_rounds()
 
     def unit(self) -> list[GradReducer]:
         """This reducer and the chunks it is linked with, in launch order."""

@@ -3,9 +3,10 @@
 Its gradients are whole only while they fill and travel, in memory borrowed from a small pool. Every reduction adds to
 the shard, so a step may have several: one a microbatch, or one at the end.
 
-While backward runs, memory is waited for no longer than PATIENCE_S a step. Another rank may have left backward without
-the gradients of a bucket, and be in an exchange of the user's with this one, so that a wait for it would never end.
-Gradients that find no memory stay where autograd made them until a later hook, or finalize, has some.
+While backward runs, memory is waited for as long as something comes, and PATIENCE_S after that. Another rank may have
+left backward without the gradients of a bucket, and be in an exchange of the user's with this one, so that a wait for
+it would never end. Gradients that find no memory stay where autograd made them until a later hook, or finalize, has
+some. Where they then join another round it shows in the bits: see BucketPool.wait_on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ POOL_BUCKETS = 2  # one that fills and one that travels
 GAP_ELEMENTS = 4096  # elements that are zeroed in the time that a call for one gap takes
 MOVED_TOGETHER = 2**20  # bytes of gradients that may wait for each other before they move into a bucket's memory
 PATIENCE_S = 1.0  # longer than ranks in step with each other are apart
+MOST_IN_VAIN = 7  # steps in vain that are told apart: after so many, every 64th step waits
 
 
 class BucketPool:
@@ -39,12 +41,24 @@ class BucketPool:
         self.numel = numel
         self.free = deque(memory.split(numel) if numel else [memory] * POOL_BUCKETS)
         self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
-        self.patience_s = PATIENCE_S  # left in this step
-        self.most_patience_s = PATIENCE_S  # at its begin
+        self.wait_on = False  # without end: may what is added where not depend on when ranks come?
+        self.most_patience_s = PATIENCE_S  # in this step, from one thing that comes to the next
+        self.patience_s = PATIENCE_S  # what is left of it
+        self.progress = -1  # of the oldest bucket, when it was last looked at
+        self.waited = self.gave_up = False  # in this step
+        self.in_vain = 0  # steps that gave up, since one waited and did not
+        self.steps_to_wait = 0  # until the next that waits
 
     def begin_step(self) -> None:
-        """Be patient again; less so than before if it was of no use."""
-        self.most_patience_s = PATIENCE_S if self.patience_s > 0 else self.most_patience_s / 4
+        """Be patient again. Where several steps in a row gave up, only in every second, fourth, ... one."""
+        if self.gave_up:
+            self.in_vain = min(self.in_vain + 1, MOST_IN_VAIN)
+            self.steps_to_wait = 2 ** (self.in_vain - 1)
+        elif self.waited:
+            self.in_vain = 0
+        self.waited = self.gave_up = False
+        self.steps_to_wait = max(0, self.steps_to_wait - 1)
+        self.most_patience_s = PATIENCE_S if self.steps_to_wait == 0 else 0.0
         self.patience_s = self.most_patience_s
 
     @property
@@ -68,27 +82,37 @@ class BucketPool:
         return self.free.pop() if self.free else torch.empty_like(self.memory[: self.numel])
 
     def make_room(self) -> bool:
-        """Have room, if that takes no longer than this step's patience."""
+        """Have room, if patience lasts."""
         return self.has_room or self.absorb_soon()
 
     def absorb_soon(self) -> bool:
-        """Take the oldest bucket off the wire, if there is one and that takes no longer than this step's patience."""
+        """Take the oldest bucket off the wire, if there is one and patience lasts."""
         if not self.in_flight:
             return False
         oldest = self.in_flight[0]
-        if not self.memory.is_cuda:  # else a wait holds up the stream, not the host
+        if not self.memory.is_cuda and not self.wait_on:  # on CUDA a wait holds up the stream, not the host
             oldest.begin_wait()
-            begun = time.perf_counter()
             while not oldest.handle.poll():
-                waited_s = time.perf_counter() - begun
-                if waited_s >= self.patience_s:
-                    self.patience_s = 0.0
+                if not self._wait_a_little(oldest.handle.progress()):
                     oldest.event.wait_start_s = None
                     return False
-                # Short waits are looked at often, long ones seldom: a twentieth of the wait is lost at most.
-                time.sleep(min(1e-3, max(2e-5, waited_s / 20)))
-            self.patience_s -= time.perf_counter() - begun
         oldest.absorb()
+        self.patience_s = self.most_patience_s
+        return True
+
+    def _wait_a_little(self, progress: int) -> bool:
+        """Sleep, unless nothing has come for too long. Only sleep counts: a poll that takes long adds what came."""
+        if progress != self.progress:
+            self.progress = progress
+            self.patience_s = self.most_patience_s
+        if self.patience_s <= 0:
+            self.gave_up = self.most_patience_s > 0
+            return False
+        self.waited = True
+        begun = time.perf_counter()
+        # Short waits are looked at often, long ones seldom: a twentieth of the wait is lost at most.
+        time.sleep(min(1e-3, max(2e-5, (self.most_patience_s - self.patience_s) / 20)))
+        self.patience_s -= time.perf_counter() - begun
         return True
 
     def owns(self, memory: torch.Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed import finalize_model_grads, streamed_bucket
+from core.distributed import DistributedDataParallel, finalize_model_grads, streamed_bucket
+from core.distributed.simulated_wire import Wire
 from core.distributed.streamed_bucket import BucketPool
+from core.gradient_accumulation import accumulate_gradient
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, whole_grads, wrap
 from tests.unit_tests.test_host_memory import at_once, channels_of
@@ -113,15 +118,214 @@ def test_a_rank_without_any_gradient_may_do_other_things_first(rank: int, world:
             assert_same(whole_grads(ddp), {name: param.grad for name, param in plain.named_parameters()})
 
 
-def test_a_wait_that_was_of_no_use_is_shorter_in_the_next_step() -> None:
-    pool = BucketPool(torch.zeros(8), 4)
-    whole = streamed_bucket.PATIENCE_S
-    for wanted in (whole / 4, whole / 16):
-        pool.patience_s = 0.0
+class Scripted:
+    """A bucket on the wire, as its pool sees it: `script` gives the progress of each look, None when it is done."""
+
+    def __init__(self, pool: BucketPool, script: list[int | None], look_s: float = 0.0) -> None:
+        self.pool, self.script, self.look_s = pool, script, look_s
+        self.handle, self.event = self, SimpleNamespace(wait_start_s=None)
+        pool.in_flight.append(self)  # type: ignore[arg-type]
+
+    def begin_wait(self) -> None:
+        self.event.wait_start_s = 0.0
+
+    def poll(self) -> bool:
+        time.sleep(self.look_s)
+        self.now = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return self.now is None
+
+    def progress(self) -> int:
+        assert self.now is not None
+        return self.now
+
+    def absorb(self) -> None:
+        self.pool.in_flight.popleft()
+
+
+def test_patience_is_for_a_wait_in_which_nothing_comes() -> None:
+    with patience(0.05):
+        pool = BucketPool(torch.zeros(8), 4)
         pool.begin_step()
-        assert pool.patience_s == wanted
-    pool.begin_step()  # it was enough
-    assert pool.patience_s == whole
+        Scripted(pool, [*range(300), None])  # 300 sleeps that grow up to a millisecond would take longer
+        assert pool.absorb_soon() and not pool.gave_up
+        stuck = Scripted(pool, [7])
+        begun = time.perf_counter()
+        assert not pool.absorb_soon() and pool.gave_up
+        assert time.perf_counter() - begun >= 0.05 and stuck.event.wait_start_s is None
+        before, looks = pool.patience_s, []
+        stuck.poll = lambda: looks.append(1) or Scripted.poll(stuck)  # type: ignore[method-assign,func-returns-value]
+        assert not pool.absorb_soon() and len(looks) == 1 and pool.patience_s == before  # looks, and waits no more
+        stuck.script = [8, 8, None]  # something has come, so it waits again
+        assert pool.absorb_soon() and len(looks) == 4 and pool.patience_s == pool.most_patience_s == 0.05
+
+
+def test_what_a_rank_adds_by_itself_is_no_wait() -> None:
+    with patience(0.02):
+        pool = BucketPool(torch.zeros(8), 4)
+        pool.begin_step()
+        Scripted(pool, [1, 1, 1, None], look_s=0.03)
+        assert pool.absorb_soon()
+
+
+def test_steps_in_vain_are_followed_by_steps_that_do_not_wait_until_one_is_of_use() -> None:
+    pool = BucketPool(torch.zeros(8), 4)
+
+    def steps(count: int, *, gives_up: bool) -> str:
+        seen = ""
+        for _ in range(count):
+            pool.begin_step()
+            waits = pool.most_patience_s == streamed_bucket.PATIENCE_S
+            assert waits or pool.most_patience_s == 0
+            seen += "w" if waits else "."
+            pool.waited, pool.gave_up = waits, waits and gives_up
+        return seen
+
+    assert steps(16, gives_up=True) == "ww.w...w.......w"
+    assert steps(16, gives_up=False) == "." * 15 + "w"
+    assert steps(5, gives_up=True) == "ww.w."  # the last one's first wait was of use: as if nothing had been
+    steps(500, gives_up=True)
+    assert steps(64, gives_up=True).count("w") == 1
+
+
+@ranks(2, timeout_s=30)
+def test_on_a_slow_wire_no_whole_gradients_are_left_but_in_a_step_in_which_a_rank_is_late(
+    rank: int, world: int
+) -> None:
+    """The waits of a step are longer than patience, none of them alone is; after a late step all is as before."""
+    parallel_state.initialize_model_parallel()
+    wire_s, patience_s, late_step = 0.12, 0.6, 1
+    assert wire_s * (LAYERS - 2) > patience_s
+    with patience(patience_s):
+        ddp = wrap(
+            Layers(),
+            data_parallel_sharding_strategy="optim_grads",
+            bucket_size=1,
+            overlap_grad_reduce=True,
+            share_host_memory=False,
+            simulated_wire=Wire(wire_s, 1e12),
+        )
+        plain = Layers()
+        plain.load_state_dict(ddp.module.state_dict())
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            plain.zero_grad()
+            for r in range(world):
+                (plain(inputs_of(r, step, 0), set()) / world).backward()
+            loss = ddp(inputs_of(rank, step, 0), set())
+            if step == late_step and rank == 1:
+                time.sleep(1.2)
+            loss.backward()
+            left = sum(param.grad is not None for param in ddp.module.parameters())
+            assert left > 0 if step == late_step and rank == 0 else left == 0, (step, left)
+            finalize_model_grads([ddp])
+            assert_same(whole_grads(ddp), {name: param.grad for name, param in plain.named_parameters()})
+
+
+@ranks(2, timeout_s=30)
+@pytest.mark.parametrize("share", [False, True], ids=["sockets", "memory"])
+def test_with_deterministic_reduction_a_late_rank_changes_no_bit(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+
+    def loss_of(module: nn.Module, r: int, microbatch: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * r + microbatch))
+        loss: torch.Tensor = module(x.to(dtype)).square().sum()
+        return loss
+
+    plain = make().double()
+    for r in range(world):
+        for microbatch in range(3):
+            (loss_of(plain, r, microbatch, torch.float64) / world).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    with patience(0.05):
+        ddp = wrap(
+            make(),
+            data_parallel_sharding_strategy="optim_grads",
+            bucket_size=1,
+            overlap_grad_reduce=True,
+            reduce_microbatches="every",
+            deterministic_reduction=True,
+            share_host_memory=share,
+        )
+        found = []
+        for late in (False, True):
+            ddp.zero_grad_buffer()
+            for microbatch in range(3):
+                if late and rank == 1 and microbatch == 1:
+                    time.sleep(0.5)
+                loss_of(ddp, rank, microbatch, torch.float32).backward()
+            finalize_model_grads([ddp])
+            found.append(whole_grads(ddp))
+            assert_same(found[-1], expected, rtol=1e-5)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in expected)
+
+
+@ranks(2, timeout_s=20)
+@pytest.mark.parametrize("share", [False, True], ids=["sockets", "memory"])
+@pytest.mark.parametrize("case", ["late", "two models", "unequal backwards"])
+def test_a_step_that_is_saved_in_its_middle_holds_every_gradient(rank: int, world: int, case: str, share: bool) -> None:
+    """A rank is late, or models share a wire, so that backward has not launched everything; or one had more of them."""
+    parallel_state.initialize_model_parallel()
+    plain = [Layers() for _ in range(2 if case == "two models" else 1)]
+    before = {r: 2 if case == "unequal backwards" and r == 1 else 1 for r in range(world)}
+    for number, module in enumerate(plain):
+        torch.manual_seed(7 + number)
+        for param in module.parameters():
+            nn.init.normal_(param)
+        for r in range(world):
+            for n in range(before[r] + 1):
+                (module(inputs_of(r, number, n), set()) / world).backward()
+
+    def make() -> list[DistributedDataParallel]:
+        modules = [Layers() for _ in plain]
+        for module, source in zip(modules, plain, strict=True):
+            module.load_state_dict(source.state_dict())
+        options = {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": "every"}
+        return [
+            wrap(module, **options, bucket_size=1, overlap_grad_reduce=True, share_host_memory=share)
+            for module in modules
+        ]
+
+    with patience(0.05):
+        first = make()
+        if case == "late" and rank == 1:
+            time.sleep(0.5)
+        for number, ddp in enumerate(first):
+            for n in range(before[rank]):
+                ddp(inputs_of(rank, number, n), set()).backward()
+        saved = [ddp.reduced_so_far() for ddp in first]
+        assert all(param.grad is None for ddp in first for param in ddp.module.parameters())
+        dist.barrier()  # as writing a checkpoint has one
+        second = make()
+        for ddp, reduced in zip(second, saved, strict=True):
+            ddp.restore_reduced(reduced)
+        for models in (first, second):  # the step goes on, and from what was saved
+            for number, ddp in enumerate(models):
+                ddp(inputs_of(rank, number, before[rank]), set()).backward()
+            for ddp, module in zip(models, plain, strict=True):
+                finalize_model_grads([ddp])
+                assert_same(whole_grads(ddp), {name: param.grad for name, param in module.named_parameters()})
+
+
+@ranks(2, timeout_s=20)
+def test_the_state_of_an_accumulation_holds_a_gradient_once_after_a_late_rank(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    with patience(0.05):
+        options = {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": "every"}
+        ddp = wrap(Layers(), **options, bucket_size=1, overlap_grad_reduce=True)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [ddp])
+        optimizer, loader, _, _ = accumulate_gradient(ddp, optimizer, [inputs_of(rank, 0, 0)] * 2, 2)
+        x = next(iter(loader))
+        if rank == 1:
+            time.sleep(0.5)
+        optimizer.backward(ddp(x, set()))
+        assert (rank == 0) == any(param.grad is not None for param in ddp.module.parameters())
+        state = optimizer.state_dict()["accumulation"]
+        dist.barrier()
+        assert state["gradients"] == {} and len(state["reduced"][0]) == LAYERS
 
 
 def test_polling_does_nothing_of_a_reduction_before_the_same_of_an_earlier_one() -> None:
