@@ -180,7 +180,7 @@ class Bucket:
         self.detached = detach
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            written = param.__dict__.get("grad_added_to_main_grad", False)  # by a fused kernel, ours or another's
+            written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
             if written:
                 param.grad_added_to_main_grad = False
             if not param.requires_grad or (grad is None and not written):

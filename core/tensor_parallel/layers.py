@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
@@ -310,7 +311,6 @@ class _Rows(torch.autograd.Function):
             main_grad.index_put_((rows,), grad.to(main_grad.dtype), accumulate=True)
         else:
             main_grad.index_add_(0, rows, grad.to(main_grad.dtype))
-        weight.grad_added_to_main_grad = True
         return None, None
 
 
@@ -371,7 +371,7 @@ class _Linear(torch.autograd.Function):
         sequence_group = ctx.group if ctx.sequence_parallel else None
 
         queue = current_queue()
-        if needs_weight and queue is not None and ctx.parameter.is_leaf:
+        if needs_weight and queue is not None and ctx.parameter.is_leaf and _is_accumulated(ctx.parameter):
             queue.append(functools.partial(_add_weight_gradient, ctx.parameter, grad, input, sequence_group))
             needs_weight = False
 
@@ -399,18 +399,38 @@ def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> T
     if main_grad is None:
         return grad.t() @ input
     _add_product(main_grad, grad, input)
-    parameter.grad_added_to_main_grad = True  # type: ignore[union-attr]
     return None
 
 
 def _main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The memory that the wrapper keeps a parameter's gradient in, where a gradient may be added to it.
+    """The memory that the wrapper keeps a parameter's gradient in, where the running backward may add to it.
 
     The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
-    buffer) is left alone: autograd's own accumulation is always right.
+    buffer) is left alone: autograd's own accumulation is always right. That it is also says where the gradient lies, so
+    grad_added_to_main_grad is not set: it would outlive a zero_grad() that drops the gradient.
     """
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return main_grad if main_grad is not None and parameter.grad is main_grad else None
+    if main_grad is None or parameter.grad is not main_grad or not _is_accumulated(parameter):
+        return None
+    return main_grad
+
+
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Will the running backward do no more with the gradient of a leaf than add it to .grad?
+
+    autograd.grad and backward(inputs=...) may pass through a layer and leave its weight's .grad alone, and a tensor
+    hook (Tensor.register_hook) is to see the gradient, or to change it. False also where torch cannot tell, and in a
+    compiled backward, which is traced once for all of them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None or parameter._backward_hooks:
+        return False
+    try:
+        return bool(will_execute(get_gradient_edge(parameter).node))
+    except RuntimeError:  # autograd.grad(..., parameter): the gradient goes to the caller
+        return False
 
 
 def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -422,7 +442,6 @@ def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: 
         _add_product(parameter.grad, grad, input)
     else:
         parameter.grad = (grad.t() @ input).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
-    parameter.grad_added_to_main_grad = True
 
 
 def _add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:

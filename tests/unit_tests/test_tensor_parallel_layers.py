@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core import parallel_state
+from core.distributed import finalize_model_grads
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import (
@@ -25,9 +29,12 @@ from core.tensor_parallel import (
     tensor_parallel_join,
     tensor_parallel_slice,
 )
+from core.tensor_parallel.deferred_weights import deferred_weight_gradients
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import split_first, split_last
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import wrap
+from tests.unit_tests.torch_calls import added_in_place
 
 INIT = normal_init(1.0)
 
@@ -159,14 +166,14 @@ def test_vocab_parallel_embedding(rank: int, world: int, sequence_parallel: bool
         own = layer.weight
         own.grad = own.main_grad = torch.zeros_like(own)
         output = layer(ids)
+        own_want, own_grad = want, grad
         if sequence_parallel:
-            torch.testing.assert_close(output, split_first(want.transpose(0, 1), group))
-            output.backward(split_first(grad.transpose(0, 1), group))
-        else:
-            torch.testing.assert_close(output, want)
-            output.backward(grad)
+            own_want, own_grad = (split_first(whole.transpose(0, 1), group) for whole in (want, grad))
+        torch.testing.assert_close(output, own_want)
+        backward = functools.partial(output.backward, own_grad)
+        assert added_in_place(backward) is fused
         torch.testing.assert_close(own.main_grad, tensor_parallel_slice(leaf.grad, 0, world, rank))
-        assert own.grad is own.main_grad and hasattr(own, "grad_added_to_main_grad") is fused
+        assert own.grad is own.main_grad
         with pytest.raises(ValueError, match=r"\[0, 13\], expected 0 <= id < 13"):
             layer(torch.tensor([[0, 13]]))
 
@@ -181,9 +188,10 @@ def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(device: s
     weight.grad_dtype = torch.float32
     weight.grad = weight.main_grad = torch.full((16, 8), 0.5, device=device)
     for _ in range(2):
-        linear_with_grad_accumulation_and_async_allreduce(x, weight, None, True, False, False, None).backward(grad)
+        output = linear_with_grad_accumulation_and_async_allreduce(x, weight, None, True, False, False, None)
+        output.backward(grad)
     expected = 0.5 + 2 * grad.double().t() @ x.double()
-    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    assert weight.grad is weight.main_grad
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -201,9 +209,9 @@ def test_fused_gradients_accumulate_in_place_and_fire_the_hook(recompute: bool) 
     for _ in range(2):
         given = x.clone().requires_grad_()
         output = checkpoint(lambda t: layer(t)[0], False, given) if recompute else layer(given)[0]
-        output.sum().backward()
+        assert added_in_place(output.sum().backward)
     expected = 2 * torch.ones(8, 1, dtype=torch.float64) * x.sum((0, 1))
-    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    assert weight.grad is weight.main_grad
     torch.testing.assert_close(buffer[10:58].view(8, 6), expected)
     assert buffer[:10].abs().sum() == 0 and buffer[58:].abs().sum() == 0
     assert len(fired) == 2
@@ -229,7 +237,7 @@ def test_a_tied_weights_gradient_is_made_in_the_buffer_alone(device: str, dtype:
     ids = torch.tensor([[3, 3, 3, 0], [49, 3, 7, 8]], device=device)
     grad = normal(2, 4, 50, seed=3).to(dtype).to(device)
     for _ in range(2):
-        logits(embedding(ids), weight)[0].backward(grad)
+        assert added_in_place(functools.partial(logits(embedding(ids), weight)[0].backward, grad))
 
     exact = weight.detach().cpu().double()
     rows, at = grad.cpu().double().view(8, 50), ids.cpu().view(8)
@@ -240,7 +248,7 @@ def test_a_tied_weights_gradient_is_made_in_the_buffer_alone(device: str, dtype:
     # The gradient of the hidden states is in bf16 between the two layers; sums are in fp32 either way.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
     torch.testing.assert_close(weight.main_grad.cpu().double(), 2 * expected, **close)
-    assert weight.grad is weight.main_grad and weight.grad_added_to_main_grad
+    assert weight.grad is weight.main_grad
     assert buffer[:100].abs().sum() == 0 and buffer[400:].abs().sum() == 0
     assert len(seen) == 2 and seen[0] == pytest.approx(seen[1] / 2, rel=1e-4)
 
@@ -254,9 +262,8 @@ def test_an_embeddings_gradient_that_may_not_be_added_in_place_is_returned(case:
     if case == "bf16 buffer":
         layer.weight.grad_dtype = torch.bfloat16
         layer.weight.grad = layer.weight.main_grad
-    layer(torch.full((1, 300), 5)).sum().backward()
+    assert not added_in_place(layer(torch.full((1, 300), 5)).sum().backward)
     assert torch.equal(layer.weight.grad.float(), 300.0 * torch.eye(9)[5].unsqueeze(1).expand(9, 4))
-    assert not hasattr(layer.weight, "grad_added_to_main_grad")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -294,10 +301,125 @@ def test_without_the_wrappers_buffer_a_fused_layer_returns_its_gradient(case: st
         layer.weight.main_grad = torch.full_like(layer.weight, 9.0)
         layer.weight.grad = None if case == "grad was cleared" else torch.zeros_like(layer.weight)
     x = normal(4, 3, 6)
-    layer(x)[0].sum().backward()
+    assert not added_in_place(layer(x)[0].sum().backward)
     torch.testing.assert_close(layer.weight.grad, torch.ones(8, 1, dtype=torch.float64) * x.sum((0, 1)))
     assert case == "no main_grad" or torch.equal(layer.weight.main_grad, torch.full_like(layer.weight, 9.0))
-    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+
+
+class Tied(nn.Module):
+    """An embedding, a linear layer, and logits by the embedding's weight; `hidden` and `logits` of the last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = config(1, gradient_accumulation_fusion=True, params_dtype=torch.float32)
+        common: dict[str, Any] = {"config": settings, "init_method": INIT, "pg_collection": ProcessGroups()}
+        self.embedding = VocabParallelEmbedding(20, 8, name="embedding", **common)
+        self.linear = ColumnParallelLinear(8, 8, name="linear", **common)
+        self.output = ColumnParallelLinear(8, 20, bias=False, skip_weight_param_allocation=True, **common)
+        self.shift = nn.Parameter(torch.zeros(20))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.hidden = torch.tanh(self.linear(self.embedding(ids))[0])
+        self.logits = self.output(self.hidden, self.embedding.weight)[0] + self.shift
+        return self.logits
+
+    def plain(self, ids: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The same from torch's own functions, on copies of the parameters: (them, hidden, logits)."""
+        leaves = {name: param.detach().clone().requires_grad_() for name, param in self.named_parameters()}
+        weight = leaves["embedding.weight"]
+        hidden = torch.tanh(F.linear(F.embedding(ids, weight), leaves["linear.weight"], leaves["linear.bias"]))
+        return leaves, hidden, F.linear(hidden, weight) + leaves["shift"]
+
+
+IDS = torch.tensor([[3, 3, 4, 5], [0, 19, 3, 1]])
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["", "deferred"])
+@pytest.mark.parametrize("case", ["grad of hidden", "grad of the weight", "inputs=hidden", "inputs=bias"])
+def test_a_backward_that_is_to_leave_a_weights_gradient_alone_does(case: str, deferred: bool) -> None:
+    """As a gradient penalty or adaptive weights of losses ask for, between forward and the step's own backward."""
+    model = Tied()
+    leaves, hidden, logits = model.plain(IDS)
+    model(IDS)
+    for param in model.parameters():
+        param.grad = param.main_grad = torch.ones_like(param)
+    of_bias = torch.autograd.grad(logits.square().sum(), leaves["linear.bias"], retain_graph=True)[0]
+    with deferred_weight_gradients() if deferred else contextlib.nullcontext([]) as queue:
+        loss = model.logits.square().sum()
+        if case == "grad of hidden":
+            (got,) = torch.autograd.grad(loss, model.hidden, retain_graph=True)
+            torch.testing.assert_close(got, torch.autograd.grad(logits.square().sum(), hidden)[0])
+        elif case == "grad of the weight":
+            weights = (model.embedding.weight, model.linear.weight)
+            got_both = torch.autograd.grad(loss, weights, retain_graph=True)
+            own = (leaves["embedding.weight"], leaves["linear.weight"])
+            torch.testing.assert_close(got_both, torch.autograd.grad(logits.square().sum(), own))
+        else:
+            loss.backward(inputs=[model.linear.bias if case == "inputs=bias" else model.hidden], retain_graph=True)
+    assert not queue
+    for name, param in model.named_parameters():
+        added = of_bias if (case, name) == ("inputs=bias", "linear.bias") else torch.zeros_like(param)
+        assert param.grad is param.main_grad
+        torch.testing.assert_close(param.main_grad, 1 + added, msg=name)
+    if case != "inputs=bias":
+        assert of_bias.norm() > 1, "the reference would not be noticed"
+
+
+@pytest.mark.parametrize("case", ["tensor hooks", "an older torch"])
+def test_what_cannot_be_added_in_place_is_left_to_autograd(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that changes the gradient of a weight sees it, once, and what it returns is what is added."""
+    model, factor, seen = Tied(), 1.0, []
+    leaves, _, logits = model.plain(IDS)
+    weights = [model.embedding.weight, model.linear.weight]
+    for weight in weights:
+        weight.grad = weight.main_grad = torch.ones_like(weight)
+    if case == "tensor hooks":
+        factor = 3.0
+        for weight in weights:
+            weight.register_hook(lambda grad: seen.append(grad) or 3 * grad)
+    else:
+        monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    assert not added_in_place(model(IDS).square().mean().backward)
+    logits.square().mean().backward()
+    for weight, name in zip(weights, ("embedding.weight", "linear.weight"), strict=True):
+        assert weight.grad is weight.main_grad
+        torch.testing.assert_close(weight.main_grad, 1 + factor * leaves[name].grad)
+        assert leaves[name].grad.norm() > 0.1
+    assert len(seen) == (2 if case == "tensor hooks" else 0)
+
+
+@ranks(1)
+def test_gradients_that_were_dropped_do_not_come_back(rank: int, world: int) -> None:
+    """A loss was bad: `module.zero_grad()`, and the next backward does not use the fused layers."""
+    parallel_state.initialize_model_parallel()
+    model = Tied()
+    ddp = wrap(model)
+    for deferred in (False, True):
+        ddp.zero_grad_buffer()
+        with deferred_weight_gradients() if deferred else contextlib.nullcontext([]) as queue:
+            ddp(IDS).square().sum().backward()
+        with torch.no_grad():
+            for work in queue:
+                work()
+        assert len(queue) == (2 if deferred else 0)
+        assert model.linear.weight.main_grad.norm() > 1 and model.embedding.weight.main_grad.norm() > 1
+        model.zero_grad()
+        (5 * model.shift).sum().backward()
+        finalize_model_grads([ddp])
+        for name, param in model.named_parameters():
+            assert torch.equal(param.main_grad, torch.full_like(param, 5.0 if name == "shift" else 0.0)), name
+
+
+def test_a_fused_layer_is_compiled_into_one_graph() -> None:
+    layer = ColumnParallelLinear(
+        6, 8, config=config(1, gradient_accumulation_fusion=True), init_method=INIT, bias=False,
+        pg_collection=ProcessGroups(), name="layer",
+    )  # fmt: skip
+    layer.weight.grad = layer.weight.main_grad = torch.ones_like(layer.weight)
+    x = normal(4, 3, 6)
+    torch.compile(lambda given: layer(given)[0], backend="eager", fullgraph=True)(x).sum().backward()
+    expected = 1 + torch.ones(8, 1, dtype=torch.float64) * x.sum((0, 1))
+    torch.testing.assert_close(layer.weight.main_grad, expected)
 
 
 def test_a_frozen_weight_passes_the_gradient_on_and_gets_none() -> None:
