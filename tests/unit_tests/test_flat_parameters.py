@@ -120,6 +120,30 @@ def test_a_parameter_that_was_given_other_memory_is_stepped_from_its_values(
 
 
 @ranks(1)
+def test_parameters_that_have_exchanged_their_memory_keep_what_they_were_given(rank: int, world: int) -> None:
+    """`a.data, b.data = b.data, a.data`: the source of each is the home of another."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    ddp = wrap(model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.5, clip_grad=0.0, weight_decay=0.0), [ddp])
+    a, b, c = model.parameters()
+    homes = [param.data_ptr() for param in (a, b, c)]
+    reference = copy.deepcopy(nn.Sequential(model[1], model[2], model[0]))
+    a.data, b.data, c.data = b.data, c.data, a.data
+    x = torch.arange(16.0).view(2, 8) / 16
+    optimizer.zero_grad()
+    ddp(x).sum().backward()
+    finalize_model_grads([ddp])
+    assert optimizer.step()[0]
+    reference(x).sum().backward()
+    assert [param.data_ptr() for param in (a, b, c)] == homes
+    for got, want in zip((a, b, c), reference.parameters(), strict=True):
+        assert (want - (want - 0.5 * want.grad)).abs().max() > 0.05
+        torch.testing.assert_close(got.detach(), (want - 0.5 * want.grad).detach())
+
+
+@ranks(1)
 def test_a_second_optimizer_finds_the_parameters_where_the_first_has_put_them(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     start = make_net(torch.float32)
