@@ -39,11 +39,17 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 def ask_for_huge_pages(tensor: torch.Tensor) -> bool:
     """Have memory that is not written yet come in huge pages. Returns: did the system take the request?"""
     madvise = _madvise()
-    if madvise is None or tensor.device.type != "cpu" or tensor.nbytes < LEAST_BYTES or not tensor.is_contiguous():
+    if madvise is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    if tensor.device.type != "cpu" or tensor.nbytes < LEAST_BYTES or not tensor.is_contiguous():
+        return False
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # inside torch.vmap a tensor has no memory of its own
         return False
     page = mmap.PAGESIZE
-    begin = -(-tensor.data_ptr() // page) * page
-    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    begin = -(-address // page) * page
+    end = (address + tensor.nbytes) // page * page
     return madvise(begin, end - begin, mmap.MADV_HUGEPAGE) == 0
 
 
@@ -58,8 +64,10 @@ class HugeZeros(TorchFunctionMode):
     """While it is entered `torch.zeros_like`, by which optimizers make their state, makes it in huge pages."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.zeros_like:
-            return func(*args, **(kwargs or {}))
-        made = torch.empty_like(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # A compiler that traces an update must find torch's own call; a leaf that requires grad may not be zeroed.
+        if func is not torch.zeros_like or torch.compiler.is_compiling() or kwargs.get("requires_grad"):
+            return func(*args, **kwargs)
+        made = torch.empty_like(*args, **kwargs)
         ask_for_huge_pages(made)
         return made.zero_()

@@ -87,3 +87,31 @@ def test_zeros_like_keeps_dtype_shape_and_strides() -> None:
         ones = torch.ones_like(like)
     assert (made.dtype, made.shape, made.stride()) == (like.dtype, like.shape, like.stride()) and not made.any()
     assert other.dtype is torch.float64 and not other.any() and ones.sum() == 15
+
+
+def test_a_compiled_update_that_makes_its_state_is_traced_as_ever() -> None:
+    def update(param: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        if "moment" not in state:
+            state["moment"] = torch.zeros_like(param)
+        state["moment"].mul_(0.5).add_(grad)
+        param.sub_(state["moment"])
+
+    compiled = torch.compile(update, backend="eager", fullgraph=True)
+    for numel in (3, LEAST_BYTES // 4):
+        param, state = torch.full((numel,), 10.0), {}
+        with HugeZeros():
+            compiled(param, torch.full((numel,), 2.0), state)
+            compiled(param, torch.full((numel,), 2.0), state)
+        assert torch.equal(state["moment"], torch.full((numel,), 3.0))
+        assert torch.equal(param, torch.full((numel,), 5.0))
+
+
+def test_zeros_that_are_no_plain_memory_are_torchs() -> None:
+    with HugeZeros():
+        leaf = torch.zeros_like(torch.ones(4), requires_grad=True)
+        sparse = torch.zeros_like(torch.eye(4).to_sparse())
+        mapped = torch.vmap(torch.zeros_like)(torch.ones(2, LEAST_BYTES // 4))
+    (3 * leaf).sum().backward()
+    assert leaf.is_leaf and leaf.grad is not None and leaf.tolist() == [0.0] * 4 and leaf.grad.tolist() == [3.0] * 4
+    assert sparse.is_sparse and not sparse.to_dense().any()
+    assert mapped.shape == (2, LEAST_BYTES // 4) and not mapped.any()
