@@ -65,8 +65,9 @@ def needed_part(name: str, piece: Slice, saved: Entry | Sequence[Entry]) -> Entr
     covered = ", ".join(f"[{entry['offset']}, {entry['offset'] + entry['numel']})" for entry in entries)
     raise ValueError(
         f"the saved optimizer state of {name!r} covers elements {covered or 'none'} and this rank needs "
-        f"[{first}, {last}); it was saved by another rank or with other data-parallel sizes. Load what this rank "
-        "saved, or a checkpoint, which any layout can load"
+        f"[{first}, {last}); it was saved by another rank, with other data-parallel sizes or another bucket_size "
+        "(or num_buckets). Load what this rank saved, with the bucket_size= of the run that saved it, or a checkpoint "
+        "of core.checkpoint, which any layout can load"
     )
 
 

@@ -169,5 +169,9 @@ def test_an_entry_must_cover_the_slice_at_both_ends() -> None:
         assert part["exp_avg"].tolist() == [3, 4, 5, 6]
         assert part["step"] == 2
     for first, last in ((4, 8), (0, 6), (4, 6), (8, 10)):
-        with pytest.raises(ValueError, match=rf"'w' covers elements \[{first}, {last}\) and this rank needs \[3, 7\)"):
-            needed_part("w", piece, {"offset": first, "numel": last - first, "exp_avg": numbers[first:last]})
+        saved = {"offset": first, "numel": last - first, "exp_avg": numbers[first:last]}
+        message = rf"'w' covers elements \[{first}, {last}\) and this rank needs \[3, 7\)"
+        with pytest.raises(ValueError, match=message):
+            needed_part("w", piece, saved)
+        with pytest.raises(ValueError, match=r"another bucket_size .* the bucket_size= of the run that saved it"):
+            needed_part("w", piece, saved)
