@@ -21,7 +21,8 @@ import torch.multiprocessing as mp
 from benchmarks.report import add_json, machine, write_json
 from core.distributed.collectives import Collectives
 from core.distributed.host_memory import HostMemory
-from core.distributed.socket_channel import channel_of, timeout_of
+from core.distributed.shared_wire import timeout_of
+from core.distributed.socket_channel import SocketChannel
 
 Run = Callable[[], None]
 MIB = 2**20
@@ -42,7 +43,7 @@ class Arms:
         shared = HostMemory.share(self.full.numel(), torch.float32, self.full.device, [self.group])
         self.mapped = None if shared is None else shared.tensor
         self.collectives = Collectives(channels=[] if shared is None else shared.channels)
-        self.sockets, self.timeout = channel_of(self.group), timeout_of(self.group)
+        self.sockets, self.timeout = SocketChannel(self.group), timeout_of(self.group)
 
     @property
     def mine(self) -> slice:
