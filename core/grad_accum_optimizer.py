@@ -152,7 +152,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "a step is due and its gradients may be on their way to other ranks; save after optimizer.step(), or "
                 "before the last microbatch of a cycle"
             )
-        gradients, reduced = {}, [{} for _ in self._ours]
+        gradients: dict[str, torch.Tensor] = {}
+        reduced: list[dict[str, torch.Tensor]] = [{} for _ in self._ours]
         if state.count > 0:
             reduced = [wrapper.reduced_so_far() for wrapper in self._ours]  # first: it may take gradients out of .grad
             named = self._named_params()

