@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads, streamed_bucket
 from core.distributed.simulated_wire import Wire
+from core.distributed.socket_channel import SocketChannel
 from core.distributed.streamed_bucket import BucketPool
 from core.gradient_accumulation import accumulate_gradient
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -157,6 +159,40 @@ def test_patience_is_for_a_wait_in_which_nothing_comes() -> None:
         assert not pool.absorb_soon() and len(looks) == 1 and pool.patience_s == before  # looks, and waits no more
         stuck.script = [8, 8, None]  # something has come, so it waits again
         assert pool.absorb_soon() and len(looks) == 4 and pool.patience_s == pool.most_patience_s == 0.05
+
+
+def test_progress_in_mapped_memory_is_what_the_other_ranks_have_done() -> None:
+    channels, tensors = channels_of(2, 8)
+    mine = channels[0].reduce_scatter(tensors[0][:4])
+    seen = [mine.progress()]
+    channels[0].reduce_scatter(tensors[0][4:])
+    assert mine.progress() == seen[0]  # what this rank launches itself has not come from another
+    theirs = channels[1].reduce_scatter(tensors[1][:4])
+    seen.append(mine.progress())
+    theirs.poll()
+    seen.append(mine.progress())
+    assert len(set(seen)) == 3
+
+
+@ranks(2, timeout_s=30)
+def test_progress_through_sockets_is_every_chunk(rank: int, world: int) -> None:
+    channel = SocketChannel(dist.group.WORLD)
+    channel.chunk_bytes = 4096
+    tensor = torch.full((world * 5 * 512,), rank + 1.0, dtype=torch.float64)
+    if rank == 1:
+        dist.barrier()
+    handle = channel.reduce_scatter(tensor, timeout=timedelta(seconds=20))
+    assert handle.progress() == 0
+    if rank == 0:
+        assert not handle.poll() and handle.progress() == 0
+        dist.barrier()
+    seen = set()
+    while not handle.poll():
+        seen.add(handle.progress())
+        time.sleep(1e-3)
+    assert handle.progress() == 5 and seen <= set(range(5))
+    assert tensor.view(world, -1)[rank].eq(3.0).all()
+    dist.barrier()
 
 
 def test_what_a_rank_adds_by_itself_is_no_wait() -> None:
