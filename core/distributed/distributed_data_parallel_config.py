@@ -44,7 +44,8 @@ class DistributedDataParallelConfig:
 
     initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
-    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
+    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit. With
+        reduce_microbatches='every' a backward then waits for late ranks without the limit that it has otherwise.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.
