@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.host_channel import HostChannel
-from core.distributed.rank_order_sum import add_in_rank_order
+from core.distributed.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.shared_wire import timeout_of
-from core.distributed.socket_channel import SocketChannel, split_evenly
+from core.distributed.socket_channel import SocketChannel
 
 Op = Literal["sum", "mean", "max"]
 

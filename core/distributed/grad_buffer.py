@@ -104,7 +104,7 @@ class GradBuffer:
         make: Callable[..., torch.Tensor] = huge_pages.zeros,
     ) -> torch.Tensor:
         """[numel] by `make`; where the data group's ranks are processes of one host, they map it from each other."""
-        groups = [self.groups.data, self.groups.shard, *([self.groups.replica] if self.groups.replica else [])]
+        groups = self.groups.all
         shared = HostMemory.share(numel, dtype, device, groups) if self.shares_memory else None
         if shared is None:
             return make(numel, dtype=dtype, device=device)

@@ -82,7 +82,7 @@ class GradReducer:
             bucket.clock = self.clock
         self.control = list(control)
         self.problems = problems
-        groups = [g for b in self.order for g in (b.groups.data, b.groups.shard, b.groups.replica) if g is not None]
+        groups = [group for bucket in self.order for group in bucket.groups.all]
         self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         for wire in self.wires:
             wire.join(self)
@@ -154,7 +154,8 @@ class GradReducer:
             for member in self.unit():
                 while member.synced_backward and member.next_is_ready and member._next_has_memory():
                     member._launch_next()
-                    member._absorb_soon()
+                    if member.wait_at_once:
+                        member._absorb_soon()
 
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
@@ -197,11 +198,10 @@ class GradReducer:
         return not isinstance(bucket, StreamedBucket) or bucket.memory is not None or bucket.pool.make_room()
 
     def _absorb_soon(self) -> None:
-        """Where nothing is to overlap: wait in backward for what was launched, though not for ever."""
-        if self.wait_at_once:
-            for pool in self.pools:
-                while pool.absorb_soon():
-                    pass
+        """Wait in backward for what was launched, though not for ever."""
+        for pool in self.pools:
+            while pool.absorb_soon():
+                pass
 
     def _begin_round(self) -> None:
         """The first gradient of a backward: a round begins, unless the one before it is not over.
@@ -209,9 +209,7 @@ class GradReducer:
         Gradients then join the open round, or, where their bucket has left, come late and go with the next one.
         """
         if self.next == len(self.order):
-            for pool in self.pools:
-                while pool.absorb_soon():
-                    pass
+            self._absorb_soon()
             if not any(pool.in_flight for pool in self.pools):
                 self._reset_round()
         self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
@@ -232,7 +230,8 @@ class GradReducer:
         if self.open and all(wire.is_own([self]) for wire in self.wires):
             while self.next < len(self.order) and self._next_has_memory():
                 self._launch_next()
-                self._absorb_soon()
+                if self.wait_at_once:
+                    self._absorb_soon()
 
     def _announce_round(self) -> None:
         assert self.round_group is not None

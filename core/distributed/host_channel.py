@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.distributed.rank_order_sum import add_in_rank_order
+from core.distributed.rank_order_sum import add_in_rank_order, split_evenly
 
 Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
 
@@ -110,9 +110,9 @@ class HostChannel:
 
     def _part(self, numel: int, rank: int) -> tuple[int, int]:
         """[start, end) of a rank's part: equal ones where the size allows, else the first ones one longer."""
-        base, extra = divmod(numel, self.size)
-        start = rank * base + min(rank, extra)
-        return start, start + base + (rank < extra)
+        sizes = split_evenly(numel, self.size)
+        start = sum(sizes[:rank])
+        return start, start + sizes[rank]
 
     # -- how it runs ------------------------------------------------------------------------------------------------
 
@@ -167,8 +167,7 @@ class HostChannel:
         begun = looked = time.monotonic()
         while not self.has(stage, number):
             now = time.monotonic()
-            # Short waits are looked at often, long ones seldom: a twentieth of the wait is lost at most.
-            time.sleep(min(1e-3, max(2e-5, (now - begun) / 20)))
+            time.sleep(pause_s(now - begun))
             if now - looked > LOOK_S:
                 looked = now
                 self._look_for_lost(stage, number, now - begun)
@@ -265,6 +264,11 @@ class HostHandle:
 def _place_of(number: int) -> int:
     """Where in the control memory a launch tells its place."""
     return STAGES * STRIDE + 2 * (number % RING)
+
+
+def pause_s(waited_s: float) -> float:
+    """How long to sleep after a wait so long: short ones are looked at often, a twentieth of a wait is lost at most."""
+    return min(1e-3, max(2e-5, waited_s / 20))
 
 
 def _runs(pid: int) -> bool:

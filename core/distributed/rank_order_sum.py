@@ -9,6 +9,12 @@ import torch
 CHUNK = 2**16  # elements added at a time, so that they are still in the processor's cache when they are scaled
 
 
+def split_evenly(numel: int, size: int) -> list[int]:
+    """Elements of each rank's part: equal ones where that is possible, else the first ones one longer."""
+    base, extra = divmod(numel, size)
+    return [base + (rank < extra) for rank in range(size)]
+
+
 @torch.no_grad()
 def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, mean: bool) -> None:
     """out = the sum of equal flat parts, first part first, times `scale`; 16-bit parts are added in fp32.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from core.distributed.host_channel import PeerLost
-from core.distributed.rank_order_sum import add_in_rank_order
+from core.distributed.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.shared_wire import SharedWire, timeout_of
 
 WINDOW = 2  # chunks under way: one that travels while another is added
@@ -37,12 +37,6 @@ def chunk_bytes_for(size: int) -> int:
     """Bytes of one rank's chunk in a group of `size` ranks."""
     fitting = SCRATCH // (WINDOW * (size - 1))
     return max(LEAST_CHUNK, min(MOST_CHUNK, fitting)) // GRANULE * GRANULE
-
-
-def split_evenly(numel: int, size: int) -> list[int]:
-    """Elements of each rank's part: equal ones where that is possible, else the first ones one longer."""
-    base, extra = divmod(numel, size)
-    return [base + (rank < extra) for rank in range(size)]
 
 
 # Note [Order of messages]
@@ -186,17 +180,12 @@ class SocketChannel:
         ins[to], outs[source] = sent.numel(), received.numel()
         # An all-to-all in which all other parts are empty: unlike a send and a receive it can be asked whether it is
         # done, and small ones are faster. It fails with any rank of the group.
-        return self._post_message(sent, ins, received, outs, timeout)
+        return self.swap_all(sent, ins, received, outs, timeout)
 
     def swap_all(
         self, sent: torch.Tensor, ins: list[int], received: torch.Tensor, outs: list[int], timeout: timedelta
     ) -> dist.Work:
         """The same with all ranks of the group in one message, its own part of which a rank copies."""
-        return self._post_message(sent, ins, received, outs, timeout)
-
-    def _post_message(
-        self, sent: torch.Tensor, ins: list[int], received: torch.Tensor, outs: list[int], timeout: timedelta
-    ) -> dist.Work:
         options = dist.AllToAllOptions()
         options.timeout = timeout
         work = self.wire.alltoall_base(received, sent, outs, ins, options)

@@ -21,6 +21,7 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketGroups, BucketState, SyncError
 from core.distributed.collectives import Collectives, Handle
 from core.distributed.gradient_contract import GradientContract
+from core.distributed.host_channel import pause_s
 from core.distributed.param_layout import BucketLayout
 
 POOL_BUCKETS = 2  # one that fills and one that travels
@@ -110,8 +111,7 @@ class BucketPool:
             return False
         self.waited = True
         begun = time.perf_counter()
-        # Short waits are looked at often, long ones seldom: a twentieth of the wait is lost at most.
-        time.sleep(min(1e-3, max(2e-5, (self.most_patience_s - self.patience_s) / 20)))
+        time.sleep(pause_s(self.most_patience_s - self.patience_s))
         self.patience_s -= time.perf_counter() - begun
         return True
 

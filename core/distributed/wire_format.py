@@ -22,7 +22,7 @@ def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Colle
     if dtype is None:
         return plain
     if dtype is FP8:
-        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, exchanges=plain.exchanges)
+        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic)
     return CastingCollectives(dtype, plain)
 
 

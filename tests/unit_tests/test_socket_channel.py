@@ -21,7 +21,8 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.collectives import Collectives, InFlight
 from core.distributed.host_channel import PeerLost
-from core.distributed.shared_wire import SharedWire
+from core.distributed.rank_order_sum import split_evenly
+from core.distributed.shared_wire import SharedWire, timeout_of
 from core.distributed.socket_channel import (
     LEAST_CHUNK,
     MOST_CHUNK,
@@ -29,8 +30,6 @@ from core.distributed.socket_channel import (
     WINDOW,
     SocketChannel,
     chunk_bytes_for,
-    split_evenly,
-    timeout_of,
 )
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
