@@ -40,6 +40,7 @@ from core.optimizer.optimizer_state import (
 from core.optimizer.param_groups import ParamGroups
 from core.optimizer.scratch import Scratch, scratch_numel
 from core.optimizer.skip_log import SkipLog
+from core.optimizer.step_settings import Settings, settings_of
 from core.process_groups import ProcessGroups
 
 
@@ -132,7 +133,8 @@ class MegatronOptimizer:
 
         Returns (was the update made, global gradient norm before clipping, zeros among the gradients if counted).
         A NaN or Inf anywhere skips the step on all ranks, with a warning that names it: (False, None, None).
-        Raises SyncError when `finalize_model_grads` has not made the gradients ready.
+        Raises SyncError when `finalize_model_grads` has not made the gradients ready, and on every rank where ranks
+        would step with different learning rates, decay or limits.
         """
         found_inf = self.prepare_grads()
         stats = self._measured()
@@ -151,11 +153,18 @@ class MegatronOptimizer:
         """
         self._expect_final_gradients()
         self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
-        self._stats = self.meter.measure(count_zeros=self.config.log_num_zeros_in_grad, loss_scale=self._scale)
+        self._stats = self.meter.measure(
+            count_zeros=self.config.log_num_zeros_in_grad, loss_scale=self._scale, settings=self._settings()
+        )
         self._clip = {}
         if self.grad_scaler is not None:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
+
+    def _settings(self) -> Settings:
+        """What all ranks must step with alike."""
+        others = {name: getattr(self.config, name) for name in ("clip_grad", "grad_norm_skip_threshold")}
+        return settings_of(self.param_groups, {**others, "loss_scale": self._scale})
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Have the step scale gradients to a norm of `clip_grad` at most; 0 for no limit. Returns the norm before it.
