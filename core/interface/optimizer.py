@@ -148,3 +148,9 @@ def check_max_norm(max_norm: float) -> None:
             f"max_norm is {max_norm!r}; it must be a positive number (0 would make every gradient 0). To train without "
             "clipping, leave out clip_grad_by_norm"
         )
+
+
+def check_clip_value(clip_value: float) -> None:
+    """Refuse a bound that would leave no gradient."""
+    if not is_number(clip_value) or not clip_value > 0:
+        raise ValueError(f"clip_value is {clip_value!r}; it must be a positive number")

@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.bucket import BucketState, SyncError
 from core.interface import OptimizerWrapper
-from core.interface.optimizer import NOT_SCALED, check_max_norm
+from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import LossScaler
 
@@ -49,6 +51,12 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._scaled = False  # has a loss of this step been scaled?
         self._clip_once: float | None = None  # in place of max_norm, in this step
         self._stepped_at = -1  # reductions that had been launched when the last step was made
+
+    @property
+    def _together(self) -> list[dist.ProcessGroup]:
+        """The ranks that hold parts of one gradient, for a few numbers."""
+        groups = self.model.groups
+        return [groups.dp_cp_gloo or groups.require("dp_cp")] if groups.size("dp_cp") > 1 else []
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -109,9 +117,10 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     ) -> torch.Tensor:
         """Clip this step's whole gradient to `max_norm` instead of the plugin's; returns its norm before. Collective.
 
-        norm_type: the plugin's, which says what is measured.
+        norm_type: the plugin's, which says what is measured. Raises ValueError on every rank where one passes another
+        `max_norm`, or one that is not positive.
         """
-        check_max_norm(max_norm)
+        check_limit("max_norm", max_norm, check_max_norm, self._together)
         measured = self.engine.config.grad_norm_type
         if norm_type not in (None, measured):
             raise ValueError(
@@ -125,9 +134,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return torch.tensor(self._grad_norm, dtype=torch.float64)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective."""
-        if not clip_value > 0:
-            raise ValueError(f"clip_value is {clip_value}; it must be positive")
+        """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective.
+
+        Raises ValueError as clip_grad_by_norm does.
+        """
+        check_limit("clip_value", clip_value, check_clip_value, self._together)
         self._make_ready()
         if not self.found_inf:
             self.engine.clamp(clip_value)

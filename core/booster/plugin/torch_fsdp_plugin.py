@@ -35,10 +35,11 @@ from core.booster.plugin.fsdp_options import (
     own_modules,
     units_of,
 )
+from core.booster.plugin.limit_agreement import check_limit
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
 from core.interface import ModelWrapper, OptimizerWrapper
-from core.interface.optimizer import check_max_norm
+from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.loss_scaler import DynamicLossScaler
 
 
@@ -47,7 +48,7 @@ class TorchFSDPModel(ModelWrapper):
 
 
 class FSDPOptimizerWrapper(OptimizerWrapper):
-    """An optimizer over shards: norms and overflows are those of the whole gradient. Both are collective."""
+    """An optimizer over shards: norms, limits and overflows are those of the whole gradient. All are collective."""
 
     def __init__(self, optim: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         super().__init__(optim)
@@ -62,8 +63,11 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Scale the whole gradient so that its norm, over all ranks, is at most `max_norm`; return the norm before."""
-        check_max_norm(max_norm)
+        """Scale the whole gradient so that its norm, over all ranks, is at most `max_norm`; return the norm before.
+
+        Raises ValueError on every rank where one passes another `max_norm`, or one that is not positive.
+        """
+        check_limit("max_norm", max_norm, check_max_norm, self.groups)
         grads = [param.grad for param in self.parameters if param.grad is not None]
         sharded = [grad for grad in grads if isinstance(grad, DTensor)]
         whole = [grad for grad in grads if not isinstance(grad, DTensor)]  # of ignored modules
@@ -83,6 +87,11 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
             local.mul_(factor.to(local.device))
         self._grad_norm = float(total)
         return total
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Bound each element of the whole gradient to [-clip_value, clip_value]; ValueError as in clip_grad_by_norm."""
+        check_limit("clip_value", clip_value, check_clip_value, self.groups)
+        super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def agree_on_overflow(self, found: bool) -> bool:
         """Did any rank find inf or NaN in its shard?"""
