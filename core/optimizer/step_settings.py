@@ -41,10 +41,10 @@ def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str | None:
-    """A value in words, equal where it is meant to be equal; None where it is no setting."""
+    """A number in words, equal where it is meant to be equal; None where it is none."""
     if isinstance(value, torch.Tensor):
         return _text(value.item()) if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, (int, str)) or value is None:
+    if isinstance(value, int) or value is None:
         return str(value)
     if isinstance(value, Real):
         return f"{float(value):.{DIGITS}g}"

@@ -42,6 +42,7 @@ def test_settings_are_numbers_in_words_and_nothing_else() -> None:
     group = {
         "params": [torch.zeros(3)], "lr": torch.tensor(0.5), "betas": (0.9, 0.95), "name": "adam", "eps": 1e-8,
         "fused": None, "nesterov": True, "state": object(), "matrix": torch.zeros(2), "mixed": (1, object()),
+        "param_names": ["a", "b"],
     }  # fmt: skip
     assert dict(settings_of([group], {"clip_grad": math.inf})) == {
         "clip_grad": "inf",
@@ -49,7 +50,6 @@ def test_settings_are_numbers_in_words_and_nothing_else() -> None:
         "eps of param group 0 (adam)": "1e-08",
         "fused of param group 0 (adam)": "None",
         "lr of param group 0 (adam)": "0.5",
-        "name of param group 0 (adam)": "adam",
         "nesterov of param group 0 (adam)": "True",
     }
 
