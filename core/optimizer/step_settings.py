@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,27 +31,32 @@ def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) 
     """
     found = [(name, text) for name in sorted(others) if (text := _text(others[name])) is not None]
     for index, group in enumerate(groups):
-        label = f"param group {index}" + (f" ({group['name']})" if "name" in group else "")
+        where = f" of param group {index} ({group['name']})" if "name" in group else f" of param group {index}"
         found += [
-            (f"{key} of {label}", text)
-            for key in sorted(group)
-            if key != "params" and (text := _text(group[key])) is not None
+            (key + where, text) for key in sorted(group) if key != "params" and (text := _text(group[key])) is not None
         ]
     return tuple(found)
 
 
 def _text(value: Any) -> str | None:
-    """A number in words, equal where it is meant to be equal; None where it is none."""
-    if isinstance(value, torch.Tensor):
-        return _text(value.item()) if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, int) or value is None:
+    """A number in words, equal where it is meant to be equal; None where it is none. Common kinds first: every step
+    asks.
+    """
+    kind = type(value)
+    if kind is float:
+        return f"{value:.{DIGITS}g}"
+    if kind is bool or kind is int or value is None:
         return str(value)
-    if isinstance(value, Real):
-        return f"{float(value):.{DIGITS}g}"
-    if isinstance(value, (tuple, list)):
+    if kind is str:
+        return None
+    if kind is tuple or kind is list:
         parts = [_text(part) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
-    return None
+    if isinstance(value, torch.Tensor):
+        return _text(value.item()) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, Integral):
+        return str(int(value))
+    return _text(float(value)) if isinstance(value, Real) else None
 
 
 def digest(settings: Settings) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def test_a_last_bit_is_no_difference() -> None:
     """Hosts of different kinds may compute a cosine with another one."""
     lr = 0.1 * (1 + math.cos(1.0))
     assert settings_of([{"lr": lr}], {}) == settings_of([{"lr": math.nextafter(lr, 1.0)}], {})
-    assert settings_of([{"lr": 1}], {}) == settings_of([{"lr": 1.0}], {})
+    assert settings_of([{"lr": 1}], {}) == settings_of([{"lr": 1.0}], {}) == settings_of([{"lr": np.float32(1)}], {})
 
 
 def test_the_first_difference_is_named() -> None:
