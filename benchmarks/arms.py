@@ -55,7 +55,8 @@ class Arm:
     on all ranks of the arm together. kind: 'reference' for the one whose losses are right, 'control' for one that is
     wrong and must be caught, 'floor' for one that communicates nothing (its losses are not checked). imports: modules
     that build needs beside torch, imported in the rank processes before the memory's zero is taken; where one is not
-    installed the arm is absent. measured_with: of a peer, the package and version that the figures are of.
+    installed the arm is absent. measured_with: of a peer, the package and version that the figures are of. copies: of
+    the parameters, that a rank holds at its peak at most; so many arms are alive together as this leaves room for.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Arm:
     kind: Kind = "peer"
     imports: tuple[str, ...] = ()
     measured_with: str = ""
+    copies: float = 6.0
 
     def why_absent(self) -> str | None:
         """The package that is missing, or None where the arm can be tried."""

@@ -48,6 +48,7 @@ def _arm(stage: int, kind: Stage, **settings: Any) -> Arm:
         partial(_build, zero={"stage": stage, **settings}),
         imports=("deepspeed",),
         measured_with=MEASURED_WITH,
+        copies=8.5,
     )
 
 

@@ -24,7 +24,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 def plain_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | ShardedSketch,
     *,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
     reduce: Callable[[], None] | None = None,
@@ -57,17 +57,72 @@ def one_process(workload: Workload, ranks: int, accumulation: int, *, set_to_non
 def flat_all_reduce(workload: Workload, ranks: int, accumulation: int) -> Step:
     """Gradients are views of one buffer, which one all-reduce sums after backward."""
     model = workload.model()
-    params = list(model.parameters())
-    sizes = [param.numel() for param in params]
-    buffer = torch.zeros(sum(sizes))
-    for param, view in zip(params, buffer.split(sizes), strict=True):
-        param.grad = view.view_as(param)
+    buffer = flat_gradients(model)
 
     def reduce() -> None:
         dist.all_reduce(buffer)
         buffer.div_(ranks)
 
-    return plain_step(model, adamw(params), reduce=reduce, set_to_none=False)
+    return plain_step(model, adamw(model.parameters()), reduce=reduce, set_to_none=False)
+
+
+def flat_gradients(model: nn.Module, multiple_of: int = 1) -> torch.Tensor:
+    """One zeroed buffer of which all gradients are views, and at its end so much that its length is a multiple."""
+    params = list(model.parameters())
+    sizes = [param.numel() for param in params]
+    padding = -sum(sizes) % multiple_of
+    buffer = torch.zeros(sum(sizes) + padding)
+    for param, view in zip(params, buffer.split([*sizes, padding]), strict=False):
+        param.grad = view.view_as(param)
+    return buffer
+
+
+class ShardedSketch:
+    """The optimizer that one would write oneself: each rank adds up, steps and sends round its part of flat buffers.
+
+    Gradients go pairwise to the rank that owns them, and broadcasts bring its weights back; AdamW has one tensor, the
+    part. All of it after backward.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self.rank, self.ranks = dist.get_rank(), ranks
+        self.grads = flat_gradients(model, ranks)
+        self.weights = torch.zeros_like(self.grads)
+        begin = 0
+        for param in model.parameters():
+            view = self.weights[begin : begin + param.numel()].view_as(param)
+            begin += param.numel()
+            param.data = view.copy_(param.data)
+        self.parts, self.grad_parts = self.weights.chunk(ranks), self.grads.chunk(ranks)
+        self.received = torch.empty(ranks - 1, self.grads.numel() // ranks)
+        shard = nn.Parameter(self.parts[self.rank])
+        shard.grad = self.grad_parts[self.rank]
+        self.adam = adamw([shard])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """All gradients; they are never freed."""
+        self.grads.zero_()
+
+    def step(self) -> None:
+        """Reduce to parts, update this rank's, gather all."""
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        works = [dist.irecv(into, rank) for into, rank in zip(self.received, others, strict=True)]
+        works += [dist.isend(self.grad_parts[rank], rank) for rank in others]
+        for work in works:
+            work.wait()
+        mean = self.grad_parts[self.rank]
+        for part in self.received:
+            mean.add_(part)
+        mean.div_(self.ranks)
+        self.adam.step()
+        for work in [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(self.parts)]:
+            work.wait()
+
+
+def sharded_sketch(workload: Workload, ranks: int, accumulation: int) -> Step:
+    """ShardedSketch around a plain model."""
+    model = workload.model()
+    return plain_step(model, ShardedSketch(model, ranks), set_to_none=False)
 
 
 def ddp(workload: Workload, ranks: int, accumulation: int, *, zero: bool = False, **options: Any) -> Step:
@@ -150,6 +205,12 @@ ARMS = (
         "gradient_as_bucket_view=True, ZeroRedundancyOptimizer(parameters_as_bucket_view=True)",
         "optim",
         partial(ddp, zero=True, gradient_as_bucket_view=True),
+    ),
+    Arm(
+        "sketch",
+        "flat buffers, pairwise reduce-scatter, one fused AdamW on the part, broadcasts back; no overlap",
+        "optim",
+        sharded_sketch,
     ),
     Arm("fsdp2 kept", "reshard_after_forward=False", "optim_grads", partial(fsdp2, reshard=False)),
     Arm("fsdp2 resharded", "reshard_after_forward=True", "optim_grads_params", partial(fsdp2, reshard=True)),

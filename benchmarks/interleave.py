@@ -9,9 +9,9 @@ crew is killed. Ranks end when the parent does, however it ends: their pipe clos
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -30,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Microbatch, Step, all_arms
+from benchmarks.new_process import die_with_parent
 from benchmarks.workloads import Workload
 
 GRACE_S = 1.0  # after the first failure of a rank, how long the others may take to tell theirs
 LOST_PEER = ("connection", "socket", "broken pipe", "timed out")  # what a rank says when another one is gone
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-PR_SET_PDEATHSIG = 1
+# torch._dynamo is what torch.optim imports at its first use: not to be counted as an arm's memory.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "benchmarks.interleave"]
 
 
 class ArmFailure(Exception):
@@ -87,11 +89,11 @@ class StepSample:
 class Workshop:
     """What crews share: the store over which their ranks meet, and the folder of their logs."""
 
-    def __init__(self, method: str = "spawn") -> None:
-        """method: of multiprocessing. With 'spawn' no page of memory is shared that the arm has not shared itself."""
+    def __init__(self) -> None:
         import torch.distributed as dist
 
-        self.context = multiprocessing.get_context(method)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)  # of no effect where this process has its server already
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         self.numbers = itertools.count()
@@ -119,6 +121,7 @@ class Crew:
         self.arm, self.job, self.limits = arm, job, limits
         self.workshop = workshop
         number = next(workshop.numbers)
+        self.taken = 0
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
         self.logs = [Path(workshop.folder.name) / f"{number}-{rank}.log" for rank in range(job.ranks)]
@@ -140,10 +143,11 @@ class Crew:
         self._send(("build",))
         self._answers("building", self.limits.build_s)
 
-    def steps(self, first: int, count: int, watch: Callable[[], None] | None = None) -> list[list[StepSample]]:
-        """Run steps `first` to `first + count` on every rank: [rank][step]. `watch` is called all along."""
+    def steps(self, count: int, watch: Callable[[], None] | None = None) -> list[list[StepSample]]:
+        """Run the next `count` steps on every rank: [rank][step]. `watch` is called all along."""
+        first, self.taken = self.taken, self.taken + count
         self._send(("steps", first, count))
-        return self._answers(f"running step {first} to {first + count - 1}", self.limits.step_s * count, watch)
+        return self._answers(f"running step {first} to {self.taken - 1}", self.limits.step_s * count, watch)
 
     @property
     def pids(self) -> list[int]:
@@ -225,7 +229,7 @@ def _rank_main(
     pipe: connection.Connection, job: Job, rank: int, port: int, prefix: str, log: str, limits: Limits
 ) -> None:
     """Import, join the group, then do what the parent says until the pipe closes."""
-    _die_with_parent()
+    die_with_parent()
     _write_to(log)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, messages), daemon=True).start()
@@ -266,7 +270,6 @@ def _start(job: Job, rank: int, port: int, prefix: str, limits: Limits) -> Arm:
     if sys.platform in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
     import torch
-    import torch._dynamo  # which torch.optim imports at its first use: not to be counted as an arm's memory
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -280,6 +283,7 @@ def _start(job: Job, rank: int, port: int, prefix: str, limits: Limits) -> Arm:
     # The parent's limit comes first, and can say where a rank is stuck.
     timeout = datetime.timedelta(seconds=2 * max(limits.start_s, limits.build_s, limits.step_s))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timeout)
+    gc.collect()  # what importing left must not go, nor pages of the server be copied for it, within a step
     return arm
 
 
@@ -300,12 +304,6 @@ def _read(pipe: connection.Connection, messages: queue.SimpleQueue[Any]) -> None
             messages.put(pipe.recv())
     except (EOFError, OSError):
         os._exit(1)
-
-
-def _die_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_to(log: str) -> None:

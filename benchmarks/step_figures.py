@@ -1,4 +1,8 @@
-"""Arithmetic of the table: medians, spreads, ratios, and the gate that an arm's losses must pass. No processes."""
+"""Arithmetic of the table: medians, spreads, ratios, and the gate that an arm's losses must pass. No processes.
+
+What an arm takes differs from one start of its processes to the next, by how its memory came to lie, more than within
+one. So within a start there are medians only; spreads are over starts, and so are the medians that are shown.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.arms import EPS, Stage
 
@@ -14,7 +19,7 @@ Rounds = Sequence[Sequence[float]]  # [round][step] of one arm, each the mean ov
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles."""
+    """A median, and what is below and above it: quartiles, or the least and the most."""
 
     low: float
     median: float
@@ -29,6 +34,13 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(low, median, high)
+
+
+def over_starts(values: Sequence[float]) -> Spread:
+    """The median of one value a start, and the least and the most; they are too few for quartiles."""
+    if not values:
+        raise ValueError("no start has a value")
+    return Spread(min(values), statistics.median(values), max(values))
 
 
 def flat(rounds: Rounds) -> list[float]:
@@ -46,6 +58,65 @@ def ratio_by_round(arm: Rounds, baseline: Rounds) -> Spread:
     if len(arm) != len(baseline):
         raise ValueError(f"{len(arm)} rounds of the arm and {len(baseline)} of the baseline; they were not interleaved")
     return spread([ratio_of_medians([mine], [theirs]) for mine, theirs in zip(arm, baseline, strict=True)])
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the table shows of an arm that was measured: medians over starts.
+
+    ratio, cpu_ratio: to the baseline of the same start and batch; None for the baseline itself, and where it failed.
+    peak: memory of a rank at its peak, over the bytes of the parameters; None where it cannot be read.
+    """
+
+    wall_ms: float
+    ratio: Spread | None
+    cpu_ms: float
+    cpu_ratio: Spread | None
+    peak: float | None
+    steps: int
+
+
+def figures_of(row: dict[str, Any], baseline: dict[str, Any], numel: int) -> Figures | None:
+    """Of a row as it is in the JSON; None for an arm that was not measured in every start that it had."""
+    if row["outcome"] != "measured" or not any(turns["wall_s"] for turns in row["starts"]):
+        return None
+    peaks = [peak for turns in row["starts"] if (peak := _peak(turns, numel)) is not None]
+    return Figures(
+        wall_ms=1e3 * statistics.median(_median_a_start(row, "wall_s")),
+        ratio=_ratio(row, baseline, "wall_s"),
+        cpu_ms=1e3 * statistics.median(_median_a_start(row, "cpu_s")),
+        cpu_ratio=_ratio(row, baseline, "cpu_s"),
+        peak=statistics.median(peaks) if peaks else None,
+        steps=sum(len(flat(turns["wall_s"])) for turns in row["starts"]),
+    )
+
+
+def _median_a_start(row: dict[str, Any], clock: str) -> list[float]:
+    """Of all steps of a start; the baseline has turns in each batch of it."""
+    steps: dict[int, list[float]] = {}
+    for turns in row["starts"]:
+        steps.setdefault(turns["start"], []).extend(flat(turns[clock]))
+    return [statistics.median(values) for values in steps.values() if values]
+
+
+def _ratio(row: dict[str, Any], baseline: dict[str, Any], clock: str) -> Spread | None:
+    if row["name"] == baseline["name"]:
+        return None
+    beside = {(turns["start"], turns["batch"]): turns[clock] for turns in baseline["starts"] if turns[clock]}
+    ratios = [
+        ratio_of_medians(turns[clock], beside[place])
+        for turns in row["starts"]
+        if turns[clock] and (place := (turns["start"], turns["batch"])) in beside
+    ]
+    return over_starts(ratios) if ratios else None
+
+
+def _peak(turns: dict[str, Any], numel: int) -> float | None:
+    """The mean over ranks."""
+    if not turns["memory_peak"]:
+        return None
+    grown = [peak - before for peak, before in zip(turns["memory_peak"], turns["memory_before"], strict=True)]
+    return statistics.fmean(grown) / (4 * numel)
 
 
 def mean_over_ranks(values: Sequence[Sequence[float]]) -> list[float]:

@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
-import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_figures import flat, formula_ratio, ratio_by_round, ratio_of_medians, spread
+from benchmarks.step_figures import Spread, figures_of, formula_ratio
+from benchmarks.step_plan import TOLERANCE
 
 STAGES = ("none", "no_shard", "optim", "optim_grads", "optim_grads_params")
 KINDS = ("control", "floor", "peer", "ours")
-HEADINGS = ("arm", "step ms", "(quartiles)", "ratio", "by round", "cpu ms", "ratio", "peak", "formula", "loss")
+HEADINGS = ("arm", "step ms", "ratio", "(starts)", "cpu ms", "ratio", "(starts)", "peak", "formula", "loss", "steps")
+WIDTHS = (30, 7, 6, 14, 7, 6, 14, 6, 8, 6, 6)
+COLUMNS = 120
 KEPT = "no communication, kept"
-WIDTHS = (26, 8, 16, 6, 20, 8, 6, 6, 8, 8)
 COLORS = {"floor": "#bbbbbb", "peer": "#7fb3d5", "ours": "#2e6da4"}
 
 
-def table(result: dict[str, Any], ranks: int, accumulation: int, tolerance: float, about: dict[str, Any]) -> list[str]:
+def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
     """The lines of one workload's table, what the columns mean included."""
-    workload, baselines = result["workload"], result["baselines"]
+    workload, plan, baseline = result["workload"], result["plan"], result["baseline"]
+    beside = beside_states(result)
     lines = [
         f"{workload['name']}: {workload['sizes']}",
-        f"{ranks} ranks, gloo, 1 thread each, accumulation {accumulation}; torch {about['torch']}, {about['machine']}, "
+        f"{plan['ranks']} ranks, gloo, 1 thread each, accumulation {plan['accumulation']}; torch {about['torch']}, "
+        f"{about['machine']},",
         f"{about['date'][:10]}, commit {about['commit'] or 'unknown'}",
-        about["command"],
+        *command_lines(about["command"]),
         "",
         _line(HEADINGS),
     ]
-    extra = _beside_states(result)
-    for row in ordered([*result["rows"], pooled(baselines)]):
-        lines.append(_line(_cells(row, baselines, workload["numel"], extra, ranks)))
-    medians = [1e3 * spread(flat(row["wall_s"])).median for row in baselines if row["wall_s"]]
-    lines += [
+    for row in ordered([*result["rows"], baseline]):
+        lines.append(_line(_cells(row, baseline, workload["numel"], beside, plan["ranks"])))
+    formula = (
+        f"formula: the strategy's, with the {beside:.2f} that {KEPT!r} holds beside its states."
+        if beside is not None
+        else f"formula: the strategy's, without activations ({KEPT!r} was not measured)."
+    )
+    return [
+        *lines,
         "",
-        f"Ratios: to {baselines[0]['name']} of the same batch. It was in all {len(baselines)} batches, with medians of "
-        f"{', '.join(f'{median:.0f}' for median in medians) or 'no'} ms; its line pools them.",
-        "by round: ratio of the medians of each round, median (quartiles) over rounds. cpu: processor time a rank.",
-        "The first step of a turn is not counted: the arms before it have had the caches.",
-        "peak: memory a rank (shared pages counted once) over the bytes of the parameters, once warm. "
-        + (
-            f"formula: the strategy's, with the {extra:.2f} that {KEPT!r} holds beside its states."
-            if extra is not None
-            else f"formula: the strategy's, without activations ({KEPT!r} was not measured)."
-        ),
-        f"loss: largest relative difference from one process over the first {len(result['reference'])} steps, "
-        f"{tolerance:.0e} allowed.",
+        f"Medians over {plan['starts']} starts of all processes, in each {result['rounds']} turns of at most "
+        f"{plan['steps_per_turn']} counted steps; steps: counted in all.",
+        f"Ratios: to {baseline['name']} of the same start and batch (batches: {len(result['batches'])}); (starts): the "
+        "least and the most of a start.",
+        "cpu: processor time a rank. The first step of a turn is not counted: other arms have had the caches.",
+        "peak: memory of a rank over the bytes of the parameters. loss: largest relative difference from one process,",
+        f"{TOLERANCE:.0e} allowed. {formula}",
     ]
-    return lines
 
 
-def pooled(baselines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The baseline of all batches as one row."""
-    whole = dict(baselines[0])
-    for key in ("wall_s", "cpu_s"):
-        whole[key] = [steps for row in baselines for steps in row[key]]
-    return whole
+def command_lines(command: str) -> list[str]:
+    """The command, continued on the next line where it is too long for one."""
+    lines = textwrap.wrap(
+        command, COLUMNS - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
 
 
 def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,88 +65,77 @@ def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (STAGES.index(row["stage"]), KINDS.index(row["kind"])))
 
 
-def peak_ratio(row: dict[str, Any], numel: int) -> float | None:
-    """Peak memory of a rank (the mean over ranks) over the bytes of the fp32 parameters; None if not measured."""
-    if not row["memory_peak"]:
-        return None
-    grown = [peak - before for peak, before in zip(row["memory_peak"], row["memory_before"], strict=True)]
-    return statistics.fmean(grown) / (4 * numel)
-
-
-def _beside_states(result: dict[str, Any]) -> float | None:
+def beside_states(result: dict[str, Any]) -> float | None:
     """Activations, the batch and all else: what a plain loop holds beside parameters, gradients and moments.
 
     Of the one that keeps its gradients. Where they are freed, the next forward's activations take their memory, and it
     is not to be told which of the two fills it at the peak.
     """
     for row in result["rows"]:
-        if row["name"] == KEPT and (peak := peak_ratio(row, result["workload"]["numel"])) is not None:
-            return peak - 4
+        if row["name"] == KEPT:
+            found = figures_of(row, result["baseline"], result["workload"]["numel"])
+            return found.peak - formula_ratio("none", 1) if found is not None and found.peak is not None else None
     return None
 
 
-def _cells(
-    row: dict[str, Any], baselines: Sequence[dict[str, Any]], numel: int, extra: float | None, ranks: int
-) -> list[str]:
+def _cells(row: dict[str, Any], baseline: dict[str, Any], numel: int, beside: float | None, ranks: int) -> list[str]:
     name = row["name"]
     if row["kind"] == "control":
-        return [name, f"{row['outcome']} (loss {row['deviation']:.1e})"]
-    if row["outcome"] == "wrong loss":
-        return [name, f"WRONG LOSS: {row['reason']}"]
-    if row["outcome"] != "measured" or not row["wall_s"]:
+        return [name, f"{row['outcome']} (loss {row['starts'][0]['deviation']:.1e})"]
+    found = figures_of(row, baseline, numel)
+    if found is None:
         return [name, f"{row['outcome']}: {row['reason']}"]
-    baseline = baselines[row["batch"]]
-    wall, cpu = spread(flat(row["wall_s"])), spread(flat(row["cpu_s"]))
-    cells = [name, f"{1e3 * wall.median:.1f}", f"({1e3 * wall.low:.1f}..{1e3 * wall.high:.1f})"]
-    if name == baseline["name"]:
-        cells += ["1", ""]
-    elif baseline["outcome"] != "measured":
-        cells += ["-", f"baseline {baseline['outcome']}"]
-    else:
-        by_round = ratio_by_round(row["wall_s"], baseline["wall_s"])
-        cells.append(f"{ratio_of_medians(row['wall_s'], baseline['wall_s']):.2f}")
-        cells.append(f"{by_round.median:.2f} ({by_round.low:.2f}..{by_round.high:.2f})")
-    cells.append(f"{1e3 * cpu.median:.1f}")
-    same = name == baseline["name"] or baseline["outcome"] != "measured"
-    cells.append("1" if same else f"{ratio_of_medians(row['cpu_s'], baseline['cpu_s']):.2f}")
-    peak = peak_ratio(row, numel)
-    cells.append("-" if peak is None else f"{peak:.2f}")
-    cells.append(f"{formula_ratio(row['stage'], ranks) + (extra or 0.0):.2f}")
-    cells.append("own" if row["deviation"] is None else f"{row['deviation']:.0e}")
-    return cells
+    worst = [turns["deviation"] for turns in row["starts"] if turns["deviation"] is not None]
+    return [
+        name,
+        f"{found.wall_ms:.1f}",
+        *_ratio_cells(found.ratio, name == baseline["name"]),
+        f"{found.cpu_ms:.1f}",
+        *_ratio_cells(found.cpu_ratio, name == baseline["name"]),
+        "-" if found.peak is None else f"{found.peak:.2f}",
+        f"{formula_ratio(row['stage'], ranks) + (beside or 0.0):.2f}",
+        f"{max(worst):.0e}" if worst else "own",
+        f"{found.steps}",
+    ]
+
+
+def _ratio_cells(ratio: Spread | None, is_baseline: bool) -> tuple[str, str]:
+    if ratio is None:
+        return ("1" if is_baseline else "-"), ""
+    return f"{ratio.median:.2f}", f"({ratio.low:.2f}..{ratio.high:.2f})"
 
 
 def _line(cells: Sequence[str]) -> str:
     if len(cells) == 2:  # a name and a sentence
         return f"{cells[0]:<{WIDTHS[0]}}  {cells[1]}"
     first, *rest = cells
-    return f"{first:<{WIDTHS[0]}}" + "".join(f" {cell:>{width}}" for cell, width in zip(rest, WIDTHS[1:], strict=True))
+    line = "".join(f" {cell:>{width}}" for cell, width in zip(rest, WIDTHS[1:], strict=True))
+    return f"{first:<{WIDTHS[0]}}{line}"
 
 
 def draw_ratios(path: Path, result: dict[str, Any], about: dict[str, Any]) -> None:
-    """A bar an arm: its step time over the baseline's, with the quartiles over rounds, and processor time as a mark."""
+    """A bar an arm: its step time over the baseline's, with the least and most of a start, processor time as a mark."""
     from core.training.extras import require
     from core.training.plots import figure
 
-    baselines = result["baselines"]
-    shown = [row for row in ordered(result["rows"]) if row["outcome"] == "measured" and row["wall_s"]]
-    shown = [row for row in shown if baselines[row["batch"]]["outcome"] == "measured"]
+    baseline, workload = result["baseline"], result["workload"]
+    shown: list[tuple[dict[str, Any], Spread, Spread]] = []
+    for row in ordered(result["rows"]):
+        found = figures_of(row, baseline, workload["numel"])
+        if found is not None and found.ratio is not None and found.cpu_ratio is not None:
+            shown.append((row, found.ratio, found.cpu_ratio))
     picture = figure(9, 1.6 + 0.32 * len(shown))
     axes = picture.subplots()
-    for place, row in enumerate(shown):
-        baseline = baselines[row["batch"]]
-        ratio = ratio_of_medians(row["wall_s"], baseline["wall_s"])
-        by_round = ratio_by_round(row["wall_s"], baseline["wall_s"])
-        axes.barh(place, ratio, height=0.7, color=COLORS[row["kind"]])
-        axes.plot([by_round.low, by_round.high], [place, place], color="black", linewidth=1)
-        cpu = ratio_of_medians(row["cpu_s"], baseline["cpu_s"])
-        axes.plot(cpu, place, "|", color="tab:red", markersize=9, label="processor time" if place == 0 else None)
-        axes.text(max(ratio, by_round.high, cpu) + 0.02, place, f"{ratio:.2f}", va="center", fontsize="small")
+    for place, (row, ratio, cpu) in enumerate(shown):
+        axes.barh(place, ratio.median, height=0.7, color=COLORS[row["kind"]])
+        axes.plot([ratio.low, ratio.high], [place, place], color="black", linewidth=1)
+        axes.plot(cpu.median, place, "|", color="tab:red", markersize=9, label=None if place else "processor time")
+        axes.text(max(ratio.high, cpu.median) + 0.02, place, f"{ratio.median:.2f}", va="center", fontsize="small")
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.set_yticks(range(len(shown)), [row["name"] for row, *_ in shown])
     axes.invert_yaxis()
-    axes.set_xlabel(f"step time, {baselines[0]['name']} = 1 (line: quartiles over rounds)")
-    axes.set_title(f"{result['workload']['name']}, torch {about['torch']}, {about['date'][:10]}", fontsize="medium")
+    axes.set_xlabel(f"step time, {baseline['name']} = 1 (line: least and most of {result['plan']['starts']} starts)")
+    axes.set_title(f"{workload['name']}, torch {about['torch']}, {about['date'][:10]}", fontsize="medium")
     if shown:
         axes.legend(loc="lower right", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)

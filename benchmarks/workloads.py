@@ -80,7 +80,8 @@ class Workload:
     """A model and its batches.
 
     units x layers: so many towers of so many layers. heads: of attention; 0 for a stack of tiny layers without it.
-    samples: of one microbatch of one rank, each of `tokens` tokens.
+    samples: of one microbatch of one rank, each of `tokens` tokens. rounds: turns that every arm has in one start of
+    `python -m benchmarks steps`, so that all workloads take it about as long.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Workload:
     vocabulary: int
     tokens: int
     samples: int
+    rounds: int = 3
 
     def model(self) -> LanguageModel:
         """The model, with the same weights wherever it is made."""
@@ -135,7 +137,7 @@ WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload("gpt10m", units=8, layers=1, width=256, heads=4, vocabulary=8192, tokens=64, samples=4),
-        Workload("gpt51m", units=12, layers=1, width=512, heads=8, vocabulary=12544, tokens=64, samples=3),
+        Workload("gpt51m", units=12, layers=1, width=512, heads=8, vocabulary=12544, tokens=64, samples=3, rounds=1),
         Workload("tiny", units=20, layers=20, width=64, heads=0, vocabulary=256, tokens=32, samples=4),
         Workload("test", units=2, layers=2, width=16, heads=2, vocabulary=32, tokens=8, samples=2),
     )
