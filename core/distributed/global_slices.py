@@ -62,7 +62,7 @@ def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
     module: the chunk without its wrapper. places: the ProcessGroups it was built with.
     Raises ValueError, naming the parameter, where its tags and its shape contradict each other.
     """
-    word, position = shared_copies(module)
+    word, position = shared_copies(module.modules())
     found = {}
     for local_name, param in module.named_parameters():
         crossing = []

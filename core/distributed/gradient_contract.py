@@ -133,11 +133,13 @@ def divisor_of(groups: ProcessGroups, config: Any) -> int:
     return 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
 
 
-def shared_copies(module: nn.Module, pre_process_attr: str = "position_embeddings") -> tuple[set[int], set[int]]:
+def shared_copies(
+    modules: Iterable[nn.Module], pre_process_attr: str = "position_embeddings"
+) -> tuple[set[int], set[int]]:
     """Ids of the word and of the position embedding weights that modules name the way Megatron's models do."""
     word: set[int] = set()
     position: set[int] = set()
-    for part in module.modules():
+    for part in modules:
         shares = _holds(part, "share_embeddings_and_output_weights") and part.share_embeddings_and_output_weights
         if shares and hasattr(part, "shared_embedding_or_output_weight"):
             weight = part.shared_embedding_or_output_weight()
@@ -310,17 +312,17 @@ def _with_rules(draft: GradientContract, rules: Sequence[GradSyncRule], groups: 
 
 def read_contracts(
     named_params: Iterable[tuple[str, nn.Parameter]],
-    module: nn.Module,
+    modules: Iterable[nn.Module],
     groups: ProcessGroups,
     config: Any,
     rules: Sequence[GradSyncRule] = DEFAULT_RULES,
 ) -> dict[str, GradientContract]:
-    """The contract of every parameter, by name, in registration order.
+    """The contract of every parameter, by name, in registration order; `modules` are all of the model.
 
     Parameters of which layers have said the same have the same contract, which is worked out once. Only a rule of the
     user's may look at names, so those rules are asked for every parameter.
     """
-    word, position = shared_copies(module)
+    word, position = shared_copies(modules)
     shared = word | position
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
     has_qk = getattr(config, "qk_layernorm", False)

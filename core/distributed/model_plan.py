@@ -22,6 +22,7 @@ from core.distributed.gradient_contract import (
     data_group_of,
     read_contracts,
 )
+from core.distributed.model_walk import walk_model
 from core.distributed.param_layout import (
     BufferKey,
     ParamLayout,
@@ -30,6 +31,7 @@ from core.distributed.param_layout import (
     launch_order,
     plan_buffer,
     resolve_bucket_size,
+    tuples_of,
 )
 from core.process_groups import ProcessGroups
 
@@ -49,6 +51,7 @@ class ParamKind(NamedTuple):
 class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
+    modules: list[nn.Module]  # all that there were when it was wrapped
     named: dict[str, nn.Parameter]  # all, in registration order
     kinds: dict[str, ParamKind]  # of each of them
     params: dict[str, nn.Parameter]  # those that were trainable when wrapped
@@ -188,7 +191,7 @@ def plan_model(
             "reduce_microbatches='every' reduces at the end of every backward, and with virtual pipeline chunks ranks "
             "may differ in which chunks had one; set reduce_microbatches='last'"
         )
-    named = dict(module.named_parameters())
+    modules, named = walk_model(module)
     device = next(iter(named.values())).device if named else control_device(groups.require("dp_cp"))
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -211,9 +214,9 @@ def plan_model(
             )
         params[name] = param
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
-    contracts = read_contracts(params.items(), module, groups, config, rules)
+    contracts = read_contracts(params.items(), modules, groups, config, rules)
     _check_rules(rules, contracts, groups)
-    specs = []
+    places: list[tuple[Any, ...]] = []  # what a ParamSpec is made of
     kinds: dict[str, ParamKind] = {}
     keeps_whole = ddp_config.whole_param_shards is not False
     known: dict[tuple[Any, ...], tuple[ParamKind, BufferKey]] = {}
@@ -231,9 +234,9 @@ def plan_model(
         if contract is not None:
             crosses = contract.crosses_stages
             whole = keeps_whole and not crosses and stays_whole(param, ddp_config.whole_param_shards)
-            specs.append(ParamSpec(name, kind.shape, key, crosses, whole))
+            places.append((name, kind.shape, key, crosses, whole))
     buffers = []
-    for key, members in group_by_key(specs).items():
+    for key, members in group_by_key(tuples_of(ParamSpec, places)).items():
         groups.require(key.data_group)
         shards = groups.size(_checked_shard_group(key.data_group, ddp_config, groups))
         size = resolve_bucket_size(
@@ -260,6 +263,7 @@ def plan_model(
     if ddp_config.reduces_every_microbatch and wire_is_free:
         _check_rounds(layout, groups)
     return ModelPlan(
+        modules,
         named,
         kinds,
         params,

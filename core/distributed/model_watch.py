@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -21,7 +21,7 @@ class ModelWatch:
     def __init__(self, module: nn.Module, plan: ModelPlan, order: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        self._watch_tables()
+        self._watch_tables(plan.modules)
         self.order = order
         self.params = [param for bucket in order for param in bucket.params]
         self.views = [view for bucket in order for view in bucket.homes]
@@ -74,12 +74,12 @@ class ModelWatch:
         for name, param in self.plan.params.items():
             if id(param) not in present:
                 return [f"parameter {name!r} is no longer part of the model, and was when it was wrapped. {REMEDY}"]
-        self._watch_tables()
+        self._watch_tables(self.module.modules())
         return []
 
-    def _watch_tables(self) -> None:
-        tables = [(module._parameters, module._modules) for module in self.module.modules()]
-        self.tables = [table.values() for pair in tables for table in pair]  # these show later changes
+    def _watch_tables(self, modules: Iterable[nn.Module]) -> None:
+        tables = chain.from_iterable((module._parameters, module._modules) for module in modules)
+        self.tables = [table.values() for table in tables]  # these show later changes
         self.kept = list(chain.from_iterable(self.tables))  # alive, so that nothing new can have an id of theirs
         self.signature = self._signature()
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
@@ -34,10 +34,17 @@ STREAMED_PARTS = 16  # of a buffer whose gradients are streamed: two in memory a
 STREAMED_LEAST = 1_000_000  # elements; smaller buckets cost more time than they save memory
 HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth only on such multiples
 
+T = TypeVar("T", bound=tuple[Any, ...])
+
 
 def pad_to_multiple(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def tuples_of(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> list[T]:
+    """`kind(*row)` of each row, for a NamedTuple; without a line of Python for each."""
+    return list(map(partial(tuple.__new__, kind), rows))
 
 
 class BufferKey(NamedTuple):
@@ -175,49 +182,47 @@ def plan_buffer(
     end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
     start_alignment = PARAM_START_ALIGNMENT if sharded else 1
     buckets: list[BucketLayout] = []
-    row: list[tuple[ParamSpec, int]] = []  # (parameter, offset) of the open bucket
+    row: list[tuple[str, tuple[int, ...], int, int]] = []  # (name, shape, start, end) in the open bucket
     filled = 0  # elements of it
     whole: list[ParamSpec] = []  # of the open bucket of whole parameters
     total = largest = 0  # their elements
     numels = _Numels()
 
-    def close_bucket(placed: list[tuple[ParamSpec, int]], numel: int | None = None) -> None:
+    def close_bucket(placed: list[tuple[str, tuple[int, ...], int, int]], numel: int | None = None) -> None:
         if not placed:
             return
-        start = buckets[-1].end if buckets else 0
+        begin = buckets[-1].end if buckets else 0
         index = len(buckets)
-        places = [
-            (spec.name, spec.shape, start + offset, start + offset + numels[spec.shape], index)
-            for spec, offset in placed
-        ]
-        slots = tuple(map(partial(tuple.__new__, Slot), places))  # without a line of Python for each
-        used = max(map(itemgetter(3), slots)) - start
-        end = start + (pad_to_multiple(used, end_alignment) if numel is None else numel)
-        buckets.append(BucketLayout(index, start, end, used, slots))
+        places = [(name, shape, begin + start, begin + end, index) for name, shape, start, end in placed]
+        used = max(map(itemgetter(3), placed))
+        end = begin + (pad_to_multiple(used, end_alignment) if numel is None else numel)
+        buckets.append(BucketLayout(index, begin, end, used, tuple(tuples_of(Slot, places))))
         placed.clear()
 
     def close_whole() -> None:
-        close_bucket(*spread_over_shards(whole, shards, end_alignment))
+        placed, numel = spread_over_shards(whole, shards, end_alignment)
+        close_bucket([(spec.name, spec.shape, start, start + spec.numel) for spec, start in placed], numel)
         whole.clear()
 
     for spec in reversed(specs):
-        numel = numels[spec.shape]
-        if sharded and spec.whole:
+        name, shape, _, own_bucket, stays_whole = spec
+        numel = numels[shape]
+        if sharded and stays_whole:
             whole.append(spec)
             total, largest = total + numel, max(largest, numel)
             if total >= limit and shards * largest <= MOST_PADDING * total:
                 close_whole()
                 total = largest = 0
             continue
-        alone = spec.own_bucket and sharded
+        alone = own_bucket and sharded
         if alone:
             close_bucket(row)
         offset = pad_to_multiple(filled, start_alignment) if row else 0
         if streamed and numel and offset + numel > limit:
             close_bucket(row)
             offset = 0
-        row.append((spec, offset))
         filled = offset + numel
+        row.append((name, shape, offset, filled))
         if alone or filled >= limit:
             close_bucket(row)
     close_whole()
@@ -266,6 +271,8 @@ def launch_order(layout: ParamLayout, registration: Sequence[str]) -> tuple[tupl
     A bucket's turn comes with its earliest registered parameter, whose gradient backward is expected to produce last.
     One order over all buffers keeps several communicators from being entered in different orders on different ranks.
     """
+    if len(layout.buffers) == 1:
+        return tuple((0, bucket.index) for bucket in layout.buffers[0].buckets)
     position = dict(zip(registration, itertools.count()))
     turns = [
         (-min(map(position.__getitem__, map(itemgetter(0), bucket.slots))), b, bucket.index)

@@ -19,14 +19,8 @@ def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torc
     One torch call a view: a slice that is then reshaped takes three times as long, and a model has many.
     """
     first = flat.storage_offset() - start
-    strides: dict[tuple[int, ...], tuple[int, ...]] = {}
-    views = []
-    for _, shape, begin, _, _ in slots:
-        stride = strides.get(shape)
-        if stride is None:
-            stride = strides[shape] = row_strides(shape)
-        views.append(flat.as_strided(shape, stride, first + begin))
-    return views
+    strides = _RowStrides()
+    return [flat.as_strided(shape, strides[shape], first + begin) for _, shape, begin, _, _ in slots]
 
 
 @torch.no_grad()
@@ -64,6 +58,14 @@ def pieces_of(flat: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> list[tor
         sizes.append(flat.numel() - at)
     pieces = flat.split_with_sizes(sizes)
     return [pieces[index] for index in wanted]
+
+
+class _RowStrides(dict[tuple[int, ...], tuple[int, ...]]):
+    """Strides of a shape, worked out once for each: a model has many parameters of few shapes."""
+
+    def __missing__(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        strides = self[shape] = row_strides(shape)
+        return strides
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

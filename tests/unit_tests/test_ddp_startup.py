@@ -237,7 +237,7 @@ def test_contracts_worked_out_once_are_those_read_one_by_one() -> None:
 
     rules = (GradSyncRule("odd ones", "tp", "sum", odd),)
     for chosen in (DEFAULT_RULES, (*DEFAULT_RULES, *rules)):
-        found = read_contracts(named, module, Groups(), Config(), chosen)
+        found = read_contracts(named, module.modules(), Groups(), Config(), chosen)
         for name, param in named:
             assert found[name] == read_contract(name, param, Groups(), Config(), chosen)
         assert len({contract[1:] for contract in found.values()}) > 6
@@ -251,7 +251,7 @@ def test_the_first_parameter_of_a_wrong_kind_is_named() -> None:
         module.all[index].tensor_model_parallel = True
         module.all[index].average_gradients_across_tp_domain = True
     with pytest.raises(ContractError, match=r"'all\.2'"):
-        read_contracts(module.named_parameters(), module, Groups(), None)
+        read_contracts(module.named_parameters(), module.modules(), Groups(), None)
 
 
 class Mixed(nn.Module):

@@ -128,7 +128,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     fused = added_in_place(lambda: losses.append(run_backward(model)))
 
     assert_close("loss", losses[0], expected_loss)
-    contracts = read_contracts(list(model.named_parameters()), model, groups, config)
+    contracts = read_contracts(list(model.named_parameters()), model.modules(), groups, config)
     expected = dict(reference.named_parameters())
     assert contracts.keys() == expected.keys()
     for name, param in model.named_parameters():

@@ -186,7 +186,7 @@ class TiedHead(nn.Module):
 def test_embeddings_are_found_by_the_methods_that_users_models_have():
     model = TiedHead()
     known = {"dp_cp": (1, 0), "pp": (2, 0), "embd": (2, 0), "pos_embd": (2, 0)}
-    contracts = read_contracts(model.named_parameters(), model, Sizes(known), None)
+    contracts = read_contracts(model.named_parameters(), model.modules(), Sizes(known), None)
     assert contracts["word.weight"].partial_over == ("embd",)
     assert contracts["position_embeddings.weight"].partial_over == ("pos_embd",)
 
