@@ -93,8 +93,8 @@ class GradBuffer:
                 if param.grad_dtype is not grad_dtype:  # autograd accumulates in this dtype
                     param.grad = None
                     param.grad_dtype = grad_dtype
-                param.grad = param.main_grad = view  # None where gradients are streamed: there is no lasting one
-            bucket.attach()
+                param.main_grad = view  # None where gradients are streamed: there is no lasting one
+            bucket.attach()  # the same as `.grad`
 
     def _allocate(
         self,
