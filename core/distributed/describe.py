@@ -49,7 +49,7 @@ def describe_model(
 def _streamed(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
     """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
     kept = buffer.grad_data.numel() * buffer.grad_data.element_size()
-    pool = POOL_BUCKETS * max((bucket.nbytes for bucket in buffer.buckets), default=0)
+    pool = 0 if buffer.pool is None else buffer.pool.nbytes
     sent = nbytes - kept  # (shards - 1) / shards
     return [
         f"  kept {kept} bytes, and at most {pool} for {POOL_BUCKETS} buckets that fill and travel; accumulating k > 1 "

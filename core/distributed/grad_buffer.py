@@ -18,7 +18,7 @@ from core.distributed.host_channel import HostChannel
 from core.distributed.host_memory import HostMemory
 from core.distributed.param_layout import BufferLayout
 from core.distributed.param_views import move_to, views_of
-from core.distributed.streamed_bucket import POOL_BUCKETS, BucketPool, StreamedBucket
+from core.distributed.streamed_bucket import BucketPool, StreamedBucket, pool_numel
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -64,9 +64,8 @@ class GradBuffer:
             self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
         self.pool: BucketPool | None = None
         if streamed:
-            largest = max((plan.numel for plan in layout.buckets), default=0)
-            memory = self._allocate(POOL_BUCKETS * largest, grad_dtype, device, torch.empty)
-            self.pool = BucketPool(memory, largest)
+            numel = pool_numel([plan.numel for plan in layout.buckets])
+            self.pool = BucketPool(self._allocate(numel, grad_dtype, device, torch.empty))
         self.buckets: list[Bucket] = []
         for plan in layout.buckets:
             members = [params[slot.name] for slot in plan.slots]

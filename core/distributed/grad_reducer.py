@@ -195,7 +195,7 @@ class GradReducer:
     def _next_has_memory(self) -> bool:
         """Can the bucket whose turn it is be launched without waiting for another rank longer than is right?"""
         bucket = self.order[self.next]
-        return not isinstance(bucket, StreamedBucket) or bucket.memory is not None or bucket.pool.make_room()
+        return not isinstance(bucket, StreamedBucket) or bucket.make_room()
 
     def _absorb_soon(self) -> None:
         """Wait in backward for what was launched, though not for ever."""

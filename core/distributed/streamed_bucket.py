@@ -11,9 +11,11 @@ some. Where they then join another round it shows in the bits: see BucketPool.wa
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import Enum
 
 import torch
 from torch import nn
@@ -24,23 +26,36 @@ from core.distributed.gradient_contract import GradientContract
 from core.distributed.host_channel import pause_s
 from core.distributed.param_layout import BucketLayout
 
-POOL_BUCKETS = 2  # one that fills and one that travels
+POOL_BUCKETS = 2  # one that fills and one that travels, each at an End of the pool
 GAP_ELEMENTS = 4096  # elements that are zeroed in the time that a call for one gap takes
 MOVED_TOGETHER = 2**20  # bytes of gradients that may wait for each other before they move into a bucket's memory
 PATIENCE_S = 1.0  # longer than ranks in step with each other are apart
 MOST_IN_VAIN = 7  # steps in vain that are told apart: after so many, every 64th step waits
 
 
-class BucketPool:
-    """Memory for POOL_BUCKETS whole buckets of one buffer, [numel] each: slices of `memory`.
+class End(Enum):
+    """Of a pool's memory."""
 
-    Kept between steps, as fresh pages cost more than a reduction; pages that were never needed are never there.
+    FRONT = "front"
+    BACK = "back"
+
+
+def pool_numel(sizes: Sequence[int]) -> int:
+    """Elements for the two buckets that are longest together, of those that follow each other in launch order."""
+    return max((one + next_one for one, next_one in itertools.pairwise(sizes)), default=sum(sizes))
+
+
+class BucketPool:
+    """Memory for POOL_BUCKETS whole buckets of one buffer, in launch order one at its beginning and one at its end.
+
+    A bucket that is longer than all others, as an embedding's, so needs no room for another one of its length. Kept
+    between steps, as fresh pages cost more than a reduction; pages that were never needed are never there.
     """
 
-    def __init__(self, memory: torch.Tensor, numel: int) -> None:
-        self.memory = memory  # [POOL_BUCKETS * numel]
-        self.numel = numel
-        self.free = deque(memory.split(numel) if numel else [memory] * POOL_BUCKETS)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory  # [pool_numel of the buffer's buckets]
+        self.free = deque(reversed(End))
+        self.held: dict[End, torch.Tensor] = {}
         self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
         self.wait_on = False  # without end: may what is added where not depend on when ranks come?
         self.most_patience_s = PATIENCE_S  # in this step, from one thing that comes to the next
@@ -67,24 +82,32 @@ class BucketPool:
         """Bytes of its memory, in use or not."""
         return self.memory.numel() * self.memory.element_size()
 
-    @property
-    def has_room(self) -> bool:
-        """Can a bucket be had without waiting for the wire?"""
-        return bool(self.free)
+    def has_room(self, numel: int) -> bool:
+        """Can that many elements be had without waiting for the wire?"""
+        held = sum(memory.numel() for memory in self.held.values())
+        return bool(self.free) and held + numel <= self.memory.numel()
 
-    def acquire(self) -> torch.Tensor:
-        """[numel], undefined. Waits for the oldest bucket on the wire when the pool is used up. Not in backward, unless
-        there is room: see `make_room`.
+    def acquire(self, numel: int) -> torch.Tensor:
+        """[numel], undefined. Waits for the oldest buckets on the wire when the pool is used up. Not in backward,
+        unless there is room: see `make_room`.
         """
-        while not self.free and self.in_flight:
+        while not self.has_room(numel) and self.in_flight:
             self.in_flight[0].absorb()
-        # The one used last, so that another's pages are never there if one is enough. Further memory is for whole
-        # gradients at the end of a step that somebody asked for.
-        return self.free.pop() if self.free else torch.empty_like(self.memory[: self.numel])
+        if not self.has_room(numel):  # further memory is for whole gradients at the end of a step that were asked for
+            return self.memory.new_empty(numel)
+        # The end used last, so that another's pages are never there if one is enough.
+        end = self.free.pop()
+        memory = self.held[end] = (
+            self.memory[:numel] if end is End.FRONT else self.memory[self.memory.numel() - numel :]
+        )
+        return memory
 
-    def make_room(self) -> bool:
-        """Have room, if patience lasts."""
-        return self.has_room or self.absorb_soon()
+    def make_room(self, numel: int) -> bool:
+        """Have room for that many elements, if patience lasts."""
+        while not self.has_room(numel):
+            if not self.absorb_soon():
+                return False
+        return True
 
     def absorb_soon(self) -> bool:
         """Take the oldest bucket off the wire, if there is one and patience lasts."""
@@ -121,8 +144,10 @@ class BucketPool:
 
     def release(self, memory: torch.Tensor) -> None:
         """Give back what `acquire` gave."""
-        if self.owns(memory):
-            self.free.append(memory)
+        for end, held in list(self.held.items()):
+            if held is memory:
+                del self.held[end]
+                self.free.append(end)
 
 
 class StreamedBucket(Bucket):
@@ -206,8 +231,7 @@ class StreamedBucket(Bucket):
     def _borrow(self) -> None:
         if self.memory is not None:
             return
-        self.memory = self.pool.acquire()
-        self.grad = self.memory[: self.layout.numel]
+        self.memory = self.grad = self.pool.acquire(self.layout.numel)
         self.views = self._views()
         # What other buckets left between the gradients would be added again and again.
         if len(self.gaps) * GAP_ELEMENTS > self.layout.numel:
@@ -246,13 +270,20 @@ class StreamedBucket(Bucket):
 
     def arrive(self, index: int) -> bool:
         complete = super().arrive(index)
-        if self.may_fill and self.state is BucketState.ACCUMULATING and (self.memory is not None or self.pool.has_room):
+        if self.may_fill and self.state is BucketState.ACCUMULATING and self._has_room():
             self._borrow()
             self.waiting.append(index)
             self.waiting_bytes += self.sizes[index]
             if complete or self.waiting_bytes >= MOVED_TOGETHER:
                 self._move_waiting()
         return complete
+
+    def _has_room(self) -> bool:
+        return self.memory is not None or self.pool.has_room(self.layout.numel)
+
+    def make_room(self) -> bool:
+        """Have memory, if patience lasts."""
+        return self.memory is not None or self.pool.make_room(self.layout.numel)
 
     def _move_waiting(self) -> None:
         self._move(self.waiting)

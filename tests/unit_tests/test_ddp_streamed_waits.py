@@ -146,7 +146,7 @@ class Scripted:
 
 def test_patience_is_for_a_wait_in_which_nothing_comes() -> None:
     with patience(0.05):
-        pool = BucketPool(torch.zeros(8), 4)
+        pool = BucketPool(torch.zeros(8))
         pool.begin_step()
         Scripted(pool, [*range(300), None])  # 300 sleeps that grow up to a millisecond would take longer
         assert pool.absorb_soon() and not pool.gave_up
@@ -197,14 +197,14 @@ def test_progress_through_sockets_is_every_chunk(rank: int, world: int) -> None:
 
 def test_what_a_rank_adds_by_itself_is_no_wait() -> None:
     with patience(0.02):
-        pool = BucketPool(torch.zeros(8), 4)
+        pool = BucketPool(torch.zeros(8))
         pool.begin_step()
         Scripted(pool, [1, 1, 1, None], look_s=0.03)
         assert pool.absorb_soon()
 
 
 def test_steps_in_vain_are_followed_by_steps_that_do_not_wait_until_one_is_of_use() -> None:
-    pool = BucketPool(torch.zeros(8), 4)
+    pool = BucketPool(torch.zeros(8))
 
     def steps(count: int, *, gives_up: bool) -> str:
         seen = ""
