@@ -25,6 +25,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import marshal
 import multiprocessing
 import os
 import queue
@@ -36,6 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -293,7 +295,7 @@ def _worker_main(pipe: connection.Connection, store_port: int, stuck_file: str) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _rewrite_asserts()
+    _rewrite_asserts(Path(stuck_file).parent)
     stuck = open(stuck_file, "w")  # noqa: SIM115  faulthandler needs the descriptor for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stuck, all_threads=False)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -309,7 +311,7 @@ def _worker_main(pipe: connection.Connection, store_port: int, stuck_file: str) 
 
     threading.Thread(target=read_pipe, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    gc.freeze()  # collections between tests look only at what tests made
+    _freeze_what_was_imported()
     pipe.send("ready")
     while True:
         task = messages.get()
@@ -375,6 +377,7 @@ def _clean_up() -> None:
     import torch
     import torch.distributed as dist
 
+    connections = [[group._get_backend(torch.device("cpu"))] for group in dist.distributed_c10d._world.pg_map]
     parallel_state = sys.modules.get("core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
@@ -385,11 +388,54 @@ def _clean_up() -> None:
     if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports the compiler
         torch.use_deterministic_algorithms(False)
     gc.collect()
+    _end_side_by_side(connections)
+    _freeze_what_was_imported()
 
 
-def _rewrite_asserts() -> None:
-    """Make a failing assert show its values here as it does in the pytest process."""
-    from _pytest.assertion import install_importhook
+def _end_side_by_side(connections: Sequence[list[Any]]) -> None:
+    """Let go of the last reference to each. The thread of a gloo group looks every 10 ms whether it shall end, and a
+    test of four axes has 20 groups: one after another they would cost more than most tests.
+    """
+    ends = [threading.Thread(target=connection.clear) for connection in connections]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+
+
+def _freeze_what_was_imported() -> None:
+    """Modules stay, so the collections after later tests need not look at them; 0.1 s each once a suite has run."""
+    global _modules_frozen
+    if len(sys.modules) != _modules_frozen:
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+
+
+_modules_frozen = 0
+
+
+def _rewrite_asserts(folder: Path) -> None:
+    """Make a failing assert show its values here as it does in the pytest process.
+
+    pytest keeps what it rewrote beside the tests, unless Python is told to write no bytecode. Then each worker would
+    rewrite each file for itself, 6 s in all, so here the first one leaves it in the pool's folder for the others.
+    """
+    from _pytest.assertion import install_importhook, rewrite
     from _pytest.config import get_config
 
     install_importhook(get_config())
+    if not sys.dont_write_bytecode:
+        return
+    rewrite_file = rewrite._rewrite_test
+
+    def rewrite_once(path: Path, config: pytest.Config) -> tuple[bytes, types.CodeType]:
+        kept = folder / f"{path.stem}-{path.stat().st_mtime_ns}.code"
+        if kept.exists():
+            return marshal.loads(kept.read_bytes())
+        rewritten = rewrite_file(path, config)
+        own = kept.with_suffix(f".{os.getpid()}")
+        own.write_bytes(marshal.dumps(rewritten))
+        own.rename(kept)  # another worker sees all of it or nothing
+        return rewritten
+
+    rewrite._rewrite_test = rewrite_once

@@ -1,5 +1,7 @@
 """The pool of ranks itself: what a test gets, and what a failing one leaves behind."""
 
+import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -81,6 +83,32 @@ def _default_dtype_is_float32(rank: int) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+def _has_many_groups(rank: int) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(5)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    assert _threads_of_groups() >= 5
+
+
+def _has_the_default_group_only(rank: int) -> None:
+    assert _threads_of_groups() <= 3
+
+
+def _threads_of_groups() -> int:
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+
+def _import_a_module(rank: int, name: str) -> None:
+    assert name not in sys.modules
+    importlib.import_module(name)
+
+
+def _module_is_frozen(rank: int, name: str) -> None:
+    assert name in sys.modules
+    assert not any(held is sys.modules[name].__dict__ for held in gc.get_objects())
+
+
 def test_a_failure_shows_the_values_of_the_first_failing_rank_only() -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailure) as failure:
@@ -122,6 +150,18 @@ def test_a_passing_test_keeps_its_workers_and_a_failed_one_replaces_them() -> No
 def test_a_default_dtype_set_by_one_test_does_not_reach_the_next() -> None:
     run_on_ranks(_default_dtype_is_changed, 2, {})
     run_on_ranks(_default_dtype_is_float32, 2, {})
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="counts threads in /proc")
+def test_the_groups_of_a_test_are_gone_in_the_next() -> None:
+    run_on_ranks(_has_many_groups, 2, {})
+    run_on_ranks(_has_the_default_group_only, 2, {})
+
+
+def test_collections_after_a_test_leave_out_what_was_imported() -> None:
+    pool.close_pool()  # workers that have imported nothing yet
+    run_on_ranks(_import_a_module, 2, {"name": "tests.unit_tests.rank_codes"})
+    run_on_ranks(_module_is_frozen, 2, {"name": "tests.unit_tests.rank_codes"})
 
 
 def test_a_function_inside_a_function_is_refused() -> None:
