@@ -360,10 +360,17 @@ class BucketMasters:
         if self.flat is not None:
             self.flat.take_back()
 
+    def store_runs(self, wave: Sequence[Run]) -> None:
+        """Write copies that were stepped through scratch to the parameters, while they are in the processor's cache."""
+        if self.main is not None and self.param_data is not None:
+            for run in wave:
+                self.param_data[run.start : run.start + run.numel].copy_(run.master.data.view(-1))
+
     def store_parameters(self) -> None:
         """Write updated copies to the parameters' memory that this rank owns; all other homes have done so."""
         if self.main is not None and self.param_data is not None:
-            self.param_data.copy_(self.main)
+            if not self.in_scratch:
+                self.param_data.copy_(self.main)
         elif self.main is not None and self.slices:
             views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in self.slices]
             torch._foreach_copy_([_of_parameter(p) for p in self.slices], views)

@@ -24,7 +24,7 @@ from core.distributed.param_sync import ParamSync
 from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
 from core.optimizer.inner_optimizer import inner_optimizer
-from core.optimizer.inner_step import step_runs
+from core.optimizer.inner_step import step_kept_runs, step_runs
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.master_weights import BucketMasters, Run
 from core.optimizer.one_pass import OnePassAdam
@@ -208,9 +208,11 @@ class MegatronOptimizer:
         for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
                 wave = [run for run in wave if run.trainable]
+                wave = step_kept_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.unpack(wave, self.optimizer.state)
                 step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.pack(wave, self.optimizer.state)
+                masters.store_runs(wave)
             masters.store_parameters()
 
     def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
