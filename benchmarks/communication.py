@@ -308,6 +308,8 @@ def main(arguments: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     context = mp.get_context("spawn")
     for world in options.ranks:
+        if not any(case.name in names and world in case.worlds for case in CASES):
+            continue  # ranks without a case would end while others still connect to them
         results = context.SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (world, str(Path(folder) / "store"), names, results), nprocs=world)

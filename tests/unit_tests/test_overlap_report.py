@@ -185,7 +185,7 @@ def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for(monkeypatch:
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
-    wire = Wire(4e-3, 1e12)
+    wire = Wire(15e-3, 1e12)  # so long that a rank may lose its core for a while between two lines
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         overlap_param_gather=strategy != "no_shard",
@@ -201,14 +201,14 @@ def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int,
         ddp.start_param_sync()
     report = ddp.overlap_report()
     assert [e.bucket for e in report.reductions] == [0, 1]
-    assert report.of_reductions.flight_ms >= 8.0 - 1e-3  # two latencies, one after the other
+    assert report.of_reductions.flight_ms >= 30.0 - 1e-3  # two latencies, one after the other
     # Backward is over at once, so about all of it is exposed; the pool of optim_grads waits for some in backward.
     assert report.of_reductions.exposed_ms > 2.0
     assert report.of_reductions.exposed_ms <= report.of_reductions.flight_ms + 1.0
     assert ddp.step_report().hidden_share == report.of_reductions.hidden_share
     assert [e.bucket for e in report.gathers] == ([] if strategy == "no_shard" else [1, 0])  # the forward's order
     if report.gathers:
-        assert report.of_gathers.flight_ms >= 8.0 - 1e-3 and report.of_gathers.exposed_ms > 4.0
+        assert report.of_gathers.flight_ms >= 30.0 - 1e-3 and report.of_gathers.exposed_ms > 4.0
     ddp.finish_param_sync()
 
 

@@ -173,6 +173,7 @@ def test_no_worker_and_no_file_outlives_a_killed_pytest_process(tmp_path: Path) 
     program = (
         "import time\n"
         "from tests.unit_tests import ranks, test_ranks\n"
+        "ranks.PRELOADED = ()\n"  # these two need nothing of the package
         "ranks.run_on_ranks(test_ranks._sum, 2, {})\n"
         "print(*[worker.process.pid for worker in ranks._the_pool().workers], flush=True)\n"
         "ranks.run_on_ranks(test_ranks._hang_on_rank_1, 2, {})\n"
