@@ -14,7 +14,7 @@ from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
-from tests.unit_tests.test_clip_grads import LAYOUTS, SIZES, ZEROS, Place, make_model
+from tests.unit_tests.test_clip_grads import CASES, LAYOUTS, SIZES, ZEROS, Place, make_model
 
 STRATEGIES = ("no_shard", "optim")
 SEPARATE = {"expert": "experts", "embedding": "mtp"}  # parameter -> the norm group it is tagged with
@@ -48,13 +48,10 @@ def expected_norms(everyone: list[Place], norm_type: float, tags: dict[str, str]
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "strategy"), [case for case in CASES if case[1] in STRATEGIES])
 def test_norms_and_clipping_of_every_kind_in_every_layout(rank: int, world: int, layout: str, strategy: str) -> None:
     sizes = LAYOUTS[layout]
     instances = sizes.get("num_distributed_optimizer_instances", 1)
-    if strategy == "no_shard" and instances > 1:
-        return
     parallel_state.initialize_model_parallel(**sizes)
     everyone = [Place(r, sizes) for r in range(world)]
     place = everyone[rank]

@@ -29,11 +29,17 @@ def test_a_step_without_finalize_is_refused_and_with_it_allowed(rank: int, world
 @ranks(2)
 def test_other_optimizers_may_step_meanwhile(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = wrap(make_net())
+    model = make_net()
+    expected = mean_over_ranks(model, world)
+    ddp = wrap(model)
     other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
     other(torch.ones(1, 2)).sum().backward()
     loss_of(ddp, rank, 0).backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    torch.optim.SGD(other.parameters(), lr=0.5).step()
+    torch.testing.assert_close(other.weight.detach(), before - 0.5)
+    finalize_model_grads([ddp])
+    assert_same({name: param.grad for name, param in model.named_parameters()}, expected)
 
 
 @ranks(2)
