@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 2**16  # elements added at a time, so that they are still in the processor's cache when they are scaled
+# Elements added at a time: few enough to be still in the processor's cache when they are scaled, and so many that the
+# calls take no time beside them.
+CHUNK = 2**17
 
 
 def split_evenly(numel: int, size: int) -> list[int]:
@@ -27,15 +29,19 @@ def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
     in_cache = out.device.type == "cpu" and (factor_later or not in_place)
     step = CHUNK if in_cache else max(1, out.numel())
     total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide, device=out.device)
-    for start in range(0, out.numel(), step):
-        end = min(start + step, out.numel())
-        here = out[start:end] if in_place else total[: end - start]
-        torch.add(parts[0][start:end].to(wide), parts[1][start:end], out=here)
-        for part in parts[2:]:
-            here.add_(part[start:end])
-        if mean:
-            here.div_(len(parts))
+    count = len(parts)
+    by_product = count & (count - 1) == 0  # by a power of two it has the bits of the division, and takes a fraction
+    for here, *pieces in zip(out.split(step), *(part.split(step) for part in parts), strict=True):
+        summed = here if in_place else total[: here.numel()]
+        first = pieces[0] if pieces[0].dtype is wide else pieces[0].to(wide)
+        torch.add(first, pieces[1], out=summed)
+        for piece in pieces[2:]:
+            summed.add_(piece)
+        if mean and by_product:
+            summed.mul_(1 / count)
+        elif mean:
+            summed.div_(count)
         if scale != 1.0:
-            here.mul_(scale)
+            summed.mul_(scale)
         if not in_place:
-            out[start:end].copy_(here)
+            here.copy_(summed)
