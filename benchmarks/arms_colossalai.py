@@ -66,12 +66,12 @@ def _build(workload: Workload, ranks: int, accumulation: int, *, plugin: dict[st
     return step
 
 
-def _arm(stage: int, kind: Stage, **settings: Any) -> Arm:
+def _arm(stage: int, strategy: Stage, **settings: Any) -> Arm:
     about = ", ".join(f"{name}={value}" for name, value in settings.items())
     return Arm(
         f"colossalai zero {stage}",
         f"{about or 'default settings'}, no overlap, fused AdamW",
-        kind,
+        strategy,
         partial(_build, plugin={"stage": stage, **settings}),
         imports=IMPORTS,
         measured_with=MEASURED_WITH,

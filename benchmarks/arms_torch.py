@@ -177,6 +177,7 @@ def _sum(gradient: torch.Tensor) -> None:
 
 REFERENCE = Arm("one process", "the global batch in one process", "none", one_process, "reference")
 BASELINE = "torch ddp"
+DDP_IMPORTS = ("torch.distributed.optim",)  # what DistributedDataParallel imports while it is made
 
 ARMS = (
     REFERENCE,
@@ -193,18 +194,20 @@ ARMS = (
         "floor",
     ),
     Arm("flat all-reduce", "one gradient buffer, one all_reduce after backward", "no_shard", flat_all_reduce),
-    Arm(BASELINE, "DistributedDataParallel at its defaults", "no_shard", ddp),
+    Arm(BASELINE, "DistributedDataParallel at its defaults", "no_shard", ddp, imports=DDP_IMPORTS),
     Arm(
         "torch ddp views",
         "gradient_as_bucket_view=True, static_graph=True without accumulation",
         "no_shard",
         partial(ddp, gradient_as_bucket_view=True, static_graph=True),
+        imports=DDP_IMPORTS,
     ),
     Arm(
         "torch zero1",
         "gradient_as_bucket_view=True, ZeroRedundancyOptimizer(parameters_as_bucket_view=True)",
         "optim",
         partial(ddp, zero=True, gradient_as_bucket_view=True),
+        imports=DDP_IMPORTS,
     ),
     Arm(
         "sketch",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.rank_grid import GRID_KINDS, RankGrid, default_embedding_ranks, default_position_embedding_ranks
 
@@ -86,16 +87,18 @@ def measure(create: Callable[[RankGrid, int], None], world: int, layout: dict[st
 
 
 def main(arguments: list[str]) -> None:
-    """Print one line a layout and world."""
+    """Print one line a layout and world; the file has every turn."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks groups", description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1024, 16384])
     parser.add_argument("--repeat", type=int, default=3, help="turns; the median is shown")
     parser.add_argument("--all-up-to", type=int, default=1024, help="largest world where every group is created too")
+    add_json(parser)
     options = parser.parse_args(arguments)
 
     print(f"torch {torch.__version__}, fake backend, median of {options.repeat} turns")
     print("ours: the groups of one rank; all: every group of the world, of which that rank is in so many")
     print(f"{'world':>6}  {'layout':<22} {'ours s':>9} {'calls':>6}   {'all s':>9} {'calls':>7} {'in':>4}  ratio")
+    rows = []
     for world in options.worlds:
         for name, layout in LAYOUTS.items():
             ways = [create_own, create_all] if world <= options.all_up_to else [create_own]
@@ -108,3 +111,9 @@ def main(arguments: list[str]) -> None:
             else:
                 line += f"{'not run':>9}"
             print(line, flush=True)
+            for place, way in enumerate(ways):
+                for found, calls, held in (turn[place] for turn in turns):
+                    rows.append(
+                        {"world": world, "layout": name, "way": way.__name__, "s": found, "calls": calls, "in": held}
+                    )
+    write_json(options.json, "groups", arguments, rows)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -145,7 +146,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--numel", type=int, default=8_000_000, help="parameters of the model")
+    add_json(parser)
     options = parser.parse_args(arguments)
+    figures = []
     print(f"torch {torch.__version__}, gloo, {options.numel:,} parameters in 8 buckets, Adam; formula / measured")
     print(f"{'':<36}{'ranks':>6}" + "".join(f"{strategy:>16}" for strategy in STRATEGIES) + f"{'scratch MiB':>13}")
     context = mp.get_context("spawn")
@@ -157,7 +160,19 @@ def main(arguments: list[str]) -> None:
         rows: dict[str, list[str]] = {}
         while not results.empty():
             _, name, strategy, measured, scratch = results.get()
-            rows.setdefault(name, []).append(f"{formula(PRECISIONS[name], strategy, ranks):.2f} / {measured:.2f}")
+            wanted = formula(PRECISIONS[name], strategy, ranks)
+            rows.setdefault(name, []).append(f"{wanted:.2f} / {measured:.2f}")
+            figures.append(
+                {
+                    "ranks": ranks,
+                    "precision": name,
+                    "strategy": strategy,
+                    "formula": wanted,
+                    "measured": measured,
+                    "scratch_bytes": scratch,
+                }
+            )
             last = scratch / 2**20
             if strategy == STRATEGIES[-1]:
                 print(f"{name:<36}{ranks:>6}" + "".join(f"{cell:>16}" for cell in rows[name]) + f"{last:>13.1f}")
+    write_json(options.json, "memory", arguments, figures)
