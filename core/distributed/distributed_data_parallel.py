@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -241,11 +241,12 @@ class DistributedDataParallel(nn.Module):
         self.module.register_load_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
 
     def _hook_params(self, order: list[Bucket]) -> None:
+        # A bound method is made and called faster than a partial.
         reducer_of = weakref.ref(self.reducer)
         for bucket in order:
             arrived = self._make_hook(bucket)
             for index, param in enumerate(bucket.params):
-                hook_gradient(param, partial(arrived, index))
+                hook_gradient(param, MethodType(arrived, index))
                 param.grad_reducer = reducer_of
 
     def _make_hook(self, bucket: Bucket) -> Callable[[int, torch.Tensor], None]:

@@ -17,7 +17,7 @@ from core.distributed.gradient_contract import GradientContract
 from core.distributed.host_channel import HostChannel
 from core.distributed.host_memory import HostMemory
 from core.distributed.param_layout import BufferLayout
-from core.distributed.param_views import move_to, views_of
+from core.distributed.param_views import homes_of, move_to
 from core.distributed.streamed_bucket import BucketPool, StreamedBucket, pool_numel
 
 
@@ -87,7 +87,7 @@ class GradBuffer:
                 bucket = Bucket(plan, memory, sharded=sharded, param_data=param_data, **common)
             self.buckets.append(bucket)
             if param_data is not None:
-                move_to(views_of(param_data, plan.slots, plan.start), members)
+                move_to(homes_of(param_data, plan.slots, plan.start), members)
             for param, view in itertools.zip_longest(members, bucket.views):
                 if param.grad_dtype is not grad_dtype:  # autograd accumulates in this dtype
                     param.grad = None

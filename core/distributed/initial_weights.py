@@ -52,7 +52,9 @@ def check_equal_weights(
     A few integers a buffer or pack travel; the same for each parameter only when they differ. Collective over `group`.
     """
     loose = [param for param in named.values() if not param.requires_grad] if stored else named.values()
-    if not _differing([*map(checksum, stored), *(checksum(_flat(pack)) for pack in packs_of(loose))], group):
+    with torch.inference_mode():  # a view of each that autograd keeps no account of
+        sums = [*map(checksum, stored), *(checksum(_flat(pack)) for pack in packs_of(loose))]
+    if not _differing(sums, group):
         return
     ranks = dist.get_process_group_ranks(group)
     sums = [checksum(param) for param in named.values()]

@@ -41,10 +41,25 @@ ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "
 class ParamKind(NamedTuple):
     """What parameters have in common. Of equal ones there is one instance in a plan: a model has few kinds."""
 
-    data_group: str
+    key: BufferKey  # of the buffer that it lies in if it trains
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
+
+
+class Kinds(dict[tuple[str, tuple[Any, ...]], ParamKind]):
+    """(data group, (does it train, dtype, shape, ...)) -> the kind, made when it is first asked for."""
+
+    def __init__(self, grad_reduce_in_fp32: bool) -> None:
+        super().__init__()
+        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
+
+    def __missing__(self, about: tuple[str, tuple[Any, ...]]) -> ParamKind:
+        data_group, (trains, dtype, shape, *_) = about
+        grads = torch.promote_types(dtype, torch.float32) if self.grad_reduce_in_fp32 else dtype
+        key = BufferKey(dtype_name(dtype), dtype_name(grads), data_group)
+        kind = self[about] = ParamKind(key, tuple(shape), dtype, trains)
+        return kind
 
 
 @dataclass(frozen=True)
@@ -65,15 +80,23 @@ class ModelPlan:
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
         """All parameters of a data group, frozen ones too."""
-        return {name: self.named[name] for name, kind in self.kinds.items() if kind.data_group == data_group}
+        return {name: self.named[name] for name in self._described(data_group)}
+
+    def _described(self, data_group: str) -> dict[str, ParamKind]:
+        # By identity: a hash of a kind's shape and dtype for each parameter would take longer than all else here.
+        wanted = {number for number, kind in self._distinct(self.kinds) if kind.key.data_group == data_group}
+        return {name: kind for name, kind in self.kinds.items() if id(kind) in wanted}
+
+    @staticmethod
+    def _distinct(kinds: dict[str, ParamKind]) -> Iterable[tuple[int, ParamKind]]:
+        return {id(kind): kind for kind in kinds.values()}.items()
 
     def facts(self, data_group: str, options: list[str]) -> Facts:
         """What all ranks of a data group must agree on; `options` comes first."""
-        described = [(name, kind) for name, kind in self.kinds.items() if kind.data_group == data_group]
-        # By identity: one hash of a kind's shape and dtype for each parameter would take longer than all else here.
-        kinds = {id(kind): kind for _, kind in described}
+        described = self._described(data_group)
+        kinds = dict(self._distinct(described))
         number = {known: n for n, known in enumerate(kinds)}
-        names, chosen = [name for name, _ in described], [number[id(kind)] for _, kind in described]
+        names, chosen = list(described), [number[id(kind)] for kind in described.values()]
         reductions = Reductions.of(
             contract for contract in self.contracts.values() if contract.data_group == data_group
         )
@@ -89,7 +112,7 @@ class ModelPlan:
             table = [
                 f"parameter {name!r}: shape {list(kind.shape)}, {dtype_name(kind.dtype)}, "
                 f"{'trained' if kind.trains else 'frozen'}"
-                for name, kind in described
+                for name, kind in described.items()
             ]
             return [*options, *table, *reductions.lines(), *cuts]
 
@@ -199,11 +222,12 @@ def plan_model(
     # One call a parameter for all that is read of it: with many parameters each one's memory is far away.
     read = attrgetter("requires_grad", "dtype", "shape", "is_cpu" if on_cpu else "device")
     place = True if on_cpu else device
-    seen = list(map(read, named.values()))
-    for (name, param), (trains, dtype, _, where) in zip(named.items(), seen, strict=True):
-        if on_meta or where != place or dtype.is_complex:
+    looks = list(map(read, named.values()))  # many parameters look alike
+    unfit = {look for look in set(looks) if on_meta or look[3] != place or look[1].is_complex}
+    for (name, param), look in zip(named.items(), looks, strict=True):
+        if unfit and look in unfit:
             raise ValueError(_unfit(name, param, next(iter(named)), device))
-        if not trains:
+        if not look[0]:
             frozen[name] = param
             continue
         owner = getattr(param, "grad_reducer", None)
@@ -216,27 +240,11 @@ def plan_model(
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), modules, groups, config, rules)
     _check_rules(rules, contracts, groups)
-    places: list[tuple[Any, ...]] = []  # what a ParamSpec is made of
-    kinds: dict[str, ParamKind] = {}
-    keeps_whole = ddp_config.whole_param_shards is not False
-    known: dict[tuple[Any, ...], tuple[ParamKind, BufferKey]] = {}
-    for (name, param), (trains, dtype, shape, _) in zip(named.items(), seen, strict=True):
-        contract = contracts[name] if trains else None
-        data_group = data_group_of(param) if contract is None else contract.data_group
-        about = data_group, shape, dtype, trains
-        found = known.get(about)
-        if found is None:
-            grads = torch.promote_types(dtype, torch.float32) if ddp_config.grad_reduce_in_fp32 else dtype
-            key = BufferKey(dtype_name(dtype), dtype_name(grads), data_group)
-            found = known[about] = ParamKind(data_group, tuple(shape), dtype, trains), key
-        kind, key = found
-        kinds[name] = kind
-        if contract is not None:
-            crosses = contract.crosses_stages
-            whole = keeps_whole and not crosses and stays_whole(param, ddp_config.whole_param_shards)
-            places.append((name, kind.shape, key, crosses, whole))
+    known = Kinds(ddp_config.grad_reduce_in_fp32)
+    abouts = zip(map(data_group_of, named.values()), looks, strict=True)
+    kinds = dict(zip(named, map(known.__getitem__, abouts), strict=True))
     buffers = []
-    for key, members in group_by_key(tuples_of(ParamSpec, places)).items():
+    for key, members in group_by_key(_specs(params, contracts, kinds, ddp_config.whole_param_shards)).items():
         groups.require(key.data_group)
         shards = groups.size(_checked_shard_group(key.data_group, ddp_config, groups))
         size = resolve_bucket_size(
@@ -275,6 +283,22 @@ def plan_model(
         wire_is_free,
         device,
     )
+
+
+def _specs(
+    params: dict[str, nn.Parameter],
+    contracts: dict[str, GradientContract],
+    kinds: dict[str, ParamKind],
+    wanted: bool | str,
+) -> list[ParamSpec]:
+    """What the layout has to know of each parameter that trains; wanted: the value of whole_param_shards."""
+    rows = ((name, kinds[name], contract.crosses_stages) for name, contract in contracts.items())
+    if wanted is False:
+        return tuples_of(ParamSpec, ((name, kind.shape, kind.key, crosses, False) for name, kind, crosses in rows))
+    return [
+        ParamSpec(name, kind.shape, kind.key, crosses, not crosses and stays_whole(params[name], wanted))
+        for name, kind, crosses in rows
+    ]
 
 
 def _unfit(name: str, param: nn.Parameter, first: str, device: torch.device) -> str:

@@ -23,7 +23,13 @@ def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torc
     return [flat.as_strided(shape, strides[shape], first + begin) for _, shape, begin, _, _ in slots]
 
 
-@torch.no_grad()
+@torch.inference_mode()
+def homes_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torch.Tensor]:
+    """The same views, as homes for `move_to` and nothing else: autograd keeps no account of what is done to them."""
+    return views_of(flat, slots, start)
+
+
+@torch.inference_mode()
 def move_to(homes: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
     """Make every parameter a view of its home, with the values that it has; what it lay in before is freed.
 

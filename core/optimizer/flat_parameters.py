@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from core import huge_pages
 from core.distributed.bucket import Bucket
-from core.distributed.param_views import move_to, views_of
+from core.distributed.param_views import homes_of, move_to
 
 DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin
 
@@ -40,7 +40,7 @@ class FlatParameters:
             if not all(_can_move(param, offset) for param, offset in zip(bucket.params, offsets, strict=True)):
                 return None
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
-        homes = views_of(data, bucket.layout.slots, start)
+        homes = homes_of(data, bucket.layout.slots, start)
         flat = cls(data, bucket.params, homes)
         flat.take_back()
         return flat

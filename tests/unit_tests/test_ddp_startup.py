@@ -27,7 +27,7 @@ from core.distributed.gradient_contract import (
     read_contracts,
 )
 from core.distributed.param_layout import BufferKey, ParamSpec, plan_buffer
-from core.distributed.param_views import move_to, pieces_of, views_of
+from core.distributed.param_views import homes_of, move_to, pieces_of, views_of
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
@@ -373,3 +373,27 @@ def test_hooks_of_the_user_stay_beside_ours(rank: int, world: int) -> None:
     finalize_model_grads([ddp])
     assert sorted(heard) == ["after", "after"]
     assert_same(whole_grads(ddp), mean_over_ranks(make_net(), world))
+
+
+def test_a_parameter_that_moved_is_one_that_autograd_knows() -> None:
+    """Homes are made, and written, where autograd keeps no account; of that nothing may stay with the parameter."""
+    key = BufferKey("float32", "float32", "dp_cp")
+    layout = plan_buffer([ParamSpec("w", (2, 3), key)], bucket_size=None, shards=1, sharded=True)
+    (bucket,) = layout.buckets
+    flat = torch.zeros(layout.numel)
+    param = nn.Parameter(torch.arange(6.0).view(2, 3))
+    before = (2 * param).square().sum()  # a graph that is older than the move, and stays whole
+    move_to(homes_of(flat, bucket.slots, bucket.start), [param])
+    assert flat[:6].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and param.data_ptr() == flat.data_ptr()
+    before.backward()
+    assert param.grad is not None and param.grad.tolist() == [[0.0, 8.0, 16.0], [24.0, 32.0, 40.0]]
+    assert not param.is_inference() and not param.detach().view(-1).is_inference()
+    version = param._version
+    with torch.no_grad():
+        param.add_(1)
+    assert param._version == version + 1
+    product = param.prod(0).sum()  # saves the parameter
+    with torch.no_grad():
+        param.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

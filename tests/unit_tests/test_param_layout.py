@@ -9,11 +9,13 @@ from core.distributed.param_layout import (
     BufferKey,
     ParamLayout,
     ParamSpec,
+    Slot,
     bucket_end_alignment,
     group_by_key,
     launch_order,
     plan_buffer,
     resolve_bucket_size,
+    tuples_of,
 )
 
 DENSE = BufferKey("float32", "float32", "dp_cp")
@@ -222,3 +224,18 @@ def test_a_bucket_of_whole_parameters_waits_until_its_shards_are_even():
     layout = plan_buffer(specs, bucket_size=128, shards=4, sharded=True)
     assert [len(bucket.slots) for bucket in layout.buckets] == [4, 4]
     assert layout.numel == 8 * 128
+
+
+def test_tuples_made_together_are_those_made_one_by_one() -> None:
+    rows = [(f"p{i}", (i, 2), i, 3 * i, 0) for i in range(3)]
+    made = tuples_of(Slot, iter(rows))
+    assert made == [Slot(*row) for row in rows] and {type(slot) for slot in made} == {Slot}
+
+
+def test_buckets_of_one_buffer_are_launched_by_index_wherever_their_parameters_were_registered() -> None:
+    shapes = [(2, 3), (5,), (4, 4), (7,), (3, 3)]
+    specs = [ParamSpec(f"p{i}", shape, DENSE, False, len(shape) == 2) for i, shape in enumerate(shapes)]
+    buffer = plan_buffer(specs, bucket_size=1, shards=2, sharded=True)
+    count = len(buffer.buckets)
+    assert count > 2
+    assert launch_order(ParamLayout((buffer,)), [spec.name for spec in specs]) == tuple((0, i) for i in range(count))
