@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def plain_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Is `optimizer.step()` nothing but torch's fused Adam? Looked at in each step: hooks come and go."""
+    """Is `optimizer.step()` nothing but torch's fused Adam? Asked in each step: hooks come and go."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or "step" in vars(optimizer):
         return False  # a scheduler of torch puts its own `step` on the object
     hooks = (
@@ -41,11 +41,11 @@ def _plain_group(group: dict[str, Any]) -> bool:
 
 
 def step_by_kernel(optimizer: torch.optim.Optimizer, runs: Sequence[Run], grad_scale: torch.Tensor | None) -> bool:
-    """Step the masters of these runs; False, with nothing done, where `optimizer.step()` has to.
+    """Step the masters of these runs of a `plain_fused_adam`; False, with nothing done, where `step()` has to.
 
     grad_scale: what the kernel divides gradients by.
     """
-    if not plain_fused_adam(optimizer) or not all(_on_cpu_and_begun(optimizer, run) for run in runs):
+    if not all(_on_cpu_and_begun(optimizer, run) for run in runs):
         return False
     for index in {run.group for run in runs}:
         mine = [run for run in runs if run.group == index]
@@ -72,9 +72,8 @@ def step_where_kept(
 
     The kernel then converts each vector as it comes: the same fp32 numbers, rounded once, as by way of scratch memory.
     """
-    if not plain_fused_adam(optimizer):
-        return list(runs)
-    here, left = [], []
+    here: list[Run] = []
+    left: list[Run] = []
     for run in runs:
         (here if _of_one_dtype(optimizer, run) else left).append(run)
     for index in {run.group for run in here}:

@@ -20,16 +20,19 @@ from core.optimizer.master_weights import Run
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
 
 
-def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> None:
+def step_runs(
+    optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float], *, direct: bool = False
+) -> None:
     """Step the masters of these runs, and no other's.
 
     factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
+    direct: is the optimizer a `plain_fused_adam`, whose kernel may be called without it?
     """
     if not runs:
         return
     common = _apply(runs, factors, by_kernel=takes_grad_scale(optimizer, runs))
     grad_scale = grad_scale_of(common, runs[0].grad.device)
-    if step_by_kernel(optimizer, runs, grad_scale):
+    if direct and step_by_kernel(optimizer, runs, grad_scale):
         return
     for run in runs:
         run.master.grad = run.grad
@@ -43,7 +46,7 @@ def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Se
 
 
 def step_kept_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> list[Run]:
-    """Step those runs of 16-bit numbers that need no scratch; returns the others."""
+    """Step those runs of 16-bit numbers that need no scratch, of a `plain_fused_adam`; returns the others."""
     if not runs or len(set(factors)) > 1 or not SMALLEST < abs(factors[0]) < LARGEST:
         return list(runs)
     return step_where_kept(optimizer, runs, grad_scale_of(factors[0], runs[0].reduced.device))

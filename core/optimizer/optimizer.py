@@ -23,6 +23,7 @@ from core.distributed.model_chunks import models_of
 from core.distributed.param_sync import ParamSync
 from core.optimizer.algorithms import algorithm_needs_shapes
 from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
+from core.optimizer.fused_kernel import plain_fused_adam
 from core.optimizer.inner_optimizer import inner_optimizer
 from core.optimizer.inner_step import step_kept_runs, step_runs
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
@@ -199,18 +200,20 @@ class MegatronOptimizer:
         """Step the masters of some buckets, what is in full precision already in one call, and store them."""
         if isinstance(self.optimizer, OnePassAdam):
             buckets, factors = self.optimizer.step_buckets(buckets, factors, self.scratch)
+        direct = plain_fused_adam(self.optimizer)
         runs, of_runs = [], []
         for masters, factor in zip(buckets, factors, strict=True):
             here = [run for run in masters.runs if not run.in_scratch and run.trainable]
             runs += here
             of_runs += [factor[run.norm_group] for run in here]
-        step_runs(self.optimizer, runs, of_runs)
+        step_runs(self.optimizer, runs, of_runs, direct=direct)
         for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
                 wave = [run for run in wave if run.trainable]
-                wave = step_kept_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
+                if direct:
+                    wave = step_kept_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.unpack(wave, self.optimizer.state)
-                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
+                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave], direct=direct)
                 self.scratch.pack(wave, self.optimizer.state)
                 masters.store_runs(wave)
             masters.store_parameters()

@@ -93,7 +93,7 @@ class HalfValues(StoredValues):
         self.as_roots = as_roots
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        out.copy_(self.data).div_(self.scale)
+        out.copy_(self.data).mul_(self.scale.reciprocal())  # exact, and faster than a division
         if self.as_roots:
             out.square_()
 
@@ -101,9 +101,7 @@ class HalfValues(StoredValues):
         if self.as_roots:
             values.sqrt_()
         if values.numel():
-            # aminmax reads as fast as memory allows; a norm of infinite order is twenty times slower on the CPU.
-            low, high = torch.aminmax(values)
-            largest = torch.maximum(low.neg(), high)
+            largest = values.amax() if self.as_roots else _largest_magnitude(values)
             exponent = HALF_EXPONENT - torch.frexp(largest.float()).exponent
             torch.ldexp(
                 torch.ones_like(self.scale), exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT), out=self.scale
@@ -117,6 +115,12 @@ class HalfValues(StoredValues):
     def saved(self, low: int, high: int) -> torch.Tensor:
         values = self.data[low:high].float().div_(self.scale)
         return values.square_() if self.as_roots else values
+
+
+def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+    # aminmax reads as fast as memory allows; a norm of infinite order is twenty times slower on the CPU.
+    low, high = torch.aminmax(values)
+    return torch.maximum(low.neg(), high)
 
 
 class ParameterValues(StoredValues):
