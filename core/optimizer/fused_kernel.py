@@ -1,6 +1,6 @@
 """torch's fused Adam kernel for the CPU, called for some runs as `optimizer.step()` would call it for them.
 
-`optimizer.step()` groups tensors, reads options and looks for hooks before it reaches its kernel: 0.1 to 0.4 ms a call
+`optimizer.step()` groups tensors, reads options and looks for hooks before it reaches its kernel: some 0.1 ms a call
 once the cache holds something else. A bucket that is stepped in pieces makes some 40 such calls for 10 million
 elements, and a small shard makes one. So the kernel is called here with the same tensors and numbers, and the bits are
 the same. Where `step()` may do more than call it (a hook, a subclass, another algorithm, the state's first step),
