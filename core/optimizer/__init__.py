@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from core.distributed.collector_pause import collector_paused
+from core.distributed.model_walk import walk_model
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
@@ -93,7 +94,8 @@ def _make(
         for bucket in buckets_of(model_chunks)
         for param, contract in zip(bucket.params, bucket.contracts, strict=True)
     )
-    frozen = [(n, p) for chunk in model_chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
+    named = (walk_model(chunk.module).named for chunk in model_chunks)
+    frozen = [(name, param) for names in named for name, param in names.items() if not param.requires_grad]
     groups = ParamGroups(config, params, overrides, frozen=frozen)
     groups.agree(everybody(process_groups))
     check_whole_params(groups, model_chunks)
