@@ -11,7 +11,7 @@ from benchmarks.interleave import Limits
 from benchmarks.workloads import Workload
 
 TOLERANCE = 2e-4  # of the losses, relative
-RANK_BYTES = 250e6  # what a rank takes beside the states of the model: its own part of the interpreter, activations
+RANK_BYTES = 120e6  # what a rank has of the interpreter for itself, beside the pages that it shares with its server
 USED = 0.85  # of the memory that is free when a workload begins; the rest is for what was not foreseen
 
 

@@ -27,7 +27,7 @@ def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
         f"{workload['name']}: {workload['sizes']}",
         f"{plan['ranks']} ranks, gloo, 1 thread each, accumulation {plan['accumulation']}; torch {about['torch']}, "
         f"{about['machine']},",
-        f"{about['date'][:10]}, commit {about['commit'] or 'unknown'}",
+        f"{about['date'][:10]}, commit {about['commit'] or 'unknown'}; took {result['took_s'] / 60:.1f} min",
         *command_lines(about["command"]),
         "",
         _line(HEADINGS),

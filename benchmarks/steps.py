@@ -6,8 +6,8 @@ lie: every figure is a median over starts, its spread the least and the most of 
 memory at once they run in batches, the baseline (torch DDP at its defaults) in each; ratios are to the baseline of the
 same start and batch. An arm's figures count only if the losses of its first steps are those of one process on the same
 global batch; arms that are wrong on purpose show that this would be noticed, and if one is not the exit status is 1.
-See benchmarks/arms.py for what an arm is and benchmarks/workloads.py for what they train. On two cores, with all peers
-installed, the whole takes about half an hour.
+See benchmarks/arms.py for what an arm is and benchmarks/workloads.py for what they train. Expect half an hour on two
+cores with all peers installed; each table says what it took.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def run_workload(
     for row in rows.values():
         if reason := known[row.name].why_absent():
             row.outcome, row.reason = "absent", reason
+    workload_begun = time.monotonic()
     limit = plan.memory_bytes or free_bytes()
     numel, sizes = workload.numel(), workload.sizes()
     say(f"{workload.name}: {sizes}")
@@ -72,6 +73,7 @@ def run_workload(
         "rounds": plan.rounds_of(workload),
         "batches": names[0],
         "reference": reference,
+        "took_s": time.monotonic() - workload_begun,
         "rows": [asdict(row) for row in rows.values()],
         "baseline": asdict(baseline),
     }
