@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,21 +21,44 @@ DIGEST_BITS = 20
 WEIGHT_BITS = 14
 DIGITS = 6  # of a float: hosts of different kinds may compute a cosine with another last bit
 
-Settings = tuple[tuple[str, str], ...]  # (what, its value), in words
+# How a step is computed, which hosts may choose differently, and what optimizers of other kernels do not list.
+KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
+MAY_BE_WHOLE = frozenset(("lr", "weight_decay", "momentum"))  # other whole numbers may be counts, see settings_of
+
+
+class Setting(NamedTuple):
+    """One number, in words. `group` is what a user calls the param group: for messages, and never compared."""
+
+    what: str
+    value: str
+    group: str = ""
+
+
+Settings = tuple[Setting, ...]
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) -> Settings:
     """What the next step is made with: the numbers of torch param groups, and `others`, in one order on all ranks.
 
-    Tensors are read where that does not wait for a device.
+    Whole numbers of groups are left out: an algorithm that counts its steps there does so only on ranks that have
+    something to step. Off (None, False) is the same as not listed. Tensors are read where that does not wait for a
+    device.
     """
-    found = [(name, text) for name in sorted(others) if (text := _text(others[name])) is not None]
+    found = [Setting(name, text) for name in sorted(others) if (text := _text(others[name])) is not None]
     for index, group in enumerate(groups):
-        where = f" of param group {index} ({group['name']})" if "name" in group else f" of param group {index}"
+        where, name = f" of param group {index}", f" ({group['name']})" if "name" in group else ""
         found += [
-            (key + where, text) for key in sorted(group) if key != "params" and (text := _text(group[key])) is not None
+            Setting(key + where, text, name)
+            for key in sorted(group)
+            if _is_compared(key, group[key]) and (text := _text(group[key])) is not None
         ]
     return tuple(found)
+
+
+def _is_compared(key: str, value: Any) -> bool:
+    if key == "params" or key in KERNELS or value is None or value is False:
+        return False
+    return key in MAY_BE_WHOLE or value is True or not isinstance(value, Integral)
 
 
 def _text(value: Any) -> str | None:
@@ -61,7 +84,7 @@ def _text(value: Any) -> str | None:
 
 def digest(settings: Settings) -> int:
     """DIGEST_BITS bits of it."""
-    return zlib.crc32(repr(settings).encode()) >> (32 - DIGEST_BITS)
+    return zlib.crc32(repr([(what, value) for what, value, _ in settings]).encode()) >> (32 - DIGEST_BITS)
 
 
 def balanced_weight(ranks: Sequence[int], rank: int) -> int:
@@ -78,13 +101,13 @@ def _weight(rank: int) -> int:
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
     """Where two ranks differ, in words; None where they agree. Pure. settings: of each global rank."""
     first = min(settings)
-    there = dict(settings[first])
+    there = {setting.what: setting for setting in settings[first]}
     for rank in sorted(settings):
-        here = dict(settings[rank])
+        here = {setting.what: setting for setting in settings[rank]}
         for what in [*here, *(name for name in there if name not in here)]:
-            if here.get(what) != there.get(what):
-                return (
-                    f"{what} is {here.get(what, 'missing')} on rank {rank} and {there.get(what, 'missing')} on rank "
-                    f"{first}"
-                )
+            mine, other = here.get(what), there.get(what)
+            values = [setting.value if setting else "not set" for setting in (mine, other)]
+            if values[0] != values[1]:
+                group = (mine or there[what]).group
+                return f"{what}{group} is {values[0]} on rank {rank} and {values[1]} on rank {first}"
     return None

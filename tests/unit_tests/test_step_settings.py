@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.booster import Booster
+from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import SyncError, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.step_settings import balanced_weight, digest, first_difference, settings_of
@@ -45,14 +47,35 @@ def test_settings_are_numbers_in_words_and_nothing_else() -> None:
         "fused": None, "nesterov": True, "state": object(), "matrix": torch.zeros(2), "mixed": (1, object()),
         "param_names": ["a", "b"],
     }  # fmt: skip
-    assert dict(settings_of([group], {"clip_grad": math.inf})) == {
+    assert {what + name: value for what, value, name in settings_of([group], {"clip_grad": math.inf})} == {
         "clip_grad": "inf",
         "betas of param group 0 (adam)": "(0.9, 0.95)",
         "eps of param group 0 (adam)": "1e-08",
-        "fused of param group 0 (adam)": "None",
         "lr of param group 0 (adam)": "0.5",
         "nesterov of param group 0 (adam)": "True",
     }
+
+
+def test_ranks_may_choose_their_kernels_and_call_their_groups_what_they_like() -> None:
+    """A host with apex and one without, a rank that has nothing to step: their groups list different things."""
+    numbers = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    torchs = {**numbers, "amsgrad": False, "maximize": False, "foreach": None, "fused": True, "capturable": False}
+    ours = settings_of([{**torchs, "decoupled_weight_decay": True, "name": "of rank 0"}], {})
+    theirs = settings_of([{**numbers, "name": "of rank 1"}], {})
+    assert digest(ours) == digest(theirs) and first_difference({0: ours, 1: theirs}) is None
+    counting = settings_of([{**numbers, "step": 7}], {})
+    assert digest(counting) == digest(theirs) and first_difference({0: counting, 1: theirs}) is None
+    other = settings_of([{**numbers, "maximize": True, "name": "of rank 1"}], {})
+    assert digest(other) != digest(ours)
+    assert first_difference({0: ours, 1: other}) == (
+        "maximize of param group 0 (of rank 1) is True on rank 1 and not set on rank 0"
+    )
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
+def test_a_whole_number_is_compared_where_it_is_no_count(key: str) -> None:
+    assert digest(settings_of([{key: 1}], {})) != digest(settings_of([{key: 2}], {}))
+    assert digest(settings_of([], {"clip_grad": 1})) != digest(settings_of([], {"clip_grad": 2}))
 
 
 def test_a_last_bit_is_no_difference() -> None:
@@ -68,7 +91,7 @@ def test_the_first_difference_is_named() -> None:
     settings[4] = settings_of([{"lr": 3e-3}], {"clip_grad": 1.0})
     assert first_difference(settings) == "lr of param group 0 is 0.003 on rank 4 and 0.001 on rank 0"
     settings[2] = settings_of([{"lr": 1e-3}, {"lr": 1e-3}], {"clip_grad": 1.0})
-    assert first_difference(settings) == "lr of param group 1 is 0.001 on rank 2 and missing on rank 0"
+    assert first_difference(settings) == "lr of param group 1 is 0.001 on rank 2 and not set on rank 0"
 
 
 DIFFERENT: dict[str, Any] = {
@@ -106,6 +129,37 @@ def test_no_rank_steps_where_one_would_step_differently(
         with pytest.raises(SyncError, match=f"{message}.* on rank {world - 1} and .* on rank 0"):
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD that counts its steps in its groups, as apex's FusedAdam does."""
+
+    needs_shapes = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@ranks(2)
+def test_a_count_in_the_groups_of_a_rank_with_an_empty_shard_stands_still(rank: int, world: int) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(1, "fp32"))
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    user = Counting(model.parameters())
+    model, optimizer, *_ = booster.boost(model, user)
+    for _ in range(3):
+        booster.backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert user.param_groups[0].get("step", 0) == (0 if rank else 3)
+    assert next(iter(model.parameters())).item() == 1.0 - 3 * 0.5 * 0.25
 
 
 @ranks(4)
