@@ -61,3 +61,12 @@ def test_no_limit_is_a_limit_like_any_other(rank: int, world: int) -> None:
     check_limit("max_norm", torch.tensor(2.0), check_max_norm, [group])
     with pytest.raises(ValueError, match="max_norm is .* here and between 1.0 and inf on another rank"):
         check_limit("max_norm", math.inf if rank else 1.0, check_max_norm, [group])
+
+
+@ranks(2)
+@pytest.mark.parametrize("value", [10**400, torch.tensor(1j)], ids=["huge", "complex"])
+def test_what_no_rank_can_send_leaves_no_rank_waiting(rank: int, world: int, value: Any) -> None:
+    group = torch.distributed.group.WORLD
+    with pytest.raises((ValueError, OverflowError, RuntimeError), match="is 1.0 here and refused" if rank else None):
+        check_limit("max_norm", 1.0 if rank else value, check_max_norm, [group])
+    check_limit("max_norm", 1.0, check_max_norm, [group])  # all are at the same collective

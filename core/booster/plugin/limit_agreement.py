@@ -12,6 +12,7 @@ import torch.distributed as dist
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:
     """`check(value)`, which raises ValueError, and the same value on all ranks; else ValueError on all. Collective.
 
+    What cannot be compared or sent (a complex tensor, a huge int) raises its own error here, and ValueError elsewhere.
     groups: one after the other they join all ranks that hold a part.
     """
     refused: Exception | None = None
@@ -19,7 +20,7 @@ def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Seq
     try:
         check(value)
         largest_and_least = [float(value), -float(value)]
-    except ValueError as error:
+    except Exception as error:  # whatever it is: the others are on their way to the collective
         refused = error
     for group in groups:
         on_gpu = "gloo" not in dist.get_backend_config(group)
