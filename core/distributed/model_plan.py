@@ -66,7 +66,7 @@ class Kinds(dict[tuple[str, tuple[Any, ...]], ParamKind]):
 class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
-    modules: list[nn.Module]  # all that there were when it was wrapped
+    modules: list[nn.Module]  # all that there are, until they are watched
     named: dict[str, nn.Parameter]  # all, in registration order
     kinds: dict[str, ParamKind]  # of each of them
     params: dict[str, nn.Parameter]  # those that were trainable when wrapped

@@ -1,6 +1,8 @@
 """Uses that could go wrong in silence: each gives the right gradients, or is refused."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +189,21 @@ def test_a_parameter_that_came_after_the_wrap_is_refused_by_name(rank: int, worl
         loss_of(ddp, rank, 0).backward()
         with pytest.raises(SyncError, match=name):
             finalize_model_grads([ddp])
+
+
+@ranks(1)
+def test_a_module_that_is_exchanged_after_the_wrap_is_freed(rank: int, world: int) -> None:
+    """One without parameters may be exchanged, and can hold large buffers."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    model.table = nn.BatchNorm1d(1000, affine=False)
+    ddp = wrap(model)
+    statistics = weakref.ref(model.table.running_mean)
+    model.table = nn.Identity()
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])  # which looks at the model, and knows it as it is now from then on
+    gc.collect()
+    assert statistics() is None
 
 
 class Pair(nn.Module):
