@@ -55,7 +55,7 @@ class Aim:
 
 def aims_of(result: dict[str, Any]) -> list[Aim]:
     """The aims of one workload, of the stages of which an arm of ours was measured."""
-    name, plan = result["workload"]["name"], result["plan"]
+    name, plan, baseline = result["workload"]["name"], result["plan"], result["baseline"]["name"]
     found = _measured(result)
     beside = beside_states(result)
     aims = []
@@ -67,7 +67,7 @@ def aims_of(result: dict[str, Any]) -> list[Aim]:
             if row["name"] in found and row["kind"] == "peer" and row["stage"] == stage
         }
         wanted = AIM_ACCUMULATED if plan["accumulation"] > 1 else aim
-        aims += _aim(name, stage, "time", wanted, _times(mine), _times(peers))
+        aims += _aim(name, stage, "time", wanted, _times(mine, baseline), _times(peers, baseline))
         if beside is not None:
             formula = formula_ratio(stage, plan["ranks"]) + beside  # type: ignore[arg-type]
             aims += _aim(name, stage, "memory", MEMORY_AIM * formula, _peaks(mine), _peaks(peers))
@@ -84,9 +84,10 @@ def _aim(
     return [Aim(workload, stage, what, aim, mine[setting], setting, peer, peers.get(peer))]
 
 
-def _times(found: dict[str, Figures]) -> dict[str, float]:
-    """The baseline's is 1."""
-    return {name: 1.0 if one.ratio is None else one.ratio.median for name, one in found.items()}
+def _times(found: dict[str, Figures], baseline: str) -> dict[str, float]:
+    """The baseline's is 1. Without those that it was not measured beside."""
+    times = {name: one.ratio.median for name, one in found.items() if one.ratio is not None}
+    return times | {name: 1.0 for name in found if name == baseline}
 
 
 def _peaks(found: dict[str, Figures]) -> dict[str, float]:

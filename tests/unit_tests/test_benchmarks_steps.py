@@ -162,6 +162,9 @@ def test_an_aim_is_judged_by_the_better_setting_and_beside_the_best_peer_of_the_
     (time,) = aims_of(result_of(*rows[1:2]))  # no formula without the floor, and no peer
     assert time.peer_found is None and time.line().endswith("(core optim)")
     assert aims_of(result_of(rows[0])) == []
+    failed = result_of(*rows)
+    failed["baseline"] |= {"outcome": "failed", "starts": []}
+    assert [aim.what for aim in aims_of(failed)] == ["memory"]  # there is nothing that times are a ratio to
 
 
 def test_the_summary_has_a_line_an_arm_and_a_column_a_workload() -> None:
