@@ -74,7 +74,7 @@ class RankPool:
         if sys.platform == "linux":
             self.context.set_forkserver_preload(["torch", "torch.distributed", "core.verify"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.workers: list[_Worker] = []
+        self.workers: dict[int, _Worker] = {}  # each of one rank all its life: torch keeps what it found for a mesh
         self.tasks = 0
 
     def __enter__(self) -> RankPool:
@@ -96,7 +96,7 @@ class RankPool:
         if not 1 <= world <= self.ranks:
             raise ValueError(f"{world} ranks were asked of a pool of {self.ranks}")
         self._fill()
-        workers = self.workers[:world]
+        workers = [self.workers[rank] for rank in range(world)]
         self.tasks += 1
         healthy = False
         try:
@@ -108,26 +108,27 @@ class RankPool:
             healthy = True
         finally:
             if not healthy:  # ranks may hang in a collective: none of these is used again
-                for worker in workers:
+                for rank, worker in enumerate(workers):
                     _end(worker)
-                del self.workers[:world]
+                    del self.workers[rank]
         return results[0]
 
     def start(self) -> None:
         """Start all processes now, and wait until they are ready; `run` does it where it is needed."""
         self._fill()
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.wait_until_ready()
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        for worker in self.workers:
+        for worker in self.workers.values():
             _end(worker)
         self.workers.clear()
 
     def _fill(self) -> None:
-        while len(self.workers) < self.ranks:  # all at once: they import torch side by side
-            self.workers.append(self._start())
+        for rank in range(self.ranks):  # all at once: they import torch side by side
+            if rank not in self.workers:
+                self.workers[rank] = self._start()
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()

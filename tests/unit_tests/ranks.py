@@ -168,7 +168,7 @@ class Worker:
 
 
 class Pool:
-    """Workers by rank; grown on demand."""
+    """Workers by rank; grown on demand. A worker is of one rank all its life: torch keeps what it found for a mesh."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -185,13 +185,14 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()
-        self.workers: list[Worker] = []
+        self.workers: dict[int, Worker] = {}
 
     def run(self, function: Callable[..., None], world: int, arguments: dict[str, Any], timeout_s: float) -> None:
         __tracebackhide__ = True
-        while len(self.workers) < world:
-            self.workers.append(Worker(self.context, next(self.numbers), self.store.port, self.folder))
-        workers = self.workers[:world]
+        for rank in range(world):
+            if rank not in self.workers:
+                self.workers[rank] = Worker(self.context, next(self.numbers), self.store.port, self.folder)
+        workers = [self.workers[rank] for rank in range(world)]
         healthy = False
         try:
             for worker in workers:
@@ -211,9 +212,9 @@ class Pool:
                 outcomes += cleaned
         finally:
             if not healthy:
-                for worker in workers:
+                for rank, worker in enumerate(workers):
                     worker.kill()
-                del self.workers[:world]
+                    del self.workers[rank]
         _judge(function.__qualname__, outcomes, world)
 
     def _gather(self, workers: Sequence[Worker], timeout_s: float) -> list[Outcome]:
@@ -244,7 +245,7 @@ class Pool:
         return outcomes
 
     def close(self) -> None:
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
         shutil.rmtree(self.folder, ignore_errors=True)

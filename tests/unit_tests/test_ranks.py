@@ -137,14 +137,21 @@ def test_a_hang_is_ended_at_the_limit_and_shows_where_it_was() -> None:
     run_on_ranks(_sum, 2, {})
 
 
+def _pids(world: int) -> list[int | None]:
+    workers = pool._the_pool().workers
+    return [workers[rank].process.pid for rank in range(world)]
+
+
 def test_a_passing_test_keeps_its_workers_and_a_failed_one_replaces_them() -> None:
+    run_on_ranks(_sum, 4, {})
+    before = _pids(4)
     run_on_ranks(_sum, 2, {})
-    before = [worker.process.pid for worker in pool._the_pool().workers[:2]]
-    run_on_ranks(_sum, 2, {})
-    assert [worker.process.pid for worker in pool._the_pool().workers[:2]] == before
+    assert _pids(4) == before
     with pytest.raises(RankFailure):
         run_on_ranks(_crash_on_rank_2, 3, {})
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before[:3])
+    run_on_ranks(_sum, 4, {})
+    assert _pids(4)[3] == before[3]  # still of rank 3
 
 
 def test_a_default_dtype_set_by_one_test_does_not_reach_the_next() -> None:
@@ -175,7 +182,7 @@ def test_no_worker_and_no_file_outlives_a_killed_pytest_process(tmp_path: Path) 
         "from tests.unit_tests import ranks, test_ranks\n"
         "ranks.PRELOADED = ()\n"  # these two need nothing of the package
         "ranks.run_on_ranks(test_ranks._sum, 2, {})\n"
-        "print(*[worker.process.pid for worker in ranks._the_pool().workers], flush=True)\n"
+        "print(*[worker.process.pid for worker in ranks._the_pool().workers.values()], flush=True)\n"
         "ranks.run_on_ranks(test_ranks._hang_on_rank_1, 2, {})\n"
     )
     parent = subprocess.Popen(
