@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
@@ -48,6 +49,9 @@ def die_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended while this process was starting
+        os._exit(1)
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
