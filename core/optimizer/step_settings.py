@@ -21,9 +21,12 @@ DIGEST_BITS = 20
 WEIGHT_BITS = 14
 DIGITS = 6  # of a float: hosts of different kinds may compute a cosine with another last bit
 
-# How a step is computed, which hosts may choose differently, and what optimizers of other kernels do not list.
-KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
-MAY_BE_WHOLE = frozenset(("lr", "weight_decay", "momentum"))  # other whole numbers may be counts, see settings_of
+# Of a param group, what users and schedulers set. Other entries may be an algorithm's own: a count, an estimate, made
+# only on ranks that have something to step; or a choice of kernel, which hosts may make differently.
+COMPARED = frozenset(
+    ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "alpha", "rho")
+    + ("centered", "lambd", "lr_decay", "momentum_decay", "beta2_decay", "etas", "step_sizes", "max_lr", "min_lr")
+)
 
 
 class Setting(NamedTuple):
@@ -38,40 +41,32 @@ Settings = tuple[Setting, ...]
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) -> Settings:
-    """What the next step is made with: the numbers of torch param groups, and `others`, in one order on all ranks.
+    """What the next step is made with: COMPARED of torch param groups, and `others`, in one order on all ranks.
 
-    Whole numbers of groups are left out: an algorithm that counts its steps there does so only on ranks that have
-    something to step. Off (None, False) is the same as not listed. Tensors are read where that does not wait for a
-    device.
+    Off (None, False) is the same as not listed. Tensors are read where that does not wait for a device.
     """
     found = [Setting(name, text) for name in sorted(others) if (text := _text(others[name])) is not None]
     for index, group in enumerate(groups):
         where, name = f" of param group {index}", f" ({group['name']})" if "name" in group else ""
         found += [
             Setting(key + where, text, name)
-            for key in sorted(group)
-            if _is_compared(key, group[key]) and (text := _text(group[key])) is not None
+            for key in sorted(COMPARED & group.keys())
+            if (text := _text(group[key])) is not None
         ]
     return tuple(found)
 
 
-def _is_compared(key: str, value: Any) -> bool:
-    if key == "params" or key in KERNELS or value is None or value is False:
-        return False
-    return key in MAY_BE_WHOLE or value is True or not isinstance(value, Integral)
-
-
 def _text(value: Any) -> str | None:
-    """A number in words, equal where it is meant to be equal; None where it is none. Common kinds first: every step
-    asks.
+    """A number in words, equal where it is meant to be equal; None where it is none, or off. Common kinds first: every
+    step asks.
     """
     kind = type(value)
     if kind is float:
         return f"{value:.{DIGITS}g}"
-    if kind is bool or kind is int or value is None:
-        return str(value)
-    if kind is str:
+    if value is None or value is False or kind is str:
         return None
+    if kind is bool or kind is int:
+        return str(value)
     if kind is tuple or kind is list:
         parts = [_text(part) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
