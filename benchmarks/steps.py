@@ -6,7 +6,7 @@ lie: every figure is a median over starts, its spread the least and the most of 
 memory at once they run in batches, the baseline (torch DDP at its defaults) in each; ratios are to the baseline of the
 same start and batch. An arm's figures count only if the losses of its first steps are those of one process on the same
 global batch; arms that are wrong on purpose show that this would be noticed, and if one is not the exit status is 1.
-See benchmarks/arms.py for what an arm is and benchmarks/workloads.py for what they train. Expect half an hour on two
+See benchmarks/arms.py for what an arm is and benchmarks/workloads.py for what they train. Expect 40 minutes on two
 cores with all peers installed; each table says what it took.
 """
 
