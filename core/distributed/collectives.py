@@ -293,7 +293,7 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Elementwise maximum of a small int64 vector over a control group, in place and asynchronous."""
+    """Elementwise maximum of a small vector over a control group, in place and asynchronous."""
     work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
     return work
 

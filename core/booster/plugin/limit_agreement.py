@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core.distributed.collectives import agree_max, control_device
+
 
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:
     """`check(value)`, which raises ValueError, and the same value on all ranks; else ValueError on all. Collective.
@@ -23,10 +25,8 @@ def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Seq
     except Exception as error:  # whatever it is: the others are on their way to the collective
         refused = error
     for group in groups:
-        on_gpu = "gloo" not in dist.get_backend_config(group)
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        told = torch.tensor(largest_and_least, dtype=torch.float64, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        told = torch.tensor(largest_and_least, dtype=torch.float64, device=control_device(group))
+        agree_max(told, group).wait()
         largest_and_least = told.tolist()
     if refused is not None:
         raise refused
