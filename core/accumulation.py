@@ -27,7 +27,7 @@ class Accumulation:
         self.draws = 0  # batches drawn, ever
         self.drawn_ahead = 0  # since the last backward
         self.drawn_for_this = 0  # for the microbatch that is going on
-        self.tokens: int | None = None  # of this cycle on this rank, where losses are sums over tokens
+        self.tokens: float | None = None  # of this cycle on this rank, where losses are sums over tokens
         self.reduced = False  # have this cycle's gradients been reduced, scaled or clipped?
         self.handlers = 0  # that share this state, and must run before a step
         self.handled: set[int] = set()
@@ -72,7 +72,7 @@ class Accumulation:
             )
             self.drawn_for_this = 1
 
-    def backward_done(self, num_tokens: int | None) -> None:
+    def backward_done(self, num_tokens: float | None) -> None:
         """A backward has added its gradients."""
         if self.fresh:
             self.count += 1

@@ -71,7 +71,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         """Will the next `step` update the parameters?"""
         return self.accumulation.is_due
 
-    def backward(self, loss: torch.Tensor, num_tokens: int | torch.Tensor | None = None) -> None:
+    def backward(self, loss: torch.Tensor, num_tokens: float | torch.Tensor | None = None) -> None:
         """Accumulate the gradient of loss / accumulate_size: the loss is a mean over its microbatch.
 
         num_tokens: the loss is a sum over so many tokens instead. It is not scaled; at the boundary gradients are
@@ -88,7 +88,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self.accumulation.backward_done(tokens)
 
     def backward_by_grad(
-        self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: int | torch.Tensor | None = None
+        self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: float | torch.Tensor | None = None
     ) -> None:
         """Go on with a gradient from elsewhere (the next pipeline stage), whose loss has been scaled there already."""
         tokens = self._begin(num_tokens)
@@ -203,7 +203,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a GradAccumOptimizer is not copied or pickled; save its state_dict()")
 
-    def _begin(self, num_tokens: int | torch.Tensor | None) -> int | None:
+    def _begin(self, num_tokens: float | torch.Tensor | None) -> float | None:
         state = self.accumulation
         state.expect_backward()
         if state.count > 0 and (num_tokens is None) != (state.tokens is None):
@@ -211,7 +211,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "some microbatches of this cycle gave num_tokens and others did not; their gradients would be scaled "
                 "differently. Give it for all of them or for none"
             )
-        return None if num_tokens is None else int(num_tokens)
+        return None if num_tokens is None else float(num_tokens)  # exact up to 2**53
 
     # -- the boundary -----------------------------------------------------------------------------------------------
 
@@ -241,21 +241,21 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     def _finalize(self) -> None:
         if any(wrapper.reducer.open for wrapper in self._ours):
             tokens = self.accumulation.tokens
-            finalize_model_grads(self._ours, None if tokens is None else torch.tensor(tokens))
+            finalize_model_grads(self._ours, None if tokens is None else torch.tensor(tokens, dtype=torch.float64))
 
-    def _divide_by_tokens(self, tokens: int) -> None:
+    def _divide_by_tokens(self, tokens: float) -> None:
         """Turn the mean over ranks of sums over tokens into the mean over all tokens of the data group."""
         total, size = tokens, 1
         group = self._token_group()
         if group is not None and dist.get_world_size(group) > 1:
             size = dist.get_world_size(group)
-            summed = torch.tensor(tokens, dtype=torch.int64, device=control_device(group))
+            summed = torch.tensor(tokens, dtype=torch.float64, device=control_device(group))
             Collectives().all_reduce(summed, group).wait()
-            total = int(summed)
+            total = float(summed)
         finalized = {id(param) for wrapper in self._ours for param in wrapper.parameters()}
         grads = [p.grad for p in self._params() if p.grad is not None and id(p) not in finalized]
         if grads:
-            torch._foreach_mul_(grads, size / max(total, 1))
+            torch._foreach_mul_(grads, size / (total or 1.0))
 
     def _token_group(self) -> dist.ProcessGroup | None:
         if not (dist.is_available() and dist.is_initialized()):

@@ -201,7 +201,12 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
     if groups.size("pp") > 1:
         chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
     chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
-    return torch.where(total > 0, total, 1.0)
+    return divisor_of_tokens(total)
+
+
+def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
+    """What a sum over tokens is divided by: their number, which a loss mask may make less than 1; 1 where it is 0."""
+    return total.masked_fill(total <= 0, 1)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:

@@ -99,7 +99,7 @@ def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] |
     mask = given.get("loss_mask")
     if mask is None:
         return MicrobatchLoss(output.sum(), output.numel())
-    return MicrobatchLoss((output * mask).sum(), mask.sum())
+    return MicrobatchLoss((output * mask).sum(), mask.sum(dtype=torch.float64))
 
 
 def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: ProcessGroups) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -27,11 +28,12 @@ class MicrobatchLoss:
     """What a forward step returns on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
 
     value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` where that is given.
+    num_tokens: the sum of the loss mask, which need not be a whole number.
     report: anything; the step returns it on the last stage.
     """
 
     value: Tensor
-    num_tokens: Tensor | int | None = None
+    num_tokens: Tensor | float | None = None
     report: Any = None
 
 
@@ -45,6 +47,7 @@ class StepOutcome:
     """One step's loss. `loss` and `num_tokens` are equal on all stages; `losses` and `reports` are the last stage's.
 
     loss: mean over the microbatches, or with calculate_per_token_loss over this pipeline's tokens; unscaled.
+    num_tokens: 0-dim fp64, because a loss mask may weigh tokens; None without calculate_per_token_loss.
     """
 
     loss: Tensor
@@ -167,7 +170,7 @@ class PipelineRunner:
         self.microbatches = microbatches
         self.losses: list[Tensor] = []
         self.reports: list[Any] = []
-        self.tokens: list[Tensor | int | None] = []
+        self.tokens: list[Tensor | float | None] = []
         self.unfinished = [{i, *self.owners.get(i, ())} for i in range(len(self.chunks))]
         self.forwarded = [False] * len(self.chunks)
 
@@ -198,7 +201,7 @@ class PipelineRunner:
                 "return MicrobatchLoss(loss.sum(), num_tokens)"
             )
         if loss.num_tokens is not None and not self.per_token:
-            value = value / torch.as_tensor(loss.num_tokens, device=value.device).clamp(min=1)
+            value = value / divisor_of_tokens(torch.as_tensor(loss.num_tokens, device=value.device))
         self.losses.append(value.detach().reshape(()).clone())
         self.tokens.append(loss.num_tokens)
         self.reports.append(loss.report)
@@ -221,9 +224,8 @@ class PipelineRunner:
             totals[0] = torch.stack(self.losses).double().sum()
             totals[1] = sum(torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None)
         dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
-        tokens = totals[1].round().to(torch.int64)
-        loss = totals[0] / (totals[1].clamp(min=1) if self.per_token else len(self.microbatches))
-        return StepOutcome(loss, tokens if self.per_token else None, self.losses, self.reports)
+        loss = totals[0] / (divisor_of_tokens(totals[1]) if self.per_token else len(self.microbatches))
+        return StepOutcome(loss, totals[1] if self.per_token else None, self.losses, self.reports)
 
     def _finalize(self, outcome: StepOutcome, force_all_reduce: bool) -> None:
         func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads

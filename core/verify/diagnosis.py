@@ -59,7 +59,7 @@ def explain(
     sizes: Mapping[str, int],
     suspects: Sequence[str],
     *,
-    tokens: int | None = None,
+    tokens: float | None = None,
     microbatches: int = 1,
 ) -> tuple[str, tuple[str, ...]]:
     """(the likely cause, a line for each rank that is wrong).
@@ -183,7 +183,7 @@ def name_factor(
     sizes: Mapping[str, int],
     suspects: Sequence[str],
     *,
-    tokens: int | None = None,
+    tokens: float | None = None,
     microbatches: int = 1,
 ) -> str:
     """What multiplies a gradient by `factor`, most likely first."""
@@ -194,9 +194,9 @@ def name_factor(
     found = [text for axis in axes if (text := _axis_factor(factor, axis, sizes[axis]))]
     if tokens is not None and tokens > 1:
         if _same(factor, tokens):
-            found.append(f"{tokens} times too large, the number of tokens: it is not divided by them")
+            found.append(f"{tokens:.10g} times too large, the number of tokens: it is not divided by them")
         elif _same(factor * tokens, 1.0):
-            found.append(f"{tokens} times too small, the number of tokens: it is divided by them twice")
+            found.append(f"{tokens:.10g} times too small, the number of tokens: it is divided by them twice")
     if microbatches > 1:
         if _same(factor, microbatches):
             found.append(f"{microbatches} times too large, the number of microbatches: not divided by it")
@@ -236,7 +236,7 @@ def _name(
     classes: Mapping[int, int],
     sizes: Mapping[str, int],
     suspects: Sequence[str],
-    tokens: int | None,
+    tokens: float | None,
     microbatches: int,
 ) -> str:
     factors = [m.factor for m in wrong]
@@ -247,7 +247,7 @@ def _name(
     divisors = [tokens / f for f in factors if f] if tokens is not None else []
     if len(divisors) == len(wrong) and all(_same(divisor, round(divisor)) for divisor in divisors):
         numbers = [round(divisor) for divisor in divisors]
-        return f"ranks {[m.rank for m in wrong]} divide by {numbers} tokens, and the whole batch has {tokens}"
+        return f"ranks {[m.rank for m in wrong]} divide by {numbers} tokens, and the whole batch has {tokens:.10g}"
     alone = [m.rank for m in wrong if m.present == {classes.get(m.rank, m.rank)} and len(m.times) > 1]
     places = {part.rank: part.place for part in parts}
     missing = [_missing_axes(m, places, sizes) for m in wrong]
@@ -325,7 +325,7 @@ def _by_ratio(
     parts: Sequence[RankPart],
     sizes: Mapping[str, int],
     suspects: Sequence[str],
-    tokens: int | None,
+    tokens: float | None,
     microbatches: int,
 ) -> str:
     """With too few elements to tell the ranks' parts apart, one factor for all is what can still be seen."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, piece_of
@@ -56,7 +57,7 @@ class Job(ABC):
         data = self.groups.require("dp_cp")
         sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self.model.device)
         dist.all_reduce(sums, group=data)
-        return float(sums[0] / (sums[1].clamp(min=1) if self.per_token else dist.get_world_size(data)))
+        return float(sums[0] / (divisor_of_tokens(sums[1]) if self.per_token else dist.get_world_size(data)))
 
 
 class PlainJob(Job):
@@ -74,19 +75,21 @@ class PlainJob(Job):
         self.clear()
         loss, tokens = self._run(batch, reduce=True)
         if self.per_token:
-            finalize_model_grads([self.ddp], num_tokens=torch.tensor(tokens, device=self.model.device))
+            # In fp64: fp32, torch's choice for a Python number, is exact only up to 2**24 tokens.
+            total = torch.tensor(tokens, dtype=torch.float64, device=self.model.device)
+            finalize_model_grads([self.ddp], num_tokens=total)
         else:
             finalize_model_grads([self.ddp])
-        return self.global_loss(loss, float(tokens))
+        return self.global_loss(loss, tokens)
 
     def backward(self, batch: Any) -> None:
         """See Job."""
         self.clear()
         self._run(batch, reduce=False)
 
-    def _run(self, batch: Any, *, reduce: bool) -> tuple[float, int]:
+    def _run(self, batch: Any, *, reduce: bool) -> tuple[float, float]:
         """(this rank's loss, its number of tokens)."""
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         parts = self.parts(batch)
         for number, part in enumerate(parts):
             last = reduce and number == len(parts) - 1
@@ -126,7 +129,7 @@ class PipelineJob(Job):
             self.runner.step(self.parts(batch), finalize=False)
 
 
-def split_loss(result: Any, per_token: bool) -> tuple[Tensor, int]:
+def split_loss(result: Any, per_token: bool) -> tuple[Tensor, float]:
     """(loss, number of tokens) from what a loss_fn returned; refuses what does not fit the config."""
     if per_token != isinstance(result, tuple):
         raise ValueError(
@@ -134,4 +137,4 @@ def split_loss(result: Any, per_token: bool) -> tuple[Tensor, int]:
             if per_token
             else "loss_fn returned a tuple, which needs calculate_per_token_loss=True; return the mean loss instead"
         )
-    return (result[0], int(result[1])) if per_token else (result, 0)
+    return (result[0], float(result[1])) if per_token else (result, 0.0)

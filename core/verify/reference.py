@@ -26,7 +26,7 @@ class Expected:
     """
 
     loss: float
-    tokens: int | None
+    tokens: float | None
     grads: dict[str, Tensor]
     biases: dict[str, Tensor] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class Reference:
             self.biases = {name: getattr(router, BIAS).clone() for name, router in routers.items()}
         for name, router in routers.items():
             getattr(router, BIAS).copy_(self.biases[name])
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         pieces = self.pieces(batch)
         for param in model.parameters():
             param.grad = None
@@ -111,7 +111,7 @@ class Reference:
                 loss.backward()
                 total += float(loss.detach())
                 tokens += count
-        divisor = max(1, tokens) if self.per_token else len(pieces)
+        divisor = (tokens or 1.0) if self.per_token else len(pieces)
         grads = {
             name: (torch.zeros_like(param) if param.grad is None else param.grad / divisor).cpu()
             for name, param in model.named_parameters()

@@ -43,12 +43,12 @@ def make_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**settings, **changes})
 
 
-def microbatch(data_rank: int, number: int) -> dict[str, Tensor]:
-    """Different tokens on every data rank and in every microbatch; some do not count."""
+def microbatch(data_rank: int, number: int, weight: float = 1.0) -> dict[str, Tensor]:
+    """Different tokens on every data rank and in every microbatch; some do not count, the others `weight` each."""
     generator = torch.Generator().manual_seed(1000 * data_rank + number + 3)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
     labels = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).double()
+    mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).double() * weight
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
 
@@ -83,16 +83,23 @@ def build_whole(**changes: Any) -> GPTModel:
 
 
 def whole_step(
-    model: GPTModel, data_ranks: int, count: int, *, per_token: bool = False, scale: float = 1.0
+    model: GPTModel,
+    data_ranks: int,
+    count: int,
+    *,
+    per_token: bool = False,
+    scale: float = 1.0,
+    token_weight: float = 1.0,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Gradients by name and the loss of each data rank, by a plain loop over everything."""
     model.zero_grad(set_to_none=True)
-    all_tokens = sum(float(microbatch(d, m)["loss_mask"].sum()) for d in range(data_ranks) for m in range(count))
+    places = [(data_rank, number) for data_rank in range(data_ranks) for number in range(count)]
+    all_tokens = sum(float(microbatch(*place, token_weight)["loss_mask"].sum()) for place in places)
     losses = []
     for data_rank in range(data_ranks):
         total, tokens = 0.0, 0.0
         for number in range(count):
-            batch = microbatch(data_rank, number)
+            batch = microbatch(data_rank, number, token_weight)
             value = (model(batch["tokens"], labels=batch["labels"]) * batch["loss_mask"]).sum()
             valid = batch["loss_mask"].sum()
             if per_token:
@@ -188,17 +195,19 @@ def check_steps(
     steps: int = 2,
     per_token: bool = False,
     scale: float = 1.0,
+    token_weight: float = 1.0,
     rtol: float = 1e-10,
     clear: Callable[[PipelineRunner], None] = zero_buffers,
 ) -> None:
     """Steps of `count` microbatches: loss and every gradient are those of one process."""
     groups = parallel_state.get_process_groups()
     data_rank, data_ranks = groups.rank("dp_cp"), groups.size("dp_cp")
-    expected, losses = whole_step(whole, data_ranks, count, per_token=per_token, scale=scale)
+    options: dict[str, Any] = {"per_token": per_token, "scale": scale, "token_weight": token_weight}
+    expected, losses = whole_step(whole, data_ranks, count, **options)
     assert all(want.norm() > 1e-6 for want in expected.values()), "the reference is zero"
     for _ in range(steps):
         clear(runner)
-        outcome = runner.step([microbatch(data_rank, number) for number in range(count)])
+        outcome = runner.step([microbatch(data_rank, number, token_weight) for number in range(count)])
         want = losses[data_rank]
         same = abs(outcome.loss.item() - want) <= max(rtol / 100, 1e-12) * abs(want)
         wrong = [] if same else [f"loss {outcome.loss.item()} is not {want}"]

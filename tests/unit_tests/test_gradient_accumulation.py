@@ -136,6 +136,18 @@ def test_microbatches_of_different_sizes_equal_the_large_batch_when_tokens_are_c
     assert_equal_models(model, large_batch([data[:3], data[3:]], max_norm))
 
 
+@pytest.mark.parametrize("weight", [0.3, 0.015])
+def test_tokens_may_weigh_less_than_one_each(weight: float) -> None:
+    data = [batches(1, rows, offset=rows)[0] for rows in (1, 5, 2)]
+    model = make_net()
+    optimizer = GradAccumOptimizer(sgd(model), 3)
+    for inputs, targets in data:
+        weighted = (model(inputs) - targets).pow(2).sum() / 3 * weight
+        optimizer.backward(weighted, num_tokens=torch.tensor(weight * len(inputs), dtype=torch.float64))
+        optimizer.step()
+    assert_equal_models(model, large_batch([data]))
+
+
 def test_tokens_of_some_microbatches_only_are_refused() -> None:
     model = make_net()
     optimizer = GradAccumOptimizer(sgd(model), 4)

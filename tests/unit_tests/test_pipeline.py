@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.pipeline_parallel import PipelineLayout, PipelineRunner, plan_pipeline
-from tests.unit_tests.pipeline_reference import build_whole, check_steps, start_pipeline
+from tests.unit_tests.pipeline_reference import build_whole, check_steps, microbatch, start_pipeline, whole_step
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import whole_grads
 
@@ -21,6 +21,19 @@ def test_two_stages_under_1f1b(rank: int, world: int, tied: bool) -> None:
     config = {"share_embeddings_and_output_weights": tied}
     runner = start_pipeline(PipelineLayout.even(4, pp=2), "1F1B", config=config)
     check_steps(runner, build_whole(**config), 3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("per_token", [True, False], ids=["per token", "per microbatch"])
+@pytest.mark.parametrize("weight", [0.3, 0.015])
+def test_a_loss_mask_counts_by_its_weights_however_small(rank: int, world: int, weight: float, per_token: bool) -> None:
+    config = {"calculate_per_token_loss": per_token}
+    runner = start_pipeline(PipelineLayout.even(4, pp=2), "1F1B", config=config)
+    whole = build_whole()
+    check_steps(runner, whole, 3, steps=1, per_token=per_token, token_weight=weight)
+    evaluated = runner.evaluate([microbatch(0, number, weight) for number in range(3)])
+    _, (loss,) = whole_step(whole, 1, 3, per_token=per_token, token_weight=weight)
+    assert evaluated.loss.item() == pytest.approx(loss, rel=1e-12)
 
 
 @ranks(2)
