@@ -60,7 +60,8 @@ def get_megatron_optimizer(
     config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
         the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`. It may
         be the third argument, as in Megatron's newer versions.
-    pg_collection: the groups of the job; default those that the model was wrapped with.
+    pg_collection: the groups of the job; default those that the model was wrapped with. ValueError, by the group's
+        name, where it does not reach the same ranks: the norm is taken over all of them.
 
         model = DistributedDataParallel(config, ddp_config, model)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-4, clip_grad=1.0), [model])
@@ -89,6 +90,7 @@ def _make(
     config: OptimizerConfig, model_chunks: Sequence[ModelChunk], overrides: Overrides, process_groups: ProcessGroups
 ) -> MegatronOptimizer:
     sharded = check_model(config, model_chunks)
+    ranks = everybody(process_groups, [chunk.groups for chunk in model_chunks])
     params = (
         (contract.name, param, contract.is_expert)
         for bucket in buckets_of(model_chunks)
@@ -97,7 +99,7 @@ def _make(
     named = (walk_model(chunk.module).named for chunk in model_chunks)
     frozen = [(name, param) for names in named for name, param in names.items() if not param.requires_grad]
     groups = ParamGroups(config, params, overrides, frozen=frozen)
-    groups.agree(everybody(process_groups))
+    groups.agree(ranks)
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
-    return cls(config, model_chunks, groups, everybody(process_groups))
+    return cls(config, model_chunks, groups, ranks)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
@@ -12,6 +13,7 @@ from core.distributed import declare_gradient, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.clip_grads import clip_coefficient
 from core.optimizer.norm_pass import ROW_ELEMENTS
+from core.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
@@ -218,3 +220,66 @@ def test_copies_in_virtual_pipeline_chunks_count_once(rank: int, world: int, str
     layers = (1 + 4 + 100 + 400) * 20
     assert optimizer.step()[1] == pytest.approx(math.sqrt(copied + layers), rel=1e-12)
     assert len(optimizer.state_dict()["state"]) == 4
+
+
+def norm_over_tp(rank: int, optimizer_groups: list[str], model_groups: list[str] | None = None) -> tuple[Any, float]:
+    """(the optimizer's norm, the true one) of a parameter that is split over two ranks, whose gradient is rank + 1."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = nn.Module()
+    model.column = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.column.tensor_model_parallel = True
+    wrapped_with = None if model_groups is None else ProcessGroups.use_mpu_process_groups(model_groups)
+    ddp = wrap(model, initial_weights="ignore", pg_collection=wrapped_with)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=1.0),
+        [ddp],
+        pg_collection=ProcessGroups.use_mpu_process_groups(optimizer_groups)
+        if optimizer_groups != ["model's"]
+        else None,
+    )
+    ((rank + 1.0) * model.column.sum()).backward()
+    finalize_model_grads([ddp])
+    return optimizer.step()[1], math.sqrt(3 * 1 + 3 * 4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("given", [["mp", "dp_cp"], ["tp", "pp", "dp_cp"], ["tp", "dp_cp"], ["intra_dist_opt"]])
+def test_a_collection_that_spans_the_model_is_enough_for_the_norm(rank: int, world: int, given: list[str]) -> None:
+    norm, want = norm_over_tp(rank, given)
+    assert norm == pytest.approx(want, rel=1e-12)
+
+
+@ranks(2)
+@pytest.mark.parametrize("given", [[], ["dp_cp"], ["pp", "dp_cp"]])
+def test_a_collection_without_a_group_of_the_model_is_refused_by_its_name(
+    rank: int, world: int, given: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"pg_collection\.tp holds ranks None, and .* wrapped with \[0, 1\]"):
+        norm_over_tp(rank, given)
+
+
+@ranks(2)
+def test_a_collection_with_another_group_than_the_model_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    groups = parallel_state.get_process_groups()
+    ddp = wrap(nn.Linear(2, 2), initial_weights="ignore")
+    swapped = ProcessGroups(tp=groups.dp_cp, pp=groups.pp, dp_cp=groups.tp)
+    with pytest.raises(ValueError, match=rf"pg_collection\.tp holds ranks \[{rank}\], and .* wrapped with \[0, 1\]"):
+        get_megatron_optimizer(OptimizerConfig(lr=1.0), [ddp], pg_collection=swapped)
+
+
+@ranks(2)
+def test_a_model_whose_groups_leave_out_ranks_of_the_job_must_say_which_it_is_split_over(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="1 of the job's 2 ranks, because the groups lack 'tp', 'pp'"):
+        norm_over_tp(rank, ["model's"], ["dp_cp"])
+
+
+@ranks(2)
+def test_a_model_on_one_rank_of_a_job_has_a_norm_of_its_own_where_its_groups_say_so(rank: int, world: int) -> None:
+    alone, _ = dist.new_subgroups(1)
+    model = nn.Linear(2, 1, bias=False).double()
+    ddp = wrap(model, initial_weights="ignore", pg_collection=ProcessGroups(tp=alone, pp=alone, dp_cp=alone))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0), [ddp])
+    ((rank + 1.0) * model.weight.sum()).backward()
+    finalize_model_grads([ddp])
+    assert optimizer.step()[1] == pytest.approx((rank + 1) * math.sqrt(2), rel=1e-12)
