@@ -76,7 +76,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 def mapped_from_peers(ddp: DistributedDataParallel) -> set[int]:
     """Addresses of the memory that other ranks of this host hold and this one reads: it is counted where it is held."""
-    channels = [c for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers) for c in buffer.channels]
+    channels = [c for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers) for c in buffer.channels]
     return {
         member.tensor.untyped_storage().data_ptr()
         for channel in channels

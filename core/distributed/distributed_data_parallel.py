@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module):
             mapped = buffer.channels and ddp_config.grad_communication_dtype is None
             if not mapped and (buffer.sharded or plain.ordered):
                 plain.prepare(buffer.groups.all, self.plan.device)
-        self.buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
+        self.grad_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
@@ -175,7 +175,7 @@ class DistributedDataParallel(nn.Module):
         elif self.ddp_config.initial_weights == "check":
             for name in ("dp_cp", "expt_dp"):
                 if self.groups.size(name) > 1:
-                    buffers = self.buffers if name == "dp_cp" else self.expert_parallel_buffers
+                    buffers = self.grad_buffers if name == "dp_cp" else self.expert_parallel_buffers
                     stored = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
                     check_equal_weights(self.plan.of_group(name), self.groups.require(name), name, stored)
 
@@ -298,7 +298,7 @@ class DistributedDataParallel(nn.Module):
         step may be dropped after a backward on every rank, or on none.
         """
         self.reducer.discard()
-        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
             buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -307,7 +307,7 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""
-        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
             buffer.scale_gradients(scaling_factor)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -342,7 +342,7 @@ class DistributedDataParallel(nn.Module):
 
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
-        buffers = [*self.buffers, *self.expert_parallel_buffers]
+        buffers = [*self.grad_buffers, *self.expert_parallel_buffers]
         return describe_model(self.plan, buffers, self.groups, self.ddp_config.reduce_microbatches)
 
     def step_report(self) -> StepReport:
@@ -389,7 +389,7 @@ class DistributedDataParallel(nn.Module):
             buckets[name].restore(shard)
 
     def _streamed(self) -> Iterator[tuple[str, StreamedBucket]]:
-        for number, buffer in enumerate((*self.buffers, *self.expert_parallel_buffers)):
+        for number, buffer in enumerate((*self.grad_buffers, *self.expert_parallel_buffers)):
             for bucket in buffer.buckets:
                 if isinstance(bucket, StreamedBucket):
                     yield f"buffer {number} {bucket.layout.describe()}", bucket

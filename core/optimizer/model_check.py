@@ -48,7 +48,7 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> 
 def buckets_of(model_chunks: Sequence[ModelChunk]) -> Iterator[Bucket]:
     """All buckets, dense ones before experts' in each chunk."""
     for chunk in model_chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
             yield from buffer.buckets
 
 

@@ -51,7 +51,7 @@ class ModelChunk(Protocol):
     ddp_config: DistributedDataParallelConfig
     groups: ProcessGroups
     module: nn.Module
-    buffers: list[GradBuffer]
+    grad_buffers: list[GradBuffer]
     expert_parallel_buffers: list[GradBuffer]
     param_sync: ParamSync
 
@@ -246,7 +246,7 @@ class MegatronOptimizer:
         return [
             model
             for model, chunk in zip(models_of(self.model_chunks), self.model_chunks, strict=True)
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
             for _ in buffer.buckets
         ]
 
@@ -254,7 +254,7 @@ class MegatronOptimizer:
         return [
             bucket
             for chunk in self.model_chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
             for bucket in buffer.buckets
         ]
 
@@ -264,7 +264,7 @@ class MegatronOptimizer:
         return {
             id(param): prefix + contract.name
             for prefix, chunk in zip(prefixes, self.model_chunks, strict=True)
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
             for bucket in buffer.buckets
             for param, contract in zip(bucket.params, bucket.contracts, strict=True)
         }

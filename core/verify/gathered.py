@@ -143,7 +143,7 @@ def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict
 
 def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
     """All buckets, dense and expert."""
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+    for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers):
         yield from buffer.buckets
 
 

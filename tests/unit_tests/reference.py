@@ -80,7 +80,7 @@ def wrap(
 def whole_grads(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Every reduced gradient by name; where they are sharded, put together from all ranks' shards. Collective."""
     grads = {}
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+    for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers):
         for bucket in buffer.buckets:
             flat = bucket.valid_grad.clone()
             if not bucket.full:

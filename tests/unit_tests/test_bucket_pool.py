@@ -111,15 +111,15 @@ def test_a_long_parameter_is_not_paid_for_twice(rank: int, world: int, overlap: 
     options: dict[str, Any] = {"overlap_grad_reduce": overlap, "share_host_memory": mapped, "bucket_size": 64}
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads", **options)
     ddp = DistributedDataParallel(None, config, model)
-    pool = ddp.buffers[0].pool
-    sizes = [bucket.layout.numel for bucket in ddp.buffers[0].buckets]
+    pool = ddp.grad_buffers[0].pool
+    sizes = [bucket.layout.numel for bucket in ddp.grad_buffers[0].buckets]
     assert pool is not None and pool.memory.numel() == pool_numel(sizes) < 2 * max(sizes)
     for step in range(3):
         ddp.zero_grad_buffer()
         x = torch.arange(16, dtype=torch.float64) + rank + step
         sum(layer(x).sum() for layer in ddp.module).backward()
         finalize_model_grads([ddp])
-        for bucket in ddp.buffers[0].buckets:
+        for bucket in ddp.grad_buffers[0].buckets:
             low, high = bucket.shard_range
             used = torch.cat(
                 [

@@ -91,7 +91,7 @@ def test_an_overflow_in_one_model_skips_both_under_one_scale(rank: int, world: i
     assert optimizer.step()[0]
     before = copy.deepcopy([chunk.state_dict() for chunk in chunks])
     backward(chunks, optimizer, rank, 1)
-    bucket = chunks[1].buffers[0].buckets[0]
+    bucket = chunks[1].grad_buffers[0].buckets[0]
     if rank == 0:
         bucket.valid_part(len(bucket.params) - 1)[:1].fill_(float("nan"))
         bucket.valid_part(0)[:1].fill_(float("nan"))

@@ -166,7 +166,7 @@ def test_a_nan_in_an_uncounted_copy_is_seen_by_all_stages(rank: int, world: int,
     sum(p.sum() for p in model.parameters()).backward()
     finalize_model_grads([ddp])
     if rank == 3:  # tensor rank 1 of the last stage: its copy of the norm weight counts nowhere
-        bucket = next(b for b in ddp.buffers[0].buckets if any(p is model.norm for p in b.params))
+        bucket = next(b for b in ddp.grad_buffers[0].buckets if any(p is model.norm for p in b.params))
         bucket.valid_part([p is model.norm for p in bucket.params].index(True))[0] = float("nan")
     stats = optimizer.meter.measure()
     assert stats.culprit is not None and stats.culprit.startswith("rank 3: the gradient of 'norm' holds nan in 1 of")
@@ -184,7 +184,7 @@ def test_the_norm_of_a_long_fp32_gradient_is_exact_to_five_digits(rank: int, wor
     ddp = wrap(model, initial_weights="ignore")
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0), [ddp])
     assert numel > 1000 * ROW_ELEMENTS
-    ddp.buffers[0].buckets[0].grad.fill_(1e-3)
+    ddp.grad_buffers[0].buckets[0].grad.fill_(1e-3)
     value = torch.tensor(1e-3).item()
     assert optimizer.meter.measure().norm == pytest.approx(value * math.sqrt(numel), rel=1e-5)
 

@@ -68,5 +68,5 @@ def test_two_optimizer_instances_shard_inside_and_add_across(rank: int, world: i
         ddp.zero_grad_buffer()
         loss_of(ddp, rank, 0).backward()
         finalize_model_grads([ddp])
-        assert torch.distributed.get_world_size(ddp.buffers[0].buckets[0].groups.shard) == 2
+        assert torch.distributed.get_world_size(ddp.grad_buffers[0].buckets[0].groups.shard) == 2
         assert_same(whole_grads(ddp), expected)

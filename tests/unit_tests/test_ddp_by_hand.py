@@ -90,7 +90,7 @@ def test_a_gradient_with_a_graph_of_its_own_is_reduced(rank: int, world: int) ->
         loss_of(ddp, rank, 0).backward(create_graph=True)
         finalize_model_grads([ddp])
         assert_same(whole_grads(ddp), expected)
-        assert not ddp.buffers[0].grad_data.requires_grad
+        assert not ddp.grad_buffers[0].grad_data.requires_grad
 
 
 @ranks(2)

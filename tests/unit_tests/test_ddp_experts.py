@@ -87,7 +87,7 @@ def test_experts_are_summed_over_their_own_group_with_the_whole_groups_divisor(
                     average_in_collective=average,
                     bucket_size=1,
                 )
-                assert len(ddp.buffers) == len(ddp.expert_parallel_buffers) == 1
+                assert len(ddp.grad_buffers) == len(ddp.expert_parallel_buffers) == 1
                 for step in range(3):
                     ddp.zero_grad_buffer()
                     expert_loss(ddp, rank, step, skipped(rank, step)).backward()
@@ -106,7 +106,7 @@ def test_experts_with_two_optimizer_instances(rank: int, world: int) -> None:
             overlap_grad_reduce=overlap,
             bucket_size=60,
         )
-        (dense,), (expert,) = ddp.buffers, ddp.expert_parallel_buffers
+        (dense,), (expert,) = ddp.grad_buffers, ddp.expert_parallel_buffers
         assert dist.get_world_size(dense.groups.shard) == 4
         assert dist.get_world_size(expert.groups.shard) == 2
 

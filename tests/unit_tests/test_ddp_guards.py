@@ -201,7 +201,7 @@ def test_describe_tells_every_buffer_bucket_parameter_divisor_and_reduction(rank
         assert lines["second.weight"].index("sum over dp_cp") < lines["second.weight"].index("sum over tp")
         assert "mean over tp (of the user)" in lines["norm.weight"]
         assert "split over tp" in lines["first.weight"]
-        (buffer,) = ddp.buffers
+        (buffer,) = ddp.grad_buffers
         assert f"{buffer.numel} elements ({8 * buffer.numel} bytes)" in text
         assert (f"kept {4 * buffer.numel} bytes" in text) == (strategy == "optim_grads")
         for bucket in buffer.buckets:
@@ -229,7 +229,7 @@ def test_a_step_report_counts_bytes_collectives_and_orders_each_buckets_times(ra
             buckets = len(ddp.reducer.order)
             assert buckets == (7 if overlap or strategy == "optim_grads" else 1)
             assert report.collectives == buckets
-            elements = sum(buffer.numel for buffer in ddp.buffers)
+            elements = sum(buffer.numel for buffer in ddp.grad_buffers)
             sent = elements * 8 * (1 if strategy == "no_shard" else 0.5)  # 2 (n-1)/n against (n-1)/n
             assert abs(report.bytes_sent - sent) <= buckets
             assert report.late_buckets == 0
@@ -260,7 +260,7 @@ def test_across_optimizer_instances_only_the_shard_travels(rank: int, world: int
     )
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
-    (buffer,) = ddp.buffers
+    (buffer,) = ddp.grad_buffers
     inside, across = buffer.numel * 8 / 2, 2 * (buffer.numel / 2) * 8 / 2  # (n-1)/n of all, then 2 (n-1)/n of a half
     assert ddp.step_report().bytes_sent == inside + across
     assert ddp.step_report().collectives == 2

@@ -92,7 +92,7 @@ def test_bucket_options_change_the_buckets_and_not_the_gradients(rank: int, worl
             plain = copy.deepcopy(model)
             ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, **option)
             check_steps(ddp, plain, rank, world, 2, loss_of)
-            seen[strategy, name] = [bucket.layout.numel for bucket in ddp.buffers[0].buckets]
+            seen[strategy, name] = [bucket.layout.numel for bucket in ddp.grad_buffers[0].buckets]
     # From the last to the first: third 3 + 33, second 77, norm 7 + 7, first 7 + 35, 169 elements in all.
     assert seen["no_shard", "all in one"] == [169]
     assert seen["no_shard", "three buckets"] == [113, 56]  # closes at or above 57
@@ -113,7 +113,7 @@ def test_rank_shards_of_every_bucket_are_equal_parts_of_the_gradient(rank: int, 
     ddp = wrap(model, use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=60)
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
-    for bucket in ddp.buffers[0].buckets:
+    for bucket in ddp.grad_buffers[0].buckets:
         flat = torch.zeros(bucket.layout.numel, dtype=torch.float64)
         for slot in bucket.layout.slots:
             start = slot.start - bucket.layout.start
@@ -155,7 +155,7 @@ def test_each_dtype_has_a_buffer_and_all_are_reduced(rank: int, world: int, stra
             bucket_size=1,
             grad_reduce_in_fp32=in_fp32,
         )
-        dtypes = {(b.layout.key.param_dtype, b.layout.key.grad_dtype) for b in ddp.buffers}
+        dtypes = {(b.layout.key.param_dtype, b.layout.key.grad_dtype) for b in ddp.grad_buffers}
         halves = "float32" if in_fp32 else "bfloat16"
         assert dtypes == {("bfloat16", halves), ("float32", "float32"), ("float64", "float64")}
         for step in range(2):
@@ -214,7 +214,7 @@ def test_gradients_are_views_of_the_buffer_and_main_grad_is_grad(rank: int, worl
         if strategy == "optim_grads":
             continue
         ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap)
-        (buffer,) = ddp.buffers
+        (buffer,) = ddp.grad_buffers
         memory = buffer.grad_data.untyped_storage().data_ptr()
         for param in ddp.parameters():
             assert param.grad is param.main_grad
@@ -241,7 +241,7 @@ def test_scale_gradients_scales_what_is_valid_and_zero_grad_buffer_zeroes_all(ra
         ddp.scale_gradients(torch.tensor(3.0))
         assert_same(whole_grads(ddp), {name: 1.5 * grad for name, grad in expected.items()})
         ddp.zero_grad_buffer()
-        assert all(buffer.grad_data.count_nonzero() == 0 for buffer in ddp.buffers)
+        assert all(buffer.grad_data.count_nonzero() == 0 for buffer in ddp.grad_buffers)
         assert all(param.grad is param.main_grad for param in ddp.parameters())
 
 
@@ -263,7 +263,7 @@ def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, ov
         loss_of(ddp, rank, 0).backward()
         finalize_model_grads([ddp])
         assert_same(whole_grads(ddp), expected)
-    for bucket in ddp.buffers[0].buckets:
+    for bucket in ddp.grad_buffers[0].buckets:
         low, high = bucket.shard_range
         for slot in bucket.layout.slots:
             if len(slot.shape) == 2 or whole == "all":

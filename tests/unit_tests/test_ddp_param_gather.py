@@ -55,7 +55,7 @@ def gather_slowly(ddp: DistributedDataParallel) -> list[SlowHandle]:
 def sgd_on_shards(ddp: DistributedDataParallel) -> None:
     """A plain optimizer: each rank steps its shard of every bucket, and nothing else."""
     with torch.no_grad():
-        for buffer in ddp.buffers:
+        for buffer in ddp.grad_buffers:
             for bucket in buffer.buckets:
                 low, high = bucket.shard_range
                 bucket.param_data[low:high].add_(bucket.grad[low:high], alpha=-LR)
@@ -400,7 +400,7 @@ def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: in
         bucket_size=40,
         overlap_param_gather=overlap,
     )
-    buckets = ddp.buffers[0].buckets
+    buckets = ddp.grad_buffers[0].buckets
     assert len(buckets) > 2
     for step in range(3):
         ddp.zero_grad_buffer()

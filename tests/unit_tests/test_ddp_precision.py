@@ -44,7 +44,7 @@ def test_bf16_gradients_accumulate_and_reduce_in_fp32(rank: int, world: int) -> 
             overlap_grad_reduce=overlap,
             grad_reduce_in_fp32=True,
         )
-        assert ddp.buffers[0].grad_data.dtype == torch.float32
+        assert ddp.grad_buffers[0].grad_data.dtype == torch.float32
         for _ in range(2):
             ddp.zero_grad_buffer()
             with ddp.no_sync():
@@ -91,7 +91,7 @@ def test_bf16_on_the_wire_is_added_in_fp32(rank: int, world: int, strategy: str)
             # fp32 sums of bf16 values are not always exact in fp64's sense: allow a double rounding, one in a hundred.
             assert (got == exact.bfloat16()).sum() >= 297
             assert (in_bf16 != exact.bfloat16()).sum() > 30
-            assert ddp.buffers[0].grad_data.dtype == torch.bfloat16
+            assert ddp.grad_buffers[0].grad_data.dtype == torch.bfloat16
 
 
 @ranks(2, 3)

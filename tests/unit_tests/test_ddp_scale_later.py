@@ -18,7 +18,7 @@ def true_gradients(ddp: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Memory times what is still due, by name."""
     return {
         contract.name: view * bucket.pending_scale
-        for buffer in ddp.buffers
+        for buffer in ddp.grad_buffers
         for bucket in buffer.buckets
         for view, contract in zip(bucket.views, bucket.contracts, strict=True)
     }
@@ -50,7 +50,7 @@ def test_tokens_are_left_to_the_optimizer_too(rank: int, world: int) -> None:
     finalize_model_grads([ddp], torch.tensor(3 + 4 * rank))
     expected = {name: grad * world / 10 for name, grad in mean.items()}
     assert_same(true_gradients(ddp), expected)
-    bucket = ddp.buffers[0].buckets[0]
+    bucket = ddp.grad_buffers[0].buckets[0]
     assert bucket.scale_is_due
     assert float(bucket.take_scale()) == pytest.approx(0.1)
     assert not bucket.scale_is_due
@@ -65,7 +65,7 @@ def test_another_optimizer_is_refused_until_the_scale_is_taken(rank: int, world:
     finalize_model_grads([ddp])
     with pytest.raises(SyncError, match="scale_in_optimizer"):
         optimizer.step()
-    for buffer in ddp.buffers:
+    for buffer in ddp.grad_buffers:
         for bucket in buffer.buckets:
             assert bucket.take_scale() == 0.5
     optimizer.step()

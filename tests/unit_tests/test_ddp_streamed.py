@@ -58,7 +58,7 @@ def test_every_microbatch_is_reduced_and_sent(rank: int, world: int) -> None:
         finalize_model_grads([ddp])
         sent[reduce_microbatches] = ddp.step_report().bytes_sent
         text = ddp.describe()
-        once = ddp.buffers[0].numel * 8 * 2 // 3
+        once = ddp.grad_buffers[0].numel * 8 * 2 // 3
         assert f"sends {once} a step; 'every' keeps no more and sends k x {once}" in text
         assert f"reduce_microbatches={reduce_microbatches!r}" in text
     assert abs(sent["last"] - once) <= 10 and abs(sent["every"] - 3 * once) <= 30
@@ -136,9 +136,9 @@ def test_buckets_of_a_later_round_fill_in_their_turn(rank: int, world: int, over
     ddp = streamed(model, overlap_grad_reduce=overlap, reduce_microbatches="every")
     for microbatch in range(3):
         parallel_loss(ddp, rank, microbatch).backward()
-        pool = ddp.buffers[0].pool
+        pool = ddp.grad_buffers[0].pool
         assert pool is not None
-        held = [bucket.memory for bucket in ddp.buffers[0].buckets if bucket.memory is not None]
+        held = [bucket.memory for bucket in ddp.grad_buffers[0].buckets if bucket.memory is not None]
         assert all(pool.owns(memory) for memory in held)
     finalize_model_grads([ddp])
     assert_same(whole_grads(ddp), expected)
@@ -150,7 +150,7 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(12)))
     for reduce_microbatches in ("last", "every"):
         ddp = streamed(copy.deepcopy(model), bucket_size=1024, reduce_microbatches=reduce_microbatches)
-        (buffer,) = ddp.buffers
+        (buffer,) = ddp.grad_buffers
         assert len(buffer.buckets) == 12 and all(isinstance(bucket, StreamedBucket) for bucket in buffer.buckets)
         assert buffer.grad_data.numel() == 12 * 1024 // 2
         for _ in range(2):
@@ -178,8 +178,8 @@ def test_buckets_are_small_by_default_with_and_without_overlap(rank: int, world:
             overlap_grad_reduce=overlap,
             disable_bucketing=not overlap,
         )
-        assert [bucket.layout.numel for bucket in ddp.buffers[0].buckets] == [896_000] * 3
-        pool = ddp.buffers[0].pool
+        assert [bucket.layout.numel for bucket in ddp.grad_buffers[0].buckets] == [896_000] * 3
+        pool = ddp.grad_buffers[0].pool
         assert pool is not None and pool.memory.numel() == POOL_BUCKETS * 896_000
 
 
@@ -208,7 +208,7 @@ def test_whole_gradients_are_gathered_when_asked_for(rank: int, world: int) -> N
             finalize_model_grads([ddp], force_all_reduce=True)
             expected = mean_over_ranks(plain, world, (2 * step, 2 * step + 1))
             assert_same({name: param.grad for name, param in ddp.module.named_parameters()}, expected)
-            for bucket in ddp.buffers[0].buckets:  # and what the optimizer reads says the same
+            for bucket in ddp.grad_buffers[0].buckets:  # and what the optimizer reads says the same
                 low, high = bucket.shard_range
                 torch.testing.assert_close(bucket.owned_grad, bucket.grad[low:high])
 
@@ -297,7 +297,7 @@ def test_a_bf16_model_accumulates_in_fp32(rank: int, world: int) -> None:
     plain = make_net(torch.bfloat16)
     for reduce_microbatches in ("last", "every"):
         ddp = streamed(make_net(torch.bfloat16), grad_reduce_in_fp32=True, reduce_microbatches=reduce_microbatches)
-        assert ddp.buffers[0].grad_data.dtype == torch.float32
+        assert ddp.grad_buffers[0].grad_data.dtype == torch.float32
         accumulate(ddp, rank, range(4))
         finalize_model_grads([ddp])
         # bf16 backwards: what is compared is the scale of the sum, far above their rounding

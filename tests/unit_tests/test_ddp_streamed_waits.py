@@ -82,7 +82,7 @@ def test_ranks_may_talk_to_each_other_between_backward_and_finalize(
             reduce_microbatches=reduce_microbatches,
             share_host_memory=share,
         )
-        assert len(ddp.buffers[0].buckets) == LAYERS
+        assert len(ddp.grad_buffers[0].buckets) == LAYERS
         for step in range(3):
             plain.zero_grad()
             for r in range(world):

@@ -208,3 +208,13 @@ def test_hooks_of_the_users_own_see_their_gradients_and_may_change_them(rank: in
             loss_of(ddp, rank, 0).backward()
             finalize_model_grads([ddp])
             assert_same(whole_grads(ddp), {**expected, "second.weight": 2 * expected["second.weight"]})
+
+
+@ranks(1)
+def test_buffers_gives_the_buffers_of_the_model_as_for_any_module(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    norm = nn.BatchNorm1d(3)
+    ddp = wrap(norm)
+    for mine, its in zip(ddp.buffers(), norm.buffers(), strict=True):
+        assert mine is its
+    assert len(list(ddp.buffers())) == 3 and not list(ddp.buffers(recurse=False))

@@ -135,7 +135,7 @@ def test_bad_gradients_are_seen_by_every_norm(rank: int, world: int, bad: float,
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
     if rank == 1:
-        bucket = ddp.buffers[0].buckets[0]
+        bucket = ddp.grad_buffers[0].buckets[0]
         next(part for i in range(6) if (part := bucket.valid_part(i)).numel())[0] = bad
     assert optimizer.step() == (False, None, None)
 

@@ -46,7 +46,7 @@ def one_backward(booster: Booster, model: Any, optimizer: Any, rank: int, microb
 
 def elements(model: Any) -> tuple[int, int]:
     """(elements of all buckets, of gradients that are kept between steps)."""
-    buffers = model.module.buffers
+    buffers = model.module.grad_buffers
     return sum(buffer.numel for buffer in buffers), sum(buffer.grad_data.numel() for buffer in buffers)
 
 
@@ -213,7 +213,7 @@ def test_16_bit_gradients_travel_in_fp32_if_asked_for(rank: int, world: int) -> 
         one_backward(booster, model, optimizer, rank)
         optimizer.step()
         sent.append(model.module.step_report().bytes_sent)
-        kept = {buffer.grad_data.dtype for buffer in model.module.buffers}
+        kept = {buffer.grad_data.dtype for buffer in model.module.grad_buffers}
         assert kept == {torch.float32 if dtype is torch.float32 else torch.bfloat16}
     assert sent == [sent[0], 2 * sent[0], sent[0]]
 

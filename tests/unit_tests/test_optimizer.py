@@ -176,7 +176,7 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(
         optimizer.zero_grad()
         loss_of(ddp, rank, 1).backward()
         finalize_model_grads([ddp])
-        bucket = ddp.buffers[0].buckets[0]
+        bucket = ddp.grad_buffers[0].buckets[0]
         if rank == 1:  # after the reduction, on one rank alone
             bucket.valid_part(len(bucket.params) - 1)[-1:].fill_(bad)
             bucket.valid_part(0)[-1:].fill_(bad)
@@ -198,7 +198,7 @@ def test_finite_gradients_whose_squares_overflow_are_clipped_and_not_skipped(ran
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
     numel = sum(p.numel() for p in model.parameters())
-    for bucket in ddp.buffers[0].buckets:
+    for bucket in ddp.grad_buffers[0].buckets:
         for i in range(len(bucket.params)):
             bucket.valid_part(i).fill_(1e30)
     before = [p.clone() for p in model.parameters()]

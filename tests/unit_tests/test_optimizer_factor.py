@@ -105,7 +105,7 @@ def passes_of_a_step(
     step(ddp, optimizer, rank, 0, tokens=3)
     optimizer.zero_grad()
     optimizer.scale_loss(loss_of(ddp, rank, 1)).backward()
-    (buffer,) = ddp.buffers
+    (buffer,) = ddp.grad_buffers
     with Passes(buffer.grad_data) as passes:
         finalize_model_grads([ddp], torch.tensor(3))
         updated, norm, _ = optimizer.step()

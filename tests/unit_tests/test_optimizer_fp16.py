@@ -144,7 +144,7 @@ def test_an_overflow_anywhere_skips_the_step_of_all_and_halves_the_one_scale(
             ddp.reducer.forward_seen = True
         finalize_model_grads([ddp])
         if name and stage == 0:
-            buffer = (ddp.buffers if name == "dense" else ddp.expert_parallel_buffers)[0]
+            buffer = (ddp.grad_buffers if name == "dense" else ddp.expert_parallel_buffers)[0]
             part = buffer.buckets[0].valid_part(0)
             if part.numel() and rank == (1 if strategy == "optim" else 0):
                 part[-1] = float("inf")

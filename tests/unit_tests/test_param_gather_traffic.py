@@ -58,7 +58,7 @@ def train(ddp: DistributedDataParallel, optimizer: Any, rank: int, step: int) ->
 
 
 def buckets_of(ddp: DistributedDataParallel) -> list[Any]:
-    return [bucket for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers) for bucket in buffer.buckets]
+    return [bucket for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers) for bucket in buffer.buckets]
 
 
 @ranks(2, 4)

@@ -261,7 +261,7 @@ def test_evaluation_gives_the_loss_and_no_gradients(rank: int, world: int, sched
         chunk.zero_grad_buffer()
     outcome = runner.evaluate([microbatch(0, n) for n in range(5)])
     assert abs(outcome.loss.item() - losses[0]) < 1e-12 * losses[0]
-    assert all(float(buffer.grad_data.abs().sum()) == 0 for chunk in runner.chunks for buffer in chunk.buffers)
+    assert all(float(buffer.grad_data.abs().sum()) == 0 for chunk in runner.chunks for buffer in chunk.grad_buffers)
     check_steps(runner, build_whole(), 4)
 
 

@@ -67,7 +67,7 @@ def one_step(chunks: list[Any], optimizer: Any, poison: tuple[int, str, float] |
         sum((number + 1) * 0.25 * p.float().sum() for p in module.parameters() if p.requires_grad).backward()
     finalize_model_grads(chunks)
     if poison is not None and poison[0] == dist.get_rank():
-        buffers = (*chunks[-1].buffers, *chunks[-1].expert_parallel_buffers)
+        buffers = (*chunks[-1].grad_buffers, *chunks[-1].expert_parallel_buffers)
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             for index, contract in enumerate(bucket.contracts):
                 if contract.name == poison[1]:
@@ -96,7 +96,7 @@ def test_one_bad_number_on_one_rank_changes_nothing_anywhere(
         for bad in (math.nan, math.inf, -math.inf):
             parts = [
                 (rank, bucket.valid_part(i).numel() > 0)
-                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+                for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers)
                 for bucket in buffer.buckets
                 for i, contract in enumerate(bucket.contracts)
                 if contract.name == name
