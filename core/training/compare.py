@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 TOLERANCE = 1e-4  # nats
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the largest difference of each run's losses to those of the first; 1 where one is above TOLERANCE."""
+    """Print the largest difference of each run's losses to those of the first, by the number of the step.
+
+    1 where a difference is above TOLERANCE, 2 where a run cannot be read or has no step of the first.
+    """
     directories = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
     if len(directories) < 2:
         print("usage: python -m core.training.compare runs/first runs/second ...", file=sys.stderr)
         return 2
+    differ = False
     try:
         first, *others = [read_losses(directory) for directory in directories]
+        print(f"{directories[0]}: {len(first)} steps, loss {first[min(first)]:.6f} to {first[max(first)]:.6f}")
+        for directory, losses in zip(directories[1:], others, strict=True):
+            step, largest = largest_difference(first, losses)
+            differ = differ or not largest <= TOLERANCE
+            words = f"{directory}: in {len(first.keys() & losses)} common steps at most {largest:.1e} away (step {step})"
+            for name, alone in ((directories[0], first.keys() - losses), (directory, losses.keys() - first)):
+                words += f"; only {name} has {ranges(alone)}" if alone else ""
+            print(words)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{directories[0]}: {len(first)} steps, loss {first[0]:.6f} to {first[-1]:.6f}")
-    differ = False
-    for directory, losses in zip(directories[1:], others, strict=True):
-        common = min(len(first), len(losses))
-        step, largest = largest_difference(first[:common], losses[:common])
-        differ = differ or not largest <= TOLERANCE
-        print(f"{directory}: in the first {common} steps at most {largest:.1e} away (step {step})")
     return int(differ)
 
 
-def read_losses(run: Path) -> list[float]:
-    """The loss of every step of a run; ValueError where there is none."""
-    losses = [float(json.loads(line)["loss"]) for line in (run / "steps.jsonl").read_text().splitlines()]
+def read_losses(run: Path) -> dict[int, float]:
+    """The loss of every step of a run, by the step's number; ValueError where there is none.
+
+    A run that went back to a checkpoint may have written a step again: the last line of a step counts, and it is told.
+    """
+    path = run / "steps.jsonl"
+    losses: dict[int, float] = {}
+    again: set[int] = set()
+    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            record = json.loads(text)
+            step, loss = int(record["step"]), float(record["loss"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} has no step and loss: {text[:60]!r}") from error
+        if step in losses:
+            again.add(step)
+        losses[step] = loss
     if not losses:
-        raise ValueError(f"{run / 'steps.jsonl'} holds no step")
+        raise ValueError(f"{path} holds no step")
+    if again:
+        print(f"{run}: {ranges(again)} written again; the last line of a step counts")
     return losses
 
 
-def largest_difference(first: Sequence[float], second: Sequence[float]) -> tuple[int, float]:
-    """(step, counted from 1; difference) where the two are farthest apart; one that is no number is the farthest."""
-    differences = [abs(one - other) for one, other in zip(first, second, strict=True)]
-    worst = max(
-        range(len(differences)), key=lambda i: float("inf") if differences[i] != differences[i] else differences[i]
-    )
-    return worst + 1, differences[worst]
+def largest_difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[int, float]:
+    """(step, difference) where the common steps are farthest apart; one that is no number is the farthest."""
+    differences = {step: abs(first[step] - second[step]) for step in sorted(first.keys() & second.keys())}
+    if not differences:
+        raise ValueError(f"the runs have no step in common: {ranges(first)} and {ranges(second)}")
+    worst = max(differences, key=lambda step: (math.isnan(differences[step]), differences[step]))
+    return worst, differences[worst]
+
+
+def ranges(steps: Collection[int]) -> str:
+    """'steps 1 to 3, 7', or 'step 7'."""
+    parts: list[list[int]] = []
+    for step in sorted(steps):
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1][1:] = [step]
+        else:
+            parts.append([step])
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
 if __name__ == "__main__":

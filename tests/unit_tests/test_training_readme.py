@@ -77,18 +77,40 @@ def test_the_first_50_losses_of_the_default_job_are_the_same_in_every_layout(tmp
         assert losses[name] == pytest.approx(losses["1rank"], abs=1e-4, rel=0), name
 
 
+def write_run(directory: Path, losses: list[tuple[int, float]]) -> str:
+    directory.mkdir()
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses]
+    (directory / "steps.jsonl").write_text("".join(line + "\n" for line in lines))
+    return str(directory)
+
+
 def test_compare_tells_how_far_runs_are_apart_and_fails_above_the_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(name: str, losses: list[float]) -> str:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "steps.jsonl").write_text("".join(json.dumps({"loss": loss}) + "\n" for loss in losses))
-        return str(tmp_path / name)
+        return write_run(tmp_path / name, list(enumerate(losses, start=1)))
 
     first, near, far = run("a", [3.0, 2.0, 1.0]), run("b", [3.0, 2.00005, 1.0, 0.5]), run("c", [3.0, 2.0, 1.001])
     assert compare.main([first, near]) == 0
-    assert "b: in the first 3 steps at most 5.0e-05 away (step 2)" in capsys.readouterr().out
+    assert f"b: in 3 common steps at most 5.0e-05 away (step 2); only {near} has step 4\n" in capsys.readouterr().out
     assert compare.main([first, near, far]) == 1
     assert compare.main([first, run("nan", [3.0, float("nan"), 1.0])]) == 1
     assert compare.main([first]) == 2
     assert compare.main([first, run("empty", [])]) == 2
+
+
+def test_compare_matches_the_losses_of_a_resumed_run_by_the_number_of_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_run(tmp_path / "whole", [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)])
+    resumed = write_run(tmp_path / "resumed", [(3, 3.00001), (4, 2.5), (5, 9.0), (4, 2.0), (5, 1.0)])
+    assert compare.main([whole, resumed]) == 0
+    told = capsys.readouterr().out
+    assert f"{resumed}: steps 4 to 5 written again; the last line of a step counts" in told
+    assert f"resumed: in 3 common steps at most 1.0e-05 away (step 3); only {whole} has steps 1 to 2" in told
+    later = write_run(tmp_path / "later", [(7, 3.0), (9, 2.0)])
+    assert compare.main([whole, later]) == 2
+    assert "no step in common: steps 1 to 5 and steps 7, 9" in capsys.readouterr().err
+    (tmp_path / "later" / "steps.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
+    assert compare.main([whole, later]) == 2
+    assert "line 2 has no step and loss" in capsys.readouterr().err
