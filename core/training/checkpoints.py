@@ -155,10 +155,11 @@ def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ConfigError where the position in the data would be one in another text."""
-    for name in ("text_bytes", "tokens", "vocab_size"):
-        if saved[name] != now[name]:
-            raise ConfigError(
-                f"the checkpoint was saved while training on {saved['text']} ({name} {saved[name]:,}), and this run's "
-                f"text is {now['text']} ({now[name]:,}); give the same --data.text and --data.tokenizer"
-            )
+    """ConfigError where the position in the data would be one in other tokens, wherever they come from."""
+    if saved["digest"] == now["digest"]:
+        return
+    then, here = (f"{text['text']} ({text['tokens']:,} tokens, digest {text['digest'][:12]})" for text in (saved, now))
+    raise ConfigError(
+        f"the checkpoint was saved while training on {then}, and this run's text is {here}; give the same --data.text "
+        "and --data.tokenizer, or begin another run in another --checkpoint.dir"
+    )

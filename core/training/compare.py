@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for directory, losses in zip(directories[1:], others, strict=True):
             step, largest = largest_difference(first, losses)
             differ = differ or not largest <= TOLERANCE
-            words = f"{directory}: in {len(first.keys() & losses)} common steps at most {largest:.1e} away (step {step})"
+            words = (
+                f"{directory}: in {len(first.keys() & losses)} common steps at most {largest:.1e} away (step {step})"
+            )
             for name, alone in ((directories[0], first.keys() - losses), (directory, losses.keys() - first)):
                 words += f"; only {name} has {ranges(alone)}" if alone else ""
             print(words)

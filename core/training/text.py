@@ -15,22 +15,21 @@ NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tes
 
 @dataclass(frozen=True)
 class Text:
-    """Documents under a name that can be shown: `files` in training order, relative to `root`."""
+    """Documents under a name that can be shown: `files` in training order."""
 
     name: str
-    root: Path
     files: tuple[Path, ...]
 
     def documents(self) -> Iterator[bytes]:
         """The content of every file, in order."""
         for file in self.files:
-            yield (self.root / file).read_bytes()
+            yield file.read_bytes()
 
     def digest(self) -> str:
-        """A hash of the names, their order and the contents."""
+        """A hash of the contents and their order. How the paths were spelled is no part of it."""
         digest = hashlib.sha256()
-        for file, document in zip(self.files, self.documents(), strict=True):
-            digest.update(f"{file.as_posix()}\0{len(document)}\0".encode())
+        for document in self.documents():
+            digest.update(f"{len(document)}\0".encode())
             digest.update(document)
         return digest.hexdigest()
 
@@ -43,34 +42,36 @@ def open_text(paths: Sequence[Path]) -> Text:
 def standard_library() -> Text:
     """The source text of this Python's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = [file for file in files if not NOT_STANDARD_LIBRARY.intersection(file.parts)]
+    files = [(path.relative_to(root), path) for path in root.rglob("*.py")]
+    kept = [(name, path) for name, path in files if not NOT_STANDARD_LIBRARY.intersection(name.parts)]
     if not kept:
         raise FileNotFoundError(
             f"this Python has no source of its standard library under {root}; give text files with --data.text"
         )
-    return Text("Python standard library", root, mixed(kept))
+    return Text("Python standard library", mixed(kept))
 
 
 def text_of_paths(paths: Sequence[Path]) -> Text:
     """Files as they are given, directories searched for text files."""
-    files: list[Path] = []
+    files: list[tuple[Path, Path]] = []
     for path in paths:
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
             if not found:
                 raise FileNotFoundError(f"--data.text {path} holds no file that ends in {', '.join(TEXT_SUFFIXES)}")
-            files.extend(found)
+            files.extend((file.relative_to(path), file) for file in found)
         elif path.is_file():
-            files.append(path)
+            files.append((Path(path.name), path))
         else:
             raise FileNotFoundError(f"--data.text {path} is neither a file nor a directory (from {Path.cwd()})")
-    return Text(", ".join(map(str, paths)), Path(), mixed(files) if len(files) > 1 else tuple(files))
+    return Text(", ".join(map(str, paths)), mixed(files))
 
 
-def mixed(files: Sequence[Path]) -> tuple[Path, ...]:
-    """Files in an order that mixes directories and depends on the names alone.
+def mixed(files: Sequence[tuple[Path, Path]]) -> tuple[Path, ...]:
+    """(name, path) of files as their paths, in an order that mixes directories and depends on the names alone.
 
     The last part of the text is held out for validation; in sorted order that would be one subject, not a sample.
+    A name is relative to the path that was given, so that the same text has one order under every spelling of it.
     """
-    return tuple(sorted(files, key=lambda file: hashlib.sha256(file.as_posix().encode()).digest()))
+    ordered = sorted(files, key=lambda file: hashlib.sha256(file[0].as_posix().encode()).digest())
+    return tuple(path for _, path in ordered)

@@ -14,7 +14,7 @@ from core.training.config import DataOptions
 from core.training.text import Text, open_text
 from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
 
-FORMAT = 1  # changes whenever the same text and tokenizer would give another file
+FORMAT = 2  # changes whenever the same text and tokenizer would give another file
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class TokenFileHeader:
     tokens: int
     vocab_size: int
     dtype: str
+    digest: str  # of the tokens
 
     @property
     def bytes_per_token(self) -> float:
@@ -84,17 +85,21 @@ def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     tokens = text_bytes = 0
+    digest = hashlib.sha256(dtype.encode())
     with partial.open("wb") as file:
         for document in text.documents():
             numbers = tokenizer.encode(document).astype(dtype, copy=False)
-            file.write(numbers.tobytes())
+            file.write(numbers.data)
+            digest.update(numbers.data)
             tokens += len(numbers)
             text_bytes += len(document)
     if text_bytes == 0:
         partial.unlink()
         raise ValueError(f"the text {text.name} is empty: {len(text.files)} files, 0 bytes")
     partial.replace(path.with_suffix(".tokens"))
-    header = TokenFileHeader(text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype)
+    header = TokenFileHeader(
+        text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()
+    )
     _write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
 
 

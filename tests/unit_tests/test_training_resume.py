@@ -93,8 +93,12 @@ def test_another_layout_goes_on_with_the_same_losses(
 def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_schedule_can_be_asked_for(
     rank: int, world: int, tmp_path: Path, text_flags: list[str]
 ) -> None:
+    if rank == 0:
+        for name, letter in (("a", "a"), ("b", "b")):  # texts of one length
+            (tmp_path / f"{name}.txt").write_text(letter * 5000)
+    dist.barrier()
     flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
-    flags += ["--checkpoint.dir", str(tmp_path / "checkpoints")]
+    flags += ["--checkpoint.dir", str(tmp_path / "checkpoints"), "--data.text", str(tmp_path / "a.txt")]
 
     def run(*more: str) -> JobResult:
         parallel_state.destroy_model_parallel()
@@ -107,6 +111,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_
         (["--model.hidden-size", "48"], r"has shape \[256, 32\] in the checkpoint and \[256, 48\] in this model"),
         (["--model.num-attention-heads", "2"], "saved with --model.num-attention-heads 4, and this run has 2"),
         (["--run.seed", "5"], "belongs to seed 1234 and this sampler has 5"),
+        (["--data.text", str(tmp_path / "b.txt")], r"tokens, digest \w{12}\), and this run's text is .*b\.txt \("),
         (["--checkpoint.step", "7"], r"--checkpoint\.step 7: .*no such step"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -245,11 +250,11 @@ def test_another_model_is_refused_and_other_options_are_told() -> None:
     assert compare_configurations(older, changed(model={"activation": "swiglu"})) == []
 
 
-def test_another_text_is_refused() -> None:
-    header = {"text": "novels", "text_bytes": 10, "tokens": 12, "vocab_size": 256}
+def test_another_text_of_the_same_length_is_refused_and_the_same_text_elsewhere_is_taken() -> None:
+    header = {"text": "novels", "text_bytes": 10, "tokens": 12, "vocab_size": 256, "digest": "aaaa"}
     check_text(header, {**header, "text": "the same, elsewhere"})
-    with pytest.raises(ConfigError, match=r"on novels \(tokens 12\), and this run's text is poems \(11\)"):
-        check_text(header, {**header, "text": "poems", "tokens": 11})
+    with pytest.raises(ConfigError, match=r"novels \(12 tokens, digest aaaa\), .* poems \(12 tokens, digest bbbb\)"):
+        check_text(header, {**header, "text": "poems", "digest": "bbbb"})
 
 
 def test_options_of_checkpoints_need_a_directory() -> None:
