@@ -183,17 +183,20 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
 
 def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
     """The first difference in words."""
-    sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 2]
+    sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 3]
     everyone = gather_objects(sketches.cpu(), group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks[1:], everyone[1:], strict=True):
         for n, (bucket, i) in enumerate(served):
             tolerance = 1e-2 if bucket.dtype.itemsize == 2 else 1e-5
-            size = max(float(everyone[0][n, 0]), float(other[n, 0]))
-            if not bool(((other[n] - everyone[0][n]).abs() <= tolerance * size).all()):
+            norms = float(everyone[0][n, 0]), float(other[n, 0])
+            off = (other[n] - everyone[0][n]).abs()
+            elsewhere = bool(off[2] > 1e-9)
+            if elsewhere or bool((off[:2] > tolerance * max(norms)).any()):
+                also = ", and elements that are not finite are not the same ones" if elsewhere else ""
                 return (
                     f"the gradient of {bucket.contracts[i].name!r} differs between ranks {ranks[0]} and {rank} of "
-                    f"group {name!r} {ranks}: norms {float(everyone[0][n, 0]):.6g} and {float(other[n, 0]):.6g}. Both "
+                    f"group {name!r} {ranks}: norms {norms[0]:.6g} and {norms[1]:.6g}{also}. Both "
                     "hold a copy of this parameter; a reduction is missing in its contract (see ddp.describe()), or "
                     "the ranks saw different inputs"
                 )
@@ -201,12 +204,16 @@ def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.Proce
 
 
 def _sketch(part: torch.Tensor) -> torch.Tensor:
-    """[norm, projection on a fixed random direction of unit length] in fp64."""
+    """[norm, projection on a fixed random direction of unit length, the same projection of a mark for every NaN, Inf
+    and -Inf] in fp64. The first two leave out what is not finite: all copies may have it alike, and NaN equals nothing.
+    """
     values = part.detach().to(torch.float64)
     generator = torch.Generator().manual_seed(values.numel())
     direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64)
     direction = (direction / max(1.0, float(direction.norm()))).to(values.device)
-    return torch.stack([torch.linalg.vector_norm(values), values @ direction])
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))
+    return torch.stack([torch.linalg.vector_norm(finite), finite @ direction, marks @ direction])
 
 
 def _all_params(order: Sequence[Bucket]) -> list[tuple[Bucket, int]]:

@@ -153,6 +153,40 @@ def test_a_drift_between_replicas_is_named_on_all_ranks(rank: int, world: int) -
 
 
 @ranks(2)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_on_all_copies_is_no_drift_and_on_one_copy_it_is(
+    rank: int, world: int, value: float
+) -> None:
+    """An overflow that all ranks share is the loss scaler's to skip."""
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), check_replicas=True)
+    shared, first_only, elsewhere = {0: [0, 1]}, {0: [0], 1: []}, {0: [0], 1: [1]}
+    for places in (shared, first_only, elsewhere):
+        ddp.zero_grad_buffer()
+        loss_of(ddp, rank, 0).backward()
+        ddp.finish_grad_sync()
+        ddp.module.second.weight.grad.view(-1)[places.get(rank, places[0])] = value
+        if places is shared:
+            finalize_model_grads([ddp])
+            assert int(torch.isfinite(ddp.module.second.weight.grad).logical_not().sum()) == 2
+        else:
+            with pytest.raises(ReplicaDriftError, match=r"'second.weight' differs between ranks 0 and 1.* not finite"):
+                finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_copies_that_are_not_finite_in_one_place_are_still_compared_in_the_others(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), check_replicas=True)
+    loss_of(ddp, rank, 0).backward()
+    ddp.finish_grad_sync()
+    ddp.module.second.weight.grad[0, 0] = float("nan")
+    ddp.module.second.weight.grad[0, 1] += 0.1 * rank
+    with pytest.raises(ReplicaDriftError, match=r"'second.weight' differs between ranks 0 and 1 of group 'dp_cp'"):
+        finalize_model_grads([ddp])
+
+
+@ranks(2)
 def test_the_users_config_objects_are_not_changed(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:
