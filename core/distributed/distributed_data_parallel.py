@@ -134,9 +134,7 @@ class DistributedDataParallel(nn.Module):
             channels=plain.channels,
         )
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
-        # Gathers that overlap the forward are the backend's, which works by itself.
-        gathers = Collectives(channels=[] if ddp_config.overlap_param_gather else plain.channels)
-        self.param_sync = ParamSync(order, on_wire(gathers), module, overlap=ddp_config.overlap_param_gather)
+        self.param_sync = ParamSync(order, on_wire(Collectives(channels=plain.channels)))
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
@@ -224,19 +222,12 @@ class DistributedDataParallel(nn.Module):
         reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
 
         def before(_module: nn.Module, _inputs: Any) -> None:
-            reducer, param_sync = reducer_of(), param_sync_of()
-            if reducer is not None and param_sync is not None:
-                param_sync.before_forward()
-                if torch.is_grad_enabled():
-                    reducer.forward_seen = True
-
-        def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            param_sync = param_sync_of()
-            if param_sync is not None:
-                param_sync.after_forward()
+            reducer = reducer_of()
+            if reducer is not None and torch.is_grad_enabled():
+                reducer.forward_seen = True
 
         self.module.register_forward_pre_hook(before, prepend=True)
-        self.module.register_forward_hook(after, always_call=True)
+        # A step that Ctrl-C interrupted has left gathers in flight; whoever then saves or loads finds them complete.
         self.module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
         self.module.register_load_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
 
@@ -251,16 +242,12 @@ class DistributedDataParallel(nn.Module):
 
     def _make_hook(self, bucket: Bucket) -> Callable[[int, torch.Tensor], None]:
         # Weak, so that deleting the wrapper leaves a plain module, which can be wrapped again.
-        reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
-        bucket_of = weakref.ref(bucket)
+        reducer_of, bucket_of = weakref.ref(self.reducer), weakref.ref(bucket)
 
         def arrived(index: int, _param: torch.Tensor) -> None:
-            reducer, param_sync, bucket = reducer_of(), param_sync_of(), bucket_of()
-            if reducer is None or param_sync is None or bucket is None:
-                return
-            if param_sync.pending:
-                param_sync.check_used(bucket, index)
-            reducer.arrive(bucket, index)
+            reducer, bucket = reducer_of(), bucket_of()
+            if reducer is not None and bucket is not None:
+                reducer.arrive(bucket, index)
 
         return arrived
 
@@ -313,21 +300,22 @@ class DistributedDataParallel(nn.Module):
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
 
-        With overlap_param_gather it returns at once, unless `force_sync`; modules wait for their own parameters.
+        They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
+        it is right.
         """
         if self.ddp_config.sharded:
-            self.param_sync.start(force_sync=force_sync)
+            self.param_sync.gather()
 
     def start_bucket_param_sync(self, bucket: Bucket) -> None:
         """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.
 
         Called for every bucket, in one order on all ranks, instead of `start_param_sync`; then `finish_param_sync`,
-        unless gathers overlap the next forward. Collective over the bucket's shard group.
+        before anybody reads or writes a parameter. Collective over the bucket's shard group.
         """
         self.param_sync.start_bucket(bucket)
 
     def finish_param_sync(self) -> None:
-        """Wait for parameter gathers in flight, before parameters are read other than by a forward."""
+        """Wait for the gathers of `start_bucket_param_sync`; nothing to do after the optimizer's `step`."""
         self.param_sync.finish()
 
     @torch.no_grad()

@@ -20,8 +20,9 @@ class DistributedDataParallelConfig:
 
     grad_reduce_in_fp32: accumulate and reduce in fp32 whatever the parameter's dtype.
     overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.
-    overlap_param_gather: gather parameters while the next forward runs (needs a sharded strategy).
-    align_param_gather: not built yet, and refused: gathers start together, after the step.
+    overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
+        sharded strategy). When `step()` returns all are complete; nothing is gathered under the next forward.
+    align_param_gather: refused, because nothing is gathered under the forward.
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
     num_distributed_optimizer_instances: shard inside data / instances ranks, replicate across.
     check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
@@ -117,8 +118,8 @@ class DistributedDataParallelConfig:
             )
         if self.align_param_gather:
             raise ValueError(
-                "align_param_gather is not built: gathers start right after the optimizer's step. Leave it False, and "
-                "use overlap_param_gather=True to run them under the next forward"
+                "align_param_gather=True aligns gathers that run under the forward, and here they are complete when "
+                "the optimizer's step returns. Leave it False; overlap_param_gather=True overlaps them within the step"
             )
         if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
             raise ValueError(

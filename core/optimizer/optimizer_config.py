@@ -35,7 +35,7 @@ class OptimizerConfig:
     adam_beta1, adam_beta2, adam_eps, sgd_momentum: the algorithm's own numbers.
     fp16, bf16, params_dtype: what the model's parameters are. 16-bit parameters get fp32 master weights.
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
-        next one is stepped; for sharded optimizers.
+        next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
     optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU; with
         overlap_cpu_optimizer_d2h_h2d, copies to and from the device run beside the steps.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.

@@ -286,7 +286,7 @@ class PipelineRunner:
         )
 
     def _param_syncs(self) -> list[Callable[[], Any]]:
-        """param_sync_func of each chunk; with one chunk the forward itself waits for its parameters."""
+        """param_sync_func of each chunk; not called where there is one chunk, as in Megatron's schedule."""
         funcs = getattr(self.config, "param_sync_func", None)
         count = len(self.chunks)
         if funcs is None or count == 1:

@@ -25,7 +25,7 @@ def trace_events(traces: Sequence[StepTrace]) -> list[dict[str, Any]]:
     if not traces:
         return []
     launches = [event.launched_s for trace in traces for event in trace.gathers if event.launched_s is not None]
-    origin = min([*launches, *(trace.start_s for trace in traces)])  # gathers are launched in the step before
+    origin = min([*launches, *(trace.start_s for trace in traces)])  # a report may hold gathers of the step before
     events: list[dict[str, Any]] = []
     named: set[tuple[int, int]] = set()
 

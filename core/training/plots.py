@@ -51,8 +51,8 @@ def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: 
 
 
 def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
-    """One step of one rank: the main thread on top, below it each bucket from complete to reduced, in launch order,
-    parameter gathers first.
+    """One step of one rank: the main thread on top, below it each bucket from complete to reduced, and the
+    gathers of its parameters, in launch order.
     """
     buckets = [
         (f"{kind} {event.bucket}", event, exposed_s)

@@ -38,8 +38,8 @@ class Layout:
 
     Gradients: strategy; overlap; bucket_size: elements, None for the default; average: the collective divides;
     deterministic: reductions add in rank order; scale_in_optimizer: divided at the very end; whole_shards: no parameter
-    lies in two shards; every_microbatch: whole gradients are not even kept for a step; overlap_gather: parameters are
-    gathered under the next forward.
+    lies in two shards; every_microbatch: whole gradients are not even kept for a step; overlap_gather: a bucket's
+    parameters are gathered while the optimizer steps the next bucket.
 
     model: 'classic' (learned positions, GELU, LayerNorm), 'modern' (rotary, SwiGLU, RMSNorm, grouped queries, q/k norm)
     or 'tagged' (classic, with a parameter for every sync rule that those two do not need). tied: do embedding and

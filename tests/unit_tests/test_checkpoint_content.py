@@ -460,7 +460,7 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(rank: int,
 
 
 @ranks(2)
-def test_parameters_in_an_overlapped_gather_are_waited_for(rank: int, world: int, tmp_path: Path) -> None:
+def test_parameters_that_were_gathered_within_the_step_are_saved(rank: int, world: int, tmp_path: Path) -> None:
     parallel_state.initialize_model_parallel()
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim", overlap_grad_reduce=True, overlap_param_gather=True
@@ -468,7 +468,6 @@ def test_parameters_in_an_overlapped_gather_are_waited_for(rank: int, world: int
     model = DistributedDataParallel(None, config, Net())
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
     train(model, optimizer, 2)
-    assert model.param_sync.pending, "the gather of the last step is still in flight"
     save_checkpoint(tmp_path, 2, [model], optimizer)
     other, its_optimizer = build(Net(), strategy="optim")
     load_checkpoint(tmp_path, [other], its_optimizer)

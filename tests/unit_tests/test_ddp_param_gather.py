@@ -1,16 +1,17 @@
-"""start_param_sync: no forward reads a weight before its gather is complete, whoever reads it and however."""
+"""When an optimizer's step or start_param_sync has returned, every read of a parameter is right, whoever makes it."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
-from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
+from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
 
@@ -97,148 +98,138 @@ class Functional(nn.Module):
         return self.output(x)
 
 
-class Recomputed(Functional):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 def functional_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank + 10 * step)
     x = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
     return model(x).pow(2).sum() * (1 + rank)
 
 
-@ranks(1, 3, nightly=(2,))
-def test_training_with_overlapped_gathers_equals_one_process(rank: int, world: int) -> None:
-    parallel_state.initialize_model_parallel()
-    cases: list[tuple[Any, Any]] = [
-        (make_net, loss_of),
-        (Functional, functional_loss),
-        (Recomputed, functional_loss),
-    ]
-    for build, loss in cases:
-        for overlap_param_gather in (False, True):
-            for slow in (False, True):
-                model = build()
-                plain = copy.deepcopy(model)
-                ddp = wrap(
-                    model,
-                    use_distributed_optimizer=True,
-                    overlap_grad_reduce=True,
-                    overlap_param_gather=overlap_param_gather,
-                    bucket_size=1,
-                )
-                if slow:
-                    gather_slowly(ddp)
-                before = {name: param.detach().clone() for name, param in plain.named_parameters()}
-                for step in range(5):
-                    ddp.zero_grad_buffer()
-                    loss(ddp, rank, step).backward()
-                    finalize_model_grads([ddp])
-                    sgd_on_shards(ddp)
-                    ddp.start_param_sync()
-                    one_process_step(plain, world, step, loss)
-                    assert overlap_param_gather or not ddp.param_sync.pending
-                if overlap_param_gather:
-                    assert len(ddp.param_sync.pending) == len(ddp.reducer.order)
-                ddp.finish_param_sync()
-                assert_weights(ddp, plain, step)
-                moved = sum((param - before[name]).norm().item() for name, param in plain.named_parameters())
-                assert moved > 0.1, "the reference did not move"
+def trained(strategy: str, switched_on_by: str) -> tuple[nn.Module, DistributedDataParallel, Any]:
+    """The same model in one process, wrapped with gathers that overlap the step, and its optimizer."""
+    model = Functional()
+    plain = copy.deepcopy(model)
+    ddp = wrap(
+        model,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=True,
+        overlap_param_gather=switched_on_by == "the wrapper",
+        bucket_size=40,
+    )
+    bucketwise = switched_on_by == "the optimizer"
+    config = OptimizerConfig(
+        optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0,
+        overlap_param_gather_with_optimizer_step=bucketwise,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(config, [ddp])
+    gather_slowly(ddp)
+    return plain, ddp, optimizer
+
+
+def step_both(plain: nn.Module, ddp: DistributedDataParallel, optimizer: Any, rank: int, world: int, step: int) -> None:
+    optimizer.zero_grad()
+    functional_loss(ddp, rank, step).backward()
+    finalize_model_grads([ddp])
+    assert optimizer.step()[0]
+    one_process_step(plain, world, step, functional_loss)
+
+
+X = torch.arange(12, dtype=torch.float64).view(2, 6) / 7
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda module: [param.detach() for param in module.parameters()],
+    "named_parameters": lambda module: [dict(module.named_parameters())["output.weight"].detach()],
+    "a submodule's state_dict": lambda module: list(module.attention.state_dict().values()),
+    "a copy of the module": lambda module: [param.detach() for param in copy.deepcopy(module).parameters()],
+    "an average": lambda module: list(torch._foreach_lerp([torch.zeros_like(p) for p in module.parameters()],
+                                                          [p.detach() for p in module.parameters()], 0.25)),
+    "a functional": lambda module: [nn.functional.linear(X, module.output.weight).detach()],
+    "a norm": lambda module: [torch.linalg.vector_norm(nn.utils.parameters_to_vector(module.parameters()).detach())],
+    "an evaluation": lambda module: [module.eval()(X.view(2, 1, 6)).detach(), module.train()(X.view(2, 1, 6)).detach()],
+}  # fmt: skip
 
 
 @ranks(2)
-def test_a_forward_under_no_grad_and_a_state_dict_wait_for_all_gathers(rank: int, world: int) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("switched_on_by", ["the wrapper", "the optimizer"])
+def test_every_read_right_after_a_step_is_that_of_one_process(
+    rank: int, world: int, strategy: str, switched_on_by: str
+) -> None:
     parallel_state.initialize_model_parallel()
-    for what in ("eval", "state_dict", "module.state_dict", "load", "force_sync", "twice"):
-        model = Functional()
-        plain = copy.deepcopy(model)
-        ddp = wrap(model, use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True)
-        handles = gather_slowly(ddp)
-        for step in range(3):
-            ddp.zero_grad_buffer()
-            functional_loss(ddp, rank, step).backward()
-            finalize_model_grads([ddp])
-            sgd_on_shards(ddp)
-            ddp.start_param_sync(force_sync=what == "force_sync")
-            one_process_step(plain, world, step, functional_loss)
-            if what == "force_sync":
-                assert_weights(ddp, plain, step)
-            elif what == "eval":
-                ddp.eval()
-                with torch.no_grad():
-                    got, want = (functional_loss(m, rank, 99) for m in (ddp, plain))
-                ddp.train()
-                assert torch.allclose(got, want, rtol=1e-9)
-            elif what == "load":
-                ddp.load_state_dict(plain.state_dict())
-                assert_weights(ddp, plain, step)
-            elif what == "twice":
-                ddp.start_param_sync()
-            else:
-                state = ddp.state_dict() if what == "state_dict" else ddp.module.state_dict()
-                for name, want in plain.state_dict().items():
-                    assert torch.allclose(state[name], want, rtol=1e-9, atol=1e-12), (what, name)
-        ddp.finish_param_sync()
-        assert handles and all(handle.waited for handle in handles), f"{what}: a gather was given up in flight"
+    for step, (what, read) in enumerate(READS.items()):
+        if step % 3 == 0:
+            plain, ddp, optimizer = trained(strategy, switched_on_by)
+            assert len(ddp.param_sync.order) > 2
+        before = [value.clone() for value in read(plain)]
+        step_both(plain, ddp, optimizer, rank, world, step)
+        wants = read(plain)
+        for have, want in zip(read(ddp.module), wants, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-12, msg=lambda m, what=what: f"{what}: {m}")
+        assert max((a - b).abs().max().item() for a, b in zip(before, wants, strict=True)) > 1e-3, what
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_weights_that_are_loaded_into_a_submodule_after_a_step_stay(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel()
+    plain, ddp, optimizer = trained(strategy, "the wrapper")
+    torch.manual_seed(5)
+    loaded = {name: torch.randn_like(value) for name, value in plain.inner.state_dict().items()}
+    for step in range(3):
+        step_both(plain, ddp, optimizer, rank, world, step)
+        if step == 0:
+            ddp.module.inner.load_state_dict(loaded)
+            plain.inner.load_state_dict(loaded)
         assert_weights(ddp, plain, step)
 
 
-class Changing(nn.Module):
-    """Reads a weight functionally from its third call on: learnt behaviour does not hold any more."""
+class Stumbling(Functional):
+    """Raises in its first forward, after it has read some of its weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(12)
-        self.calls = 0
-        self.first = nn.Linear(6, 6, dtype=torch.float64)
-        self.second = nn.Linear(6, 6, dtype=torch.float64)
+    stumbled = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        x = self.first(x)
-        if self.calls > 2:
-            return nn.functional.linear(x, self.second.weight, self.second.bias)
-        return self.second(x)
-
-
-class ChangingAhead(Changing):
-    """The same, and then the module's own forward: when backward comes the gather is complete."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        x = self.first(x)
-        if self.calls > 2:
-            x = nn.functional.linear(x, self.second.weight, self.second.bias)
-        return self.second(x)
-
-
-REFUSALS = {
-    Changing: (SyncError, "'second.(weight|bias)' was used in a forward before its gather"),
-    ChangingAhead: (RuntimeError, "has been modified by an inplace operation"),
-}
+        if not self.stumbled:
+            self.stumbled = True
+            self.inner(x)
+            raise ValueError("the first batch is bad")
+        return super().forward(x)
 
 
 @ranks(2)
-@pytest.mark.parametrize("build", REFUSALS)
-def test_a_weight_that_was_read_before_its_gather_is_refused(rank: int, world: int, build: type[Changing]) -> None:
+@pytest.mark.parametrize("first", ["a copy", "a forward that raises"])
+def test_what_happens_before_the_first_forward_changes_no_later_step(rank: int, world: int, first: str) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = wrap(
-        build(), use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
-    )
+    plain, ddp, optimizer = trained("optim", "the wrapper")
+    if first == "a copy":
+        copied = copy.deepcopy(ddp.module)
+        copied(X.view(2, 1, 6))
+    else:
+        ddp.module.__class__ = Stumbling
+        with pytest.raises(ValueError, match="the first batch is bad"):
+            ddp(X.view(2, 1, 6))
+    for step in range(3):
+        step_both(plain, ddp, optimizer, rank, world, step)
+        assert_weights(ddp, plain, step)
+
+
+@ranks(1, 3, nightly=(2,))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("force_sync", [False, True])
+def test_a_gather_by_hand_is_complete_when_it_returns(rank: int, world: int, overlap: bool, force_sync: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    plain = copy.deepcopy(model)
+    ddp = wrap(model, use_distributed_optimizer=True, overlap_param_gather=overlap, bucket_size=1)
+    handles = gather_slowly(ddp)
     for step in range(3):
         ddp.zero_grad_buffer()
-        generator = torch.Generator().manual_seed(rank + step)
-        value = ddp(torch.randn(2, 6, generator=generator, dtype=torch.float64)).pow(2).sum()
-        if step == 2:
-            kind, words = REFUSALS[build]
-            with pytest.raises(kind, match=words):
-                value.backward()
-            return
-        value.backward()
+        loss_of(ddp, rank, step).backward()
         finalize_model_grads([ddp])
         sgd_on_shards(ddp)
-        ddp.start_param_sync()
+        ddp.start_param_sync(force_sync=force_sync)
+        one_process_step(plain, world, step, loss_of)
+        assert_weights(ddp, plain, step)
+    assert len(handles) == 3 * len(ddp.reducer.order) and all(handle.waited for handle in handles)
 
 
 @ranks(2)
@@ -295,7 +286,6 @@ def test_gathers_stay_inside_an_optimizer_instance(rank: int, world: int) -> Non
         sgd_on_shards(ddp)
         ddp.start_param_sync()
         one_process_step(plain, world, step, loss_of)
-    ddp.finish_param_sync()
     assert_weights(ddp, plain, step)
 
 
@@ -308,84 +298,6 @@ def test_unsharded_parameters_have_nothing_to_gather(rank: int, world: int) -> N
         ddp.finish_param_sync()
     with pytest.raises(ValueError, match="use_distributed_optimizer=True"):
         wrap(make_net(), overlap_param_gather=True)
-
-
-class ReadsAhead(nn.Module):
-    """Reads a weight before the forward of the module that owns it, in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(13)
-        self.first = nn.Linear(6, 6, dtype=torch.float64)
-        self.second = nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(nn.functional.linear(x, self.second.weight))))
-
-
-@ranks(2)
-@pytest.mark.parametrize("called_by", ["the wrapper", "the module", "the module under no_grad"])
-def test_a_weight_that_is_read_before_its_modules_forward_is_never_stale(rank: int, world: int, called_by: str) -> None:
-    """Either the reader waits, or the step is refused; a stale weight must not pass in silence."""
-    parallel_state.initialize_model_parallel()
-    for build in (ReadsAhead, Functional):
-        model = build()
-        plain = copy.deepcopy(model)
-        ddp = wrap(
-            model, use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
-        )
-        gather_slowly(ddp)
-        for step in range(3):
-            ddp.zero_grad_buffer()
-            value = functional_loss(ddp if called_by == "the wrapper" else ddp.module, rank, step)
-            try:
-                value.backward()
-            except SyncError as refused:
-                assert "was used in a forward before its gather" in str(refused)
-                assert called_by == "the module"  # through the wrapper it has to work
-                break
-            finalize_model_grads([ddp])
-            sgd_on_shards(ddp)
-            ddp.start_param_sync()
-            one_process_step(plain, world, step, functional_loss)
-            if called_by == "the module under no_grad":
-                with torch.no_grad():
-                    got, want = (functional_loss(m, rank, 99) for m in (ddp.module, plain))
-                assert torch.allclose(got, want, rtol=1e-9), f"step {step}: an evaluation read stale weights"
-        else:
-            ddp.finish_param_sync()
-            assert_weights(ddp, plain, step)
-
-
-class OtherwiseInEvaluation(Changing):
-    """Reads a weight functionally in evaluation only, so that training never shows it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.second(x) if self.training else nn.functional.linear(x, self.second.weight, self.second.bias)
-
-
-@ranks(2)
-def test_an_evaluation_that_reads_weights_in_its_own_way_waits_for_all(rank: int, world: int) -> None:
-    parallel_state.initialize_model_parallel()
-    model = OtherwiseInEvaluation()
-    plain = copy.deepcopy(model)
-    ddp = wrap(
-        model, use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1
-    )
-    gather_slowly(ddp)
-    for step in range(2):
-        ddp.zero_grad_buffer()
-        functional_loss(ddp, rank, step).backward()
-        finalize_model_grads([ddp])
-        sgd_on_shards(ddp)
-        ddp.start_param_sync()
-        one_process_step(plain, world, step, functional_loss)
-        ddp.eval()
-        with torch.no_grad():
-            got, want = (functional_loss(m, rank, 99) for m in (ddp, plain))
-        ddp.train()
-        assert torch.allclose(got, want, rtol=1e-9), f"step {step}"
 
 
 @ranks(1, 3, nightly=(2,))
@@ -411,8 +323,7 @@ def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: in
             low, high = bucket.shard_range
             bucket.param_data[low:high].add_(bucket.owned_grad, alpha=-LR)
             ddp.start_bucket_param_sync(bucket)
-        if not overlap:
-            ddp.finish_param_sync()
+        ddp.finish_param_sync()
         assert ddp.param_sync.collectives.traffic.collectives - sent == (len(buckets) if world > 1 else 0)
         one_process_step(plain, world, step, loss_of)
     for name, value in ddp.state_dict().items():

@@ -23,7 +23,6 @@ def check(rank: int, world: int, stage: int, precision: str, accumulate: int, cl
     inside = {"max_norm": MAX_NORM} if clip else {}
     booster = new_booster(stage, precision, **inside, **options)
     model, optimizer, _ = train(booster, rank, accumulate, sync_all=sync_all)
-    model.module.finish_param_sync()  # gathers may be under way with overlap_allgather
     reference, norms = trained_on_one_process(world, accumulate, clip)
     assert_same_training(model, reference, BOUNDS[precision])
     assert optimizer.get_grad_norm() == pytest.approx(norms[-1], rel=10 * BOUNDS[precision])

@@ -108,7 +108,6 @@ def test_steps_equal_those_of_one_process_on_the_whole_batch(
             assert updated and zeros is None
             assert norm == pytest.approx(expected_norm, rel=1e-12)
             assert clip_grad == 0 or expected_norm > 2 * clip_grad, "nothing was clipped"
-        ddp.finish_param_sync()
         reference.assert_equals(ddp)
 
 

@@ -48,7 +48,6 @@ def train(ddp: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
         ddp.reducer.forward_seen = True
         finalize_model_grads([ddp])
         updated, norm, _ = optimizer.step()
-        ddp.finish_param_sync()
         assert updated
         norms.append(norm)
     return norms
@@ -107,8 +106,6 @@ def test_remainders_make_the_steps_of_fp32_masters_bit_for_bit(
                     one = torch.cat([entry[key] for entry in want[name]])
                     other = torch.cat([entry[key] for entry in got[name]])
                     assert torch.equal(one, other), f"{name} {key}"
-        ddp.finish_param_sync()
-        plain.finish_param_sync()
         start = make_net(BF16, width=61)
         for name, entries in got.items():
             param = ddp.module.get_parameter(name).detach()
@@ -258,7 +255,6 @@ def test_parameters_frozen_on_the_way_stand_still_in_every_precision(rank: int, 
     for case, (dtype, grads, extra) in CASES.items():
         ddp, optimizer = build(strategy, {**ALGORITHMS["adamw"], **extra}, dtype=dtype, grads_in_fp32=grads == FP32)
         train(ddp, optimizer, rank, range(2))
-        ddp.finish_param_sync()
         frozen = [ddp.module.second.weight, ddp.module.first.bias]
         for param in frozen:
             param.requires_grad_(False)
@@ -269,14 +265,12 @@ def test_parameters_frozen_on_the_way_stand_still_in_every_precision(rank: int, 
             loss_of(ddp, rank, step).backward()
             finalize_model_grads([ddp])
             assert optimizer.step()[0]
-        ddp.finish_param_sync()
         for param, value in zip(frozen, still, strict=True):
             assert torch.equal(param, value), case
             param.requires_grad_(True)
         for name, value in others.items():
             assert not torch.equal(ddp.module.get_parameter(name), value), f"{case}: {name}"
         train(ddp, optimizer, rank, range(4, 6))
-        ddp.finish_param_sync()
         for param, value in zip(frozen, still, strict=True):
             assert not torch.equal(param, value), case
 

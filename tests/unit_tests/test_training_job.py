@@ -148,7 +148,6 @@ def test_non_finite_gradients_end_the_run_on_every_rank_and_the_plots_are_drawn(
 
     def spoil_step_3(*, stop_requested: bool) -> StepResult:
         if trainer.step == 2 and rank == 1:
-            trainer.chunks[0].finish_param_sync()
             next(trainer.chunks[0].module.parameters()).data.fill_(float("nan"))
         return train_step(stop_requested=stop_requested)
 
