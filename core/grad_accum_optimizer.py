@@ -105,7 +105,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
             return None
         self._settle()
         result = self.optim.step(*args, **kwargs)
-        skipped = isinstance(result, tuple) and bool(result) and result[0] is False
+        refused = isinstance(result, tuple) and bool(result) and result[0] is False
+        skipped = refused or bool(getattr(self.optim, "step_was_skipped", False))
         self._norm = None
         self.accumulation.updated(made=not skipped)
         return result

@@ -152,7 +152,8 @@ def _read_ahead(iterator: Iterator[Any], size: int) -> Iterator[Any]:
 class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
     """Steps the inner scheduler once for an update of the parameters, however often and whenever it is called.
 
-    Made alone, without the optimizer's `state`, it steps on every `accumulate_size`-th call.
+    Made alone, without the optimizer's `state`, it steps on every `accumulate_size`-th call, unless the optimizer of
+    the scheduler says `step_was_skipped` (a loss scale's overflow; all optimizers of this package do).
     """
 
     _inner = "lr_scheduler"
@@ -172,7 +173,8 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
         state = self.accumulation
         if self.alone:
             state.count += 1
-            state.schedule_due = state.is_due
+            driven = getattr(self.lr_scheduler, "optimizer", None)
+            state.schedule_due = state.is_due and not getattr(driven, "step_was_skipped", False)
             state.count %= state.size
         if state.schedule_due:
             state.schedule_due = False

@@ -106,6 +106,15 @@ class OptimizerWrapper:
         """Update the parameters."""
         return self.optim.step(*args, **kwargs)
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last `step` left the parameters alone because a gradient overflowed."""
+        return bool(getattr(self.unwrap(), "step_was_skipped", False))
+
+    def note_step(self, *, skipped: bool) -> None:
+        """Leave the mark on the torch optimizer, which is what a scheduler holds."""
+        self.unwrap().step_was_skipped = skipped
+
     # -- scaled losses --------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

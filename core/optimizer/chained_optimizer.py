@@ -63,6 +63,7 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler
         self.steps_skipped = 0
+        self.step_was_skipped = False
         self.skip_log = SkipLog()
         self._scale = 1.0
         self._stats = self._spent = None
@@ -107,8 +108,15 @@ class ChainedOptimizer(MegatronOptimizer):
             optimizer._clip = self._clip
             optimizer.step_with_ready_grads()
             begin = end
+        self.step_was_skipped = False
         self.skip_log.made(self._scale)
         return True
+
+    def note_step(self, *, skipped: bool) -> None:
+        """Leave word of the last step with every optimizer of the chain."""
+        self.step_was_skipped = skipped
+        for optimizer in self.chained_optimizers:
+            optimizer.note_step(skipped=skipped)
 
     # -- what users of Megatron call --------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ class MegatronOptimizer:
         self.steps_skipped = 0
         self.skip_log = SkipLog()
         self._scale = 1.0  # of the loss, when the gradients were measured
+        self.note_step(skipped=False)
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
         self._spent: GradStats | None = None  # of those that the last step was made of
         self._clip: dict[str | None, float] = {}  # norm group -> coefficient
@@ -188,6 +189,7 @@ class MegatronOptimizer:
             masters.bucket.take_scale()
             masters.bucket.spent = True
         self._update(factors)
+        self.note_step(skipped=False)
         self.skip_log.made(self._scale)
         return True
 
@@ -235,11 +237,17 @@ class MegatronOptimizer:
 
     def _skip(self, stats: GradStats) -> None:
         self.steps_skipped += 1
+        self.note_step(skipped=True)
         self._stats = None
         if dist.get_rank() == 0:
             threshold = self.config.grad_norm_skip_threshold
             reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
             self.skip_log.skipped(reason, self.grad_scaler, self._scale)
+
+    def note_step(self, *, skipped: bool) -> None:
+        """Leave word of the last step for schedulers, which hold this optimizer or the torch optimizer in it."""
+        inner: Any = self.optimizer
+        self.step_was_skipped = inner.step_was_skipped = skipped
 
     def model_of_buckets(self) -> list[int]:
         """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""

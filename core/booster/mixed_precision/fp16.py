@@ -122,3 +122,10 @@ class ApexOptimizer(OptimizerWrapper):
         """Accumulate the gradient of the loss as apex scales it; it unscales at the end."""
         with self.amp.scale_loss(loss, self.optim) as scaled:
             scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters. After an overflow apex has put a step that does nothing in place of the next one."""
+        skipped = bool(getattr(getattr(self.optim, "_amp_stash", None), "already_patched", False))
+        result = self.optim.step(*args, **kwargs)
+        self.note_step(skipped=skipped)
+        return result

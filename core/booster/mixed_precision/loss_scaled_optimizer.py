@@ -80,6 +80,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
             raise TypeError("step() takes no closure with fp16: a closure's backward would not scale the loss")
         self.unscale_grad()
         result = None if self.found_inf else self.optim.step()
+        self.note_step(skipped=self.found_inf)
         self.scaler.update(self.found_inf)
         self._unscaled = self._scaled = False
         return result

@@ -156,6 +156,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
         self._make_ready()
         made = self.engine.apply(self.max_norm if self._clip_once is None else self._clip_once)
+        self.note_step(skipped=not made)
         if self.verbose and self.model.groups.rank("dp_cp") == 0:
             scale = 1.0 if self.scaler is None else self.scaler.value
             logger.info(
