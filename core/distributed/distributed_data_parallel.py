@@ -21,6 +21,7 @@ from core.distributed.collector_pause import collector_paused
 from core.distributed.describe import describe_model
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.fingerprint import Facts, check_same
+from core.distributed.fused_kernels import check_declared, ignore_dummies
 from core.distributed.grad_buffer import GradBuffer
 from core.distributed.grad_reducer import GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
@@ -237,6 +238,8 @@ class DistributedDataParallel(nn.Module):
         for bucket in order:
             arrived = self._make_hook(bucket)
             for index, param in enumerate(bucket.params):
+                if "grad_added_to_main_grad" in param.__dict__:
+                    ignore_dummies(param, bucket.contracts[index].name)
                 hook_gradient(param, MethodType(arrived, index))
                 param.grad_reducer = reducer_of
 
@@ -244,9 +247,11 @@ class DistributedDataParallel(nn.Module):
         # Weak, so that deleting the wrapper leaves a plain module, which can be wrapped again.
         reducer_of, bucket_of = weakref.ref(self.reducer), weakref.ref(bucket)
 
-        def arrived(index: int, _param: torch.Tensor) -> None:
+        def arrived(index: int, param: torch.Tensor) -> None:
             reducer, bucket = reducer_of(), bucket_of()
             if reducer is not None and bucket is not None:
+                if param.__dict__.get("grad_added_to_main_grad"):
+                    check_declared(param, bucket.contracts[index].name)
                 reducer.arrive(bucket, index)
 
         return arrived

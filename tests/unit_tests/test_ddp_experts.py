@@ -152,7 +152,6 @@ class FusedProduct(torch.autograd.Function):
         if main_grad is None or ctx.parameter.grad is not main_grad:
             return grad @ weight, grad.t() @ x, None
         main_grad.addmm_(grad.t().to(main_grad.dtype), x.to(main_grad.dtype))
-        ctx.parameter.grad_added_to_main_grad = True
         FusedProduct.fused += 1
         return grad @ weight, None, None
 
