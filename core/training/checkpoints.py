@@ -11,8 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core.checkpoint import CheckpointError, CheckpointNotFound, CheckpointSaver, load_checkpoint, save_checkpoint
-from core.training.config import JobConfig
+from core.checkpoint import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointSaver,
+    list_steps,
+    load_checkpoint,
+    save_checkpoint,
+)
+from core.training.config import CheckpointOptions, JobConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.trainer import Trainer
@@ -42,6 +49,7 @@ class JobCheckpoints:
         # Ranks on devices agree on files through their CPUs.
         self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
         self.saved_step = -1
+        self.run: str | None = None  # the name of the run's directory, from the checkpoint of a run that goes on
         self.saver: CheckpointSaver | None = None
 
     def resume(self) -> str:
@@ -70,6 +78,7 @@ class JobCheckpoints:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         trainer.step = self.saved_step = report.step
+        self.run = report.extra["run"]
         if not report.random_restored:
             notes.append(
                 "random streams start anew, since they belong to another layout (only dropout draws from them)"
@@ -91,7 +100,7 @@ class JobCheckpoints:
         if self.saved_step == trainer.step:
             return
         assert self.saver is not None, "saves come inside the with block"
-        extra = {"sampler": trainer.sampler.state_dict(), "text": self._text()}
+        extra = {"sampler": trainer.sampler.state_dict(), "text": self._text(), "run": self.run}
         save_checkpoint(
             self.root,
             trainer.step,
@@ -120,6 +129,21 @@ class JobCheckpoints:
     ) -> None:
         if self.saver is not None:
             self.saver.__exit__(kind, error, traceback)
+
+
+def check_root(options: CheckpointOptions) -> None:
+    """ConfigError where a run that begins would save among another run's checkpoints, and delete them under `keep`."""
+    if options.dir is None or options.resume or options.step is not None:
+        return
+    try:
+        saved = list_steps(options.dir)
+    except CheckpointError as error:
+        raise ConfigError(f"--checkpoint.dir {options.dir}: {error}") from error
+    if saved:
+        raise ConfigError(
+            f"--checkpoint.dir {options.dir} holds checkpoints of another run (steps {saved[0]} to {saved[-1]}), and "
+            "this run begins; add --checkpoint.resume to go on from them, or give another directory"
+        )
 
 
 def as_json(config: JobConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from core import parallel_state
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.tensor_parallel import model_parallel_manual_seed
-from core.training.checkpoints import JobCheckpoints
+from core.training.checkpoints import JobCheckpoints, check_root
 from core.training.config import JobConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
@@ -26,6 +26,7 @@ from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
+from core.training.run_directory import CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
@@ -87,19 +88,45 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer)
     goes_on = config.checkpoint.resume or config.checkpoint.step is not None
     resumed = checkpoints.resume() if checkpoints is not None and goes_on else None
-    if dist.get_rank() != 0:
-        return run_steps(trainer, None, checkpoints)
-    directory = config.run.directory / config.run.name
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(to_json(config) + "\n")
-    (directory / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
-    numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
-    print(plan.describe(config))
-    print(tokens.header.describe())
-    print(f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {directory}/", flush=True)
-    if resumed is not None:
-        print(resumed, flush=True)
-    return run_steps(trainer, Reporter(config, plan, directory, after_step=trainer.step), checkpoints)
+    with claim_directory(config, None if checkpoints is None else checkpoints.run) as run:
+        if checkpoints is not None:
+            checkpoints.run = run.path.name
+        if dist.get_rank() != 0:
+            return run_steps(trainer, None, checkpoints)
+        (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
+        (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+        numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
+        print(plan.describe(config))
+        print(tokens.header.describe())
+        print(
+            f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/", flush=True
+        )
+        if resumed is not None:
+            print(resumed, flush=True)
+        return run_steps(trainer, Reporter(config, plan, run.path, after_step=trainer.step), checkpoints)
+
+
+def claim_directory(config: JobConfig, saved: str | None) -> RunDirectory:
+    """The run's directory, locked by rank 0; where that fails, all ranks say why. Collective.
+
+    saved: the name of the directory of the run that goes on; None for a run that begins.
+    """
+    parent, name = config.run.directory, config.run.name
+    run: RunDirectory | None = None
+    failure: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            check_root(config.checkpoint)
+            run = RunDirectory.new(parent, name) if saved is None else RunDirectory.again(parent, name, saved)
+        except ConfigError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"--run.directory {parent} cannot be written and locked by this user: {error}"
+    answer = [None if run is None else str(run.path), failure]
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise ConfigError(str(answer[1]))
+    return run or RunDirectory(Path(str(answer[0])), None)
 
 
 def start_groups(config: JobConfig, plan: JobPlan) -> None:

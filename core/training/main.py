@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from core.training.checkpoints import check_root
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments)
         plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
         check_extras(config)
+        if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
+            check_places(config)
     except (ConfigError, MissingExtra) as error:
         return _refuse(error, launch)
     if launch is None:
@@ -70,6 +74,17 @@ def check_extras(config: JobConfig) -> None:
         require_installed("tensorboard", "--logging.tensorboard")
     if config.data.tokenizer != "bytes":
         require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
+
+
+def check_places(config: JobConfig) -> None:
+    """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+    check_root(config.checkpoint)
+    tokenizer = config.data.tokenizer
+    if tokenizer not in ("bytes", "bpe") and not Path(tokenizer).is_file():
+        raise ConfigError(f"--data.tokenizer is {tokenizer!r}: not 'bytes', not 'bpe', and no such file")
+    for path in config.data.text:
+        if not path.exists():
+            raise ConfigError(f"--data.text {path} is neither a file nor a directory (from {Path.cwd()})")
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:

@@ -12,6 +12,7 @@ from core.pipeline_parallel.schedules import check_microbatches, find_schedule, 
 from core.training.config import JobConfig, ParallelOptions
 from core.training.errors import ConfigError
 from core.training.model_config import optimizer_config, transformer_config
+from core.training.run_directory import check_run_name
 from core.training.schedule import schedule_numbers
 from core.training.sizes import check_counts, check_divides, check_model, check_ranks, check_vocabulary
 
@@ -145,6 +146,7 @@ def _check_options(config: JobConfig) -> None:
             "--logging.trace-steps": config.logging.trace_steps,
         }
     )
+    check_run_name(run.name)
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None
     if checkpoint.dir is None and asks:
         raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, where the checkpoints are")

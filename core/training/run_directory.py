@@ -1,0 +1,94 @@
+"""The directory of a run: one that no other run has used, or its own again when it goes on; one process writes there.
+
+runs/default/           the first run of this name
+runs/default-2/         the second one
+runs/default/run.lock   locked by the process that writes there, for as long as that process lives
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from core.training.errors import ConfigError
+
+LOCK, CONFIGURATION = "run.lock", "config.json"
+
+
+def check_run_name(name: str) -> None:
+    """ConfigError for a name that is no name of a directory: with a separator in it, '.', '..', or empty."""
+    if name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        raise ConfigError(
+            f"--run.name is {name!r}; it names one directory in --run.directory, so it must not be empty, '.' or '..', "
+            "or hold a slash"
+        )
+
+
+class RunDirectory:
+    """A directory that rank 0 alone writes to. A context manager: leaving it unlocks the directory.
+
+    lock: the descriptor of its locked file; None on the other ranks.
+    """
+
+    def __init__(self, path: Path, lock: int | None) -> None:
+        self.path = path
+        self.lock = lock
+
+    @staticmethod
+    def new(parent: Path, name: str) -> RunDirectory:
+        """parent/name, or the first of name-2, name-3, ... that no run has used and no process holds."""
+        for number in itertools.count(1):
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            if (lock := _lock(path)) is None:
+                continue
+            if not (path / CONFIGURATION).exists():
+                return RunDirectory(path, lock)
+            os.close(lock)
+        raise AssertionError("there is always another number")
+
+    @staticmethod
+    def again(parent: Path, name: str, saved: str) -> RunDirectory:
+        """The directory `saved` of a run that goes on under its name; a new one if it goes on under another name.
+
+        ConfigError where another process is writing to it.
+        """
+        if not re.fullmatch(rf"{re.escape(name)}(-\d+)?", saved):
+            return RunDirectory.new(parent, name)
+        path = parent / saved
+        if (lock := _lock(path)) is None:
+            raise ConfigError(
+                f"{path} is written to by another run that has not ended: {(path / LOCK).read_text().strip()}. Stop "
+                "that one, or go on under another --run.name"
+            )
+        return RunDirectory(path, lock)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def _lock(path: Path) -> int | None:
+    """The lock of a directory, which is made if need be; None while another holds it. The kernel frees a dead one's."""
+    path.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        os.close(lock)
+        raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
