@@ -71,6 +71,7 @@ class Bucket:
         self.dtype, self.device = grad.dtype, grad.device
         self.param_data = param_data  # [layout.numel] of the parameters where they are sharded, else None
         self.params = params
+        self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
         self.groups = groups
         self.sharded = sharded

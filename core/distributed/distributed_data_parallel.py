@@ -118,6 +118,9 @@ class DistributedDataParallel(nn.Module):
         self.grad_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
+        if self.plan.shared:
+            for bucket in order:
+                bucket.params_stay = any(slot.name in self.plan.shared for slot in bucket.layout.slots)
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
         self.nan_watch = NonFiniteWatch(order) if watches_nan else None
         self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None

@@ -33,6 +33,7 @@ from core.distributed.param_layout import (
     resolve_bucket_size,
     tuples_of,
 )
+from core.distributed.wrap_checks import check_kinds, check_storage, shared_params
 from core.process_groups import ProcessGroups
 
 ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
@@ -77,6 +78,7 @@ class ModelPlan:
     order: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
     wire_is_free: bool  # may backward launch buckets: do no activations travel on the groups of gradients?
     device: torch.device
+    shared: dict[str, str]  # parameters whose memory another tensor of the model uses too, and that one in words
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
         """All parameters of a data group, frozen ones too."""
@@ -215,15 +217,18 @@ def plan_model(
             "may differ in which chunks had one; set reduce_microbatches='last'"
         )
     modules, named = walk_model(module)
+    check_kinds(module, modules, named)
     device = next(iter(named.values())).device if named else control_device(groups.require("dp_cp"))
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     on_meta, on_cpu = device.type == "meta", device.type == "cpu"
     # One call a parameter for all that is read of it: with many parameters each one's memory is far away.
-    read = attrgetter("requires_grad", "dtype", "shape", "is_cpu" if on_cpu else "device")
+    read = attrgetter("requires_grad", "dtype", "shape", "is_cpu" if on_cpu else "device", "layout")
     place = True if on_cpu else device
     looks = list(map(read, named.values()))  # many parameters look alike
-    unfit = {look for look in set(looks) if on_meta or look[3] != place or look[1].is_complex}
+    unfit = {
+        look for look in set(looks) if on_meta or look[3] != place or look[1].is_complex or look[4] is not torch.strided
+    }
     for (name, param), look in zip(named.items(), looks, strict=True):
         if unfit and look in unfit:
             raise ValueError(_unfit(name, param, next(iter(named)), device))
@@ -237,6 +242,14 @@ def plan_model(
                 "second time. Delete that wrapper first, or wrap the model once"
             )
         params[name] = param
+    check_storage(named)
+    shared = shared_params(module, modules, params, frozen)
+    if shared and ddp_config.sharded:
+        name, other = next(iter(shared.items()))
+        raise ValueError(
+            f"{other} lies in the memory of parameter {name!r}, which a sharded optimizer moves; it would keep the old "
+            "values. Read the parameter where it is used, or set data_parallel_sharding_strategy='no_shard'"
+        )
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), modules, groups, config, rules)
     _check_rules(rules, contracts, groups)
@@ -282,6 +295,7 @@ def plan_model(
         launch_order(layout, list(params)),
         wire_is_free,
         device,
+        shared,
     )
 
 
@@ -310,6 +324,8 @@ def _unfit(name: str, param: nn.Parameter, first: str, device: torch.device) -> 
         )
     if param.device.type == "meta":
         return f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping"
+    if param.layout is not torch.strided:
+        return f"parameter {name!r} is {param.layout}; gradient buffers hold dense tensors: make it one (to_dense())"
     return (
         f"parameter {name!r} is on {param.device} and {first!r} on {device}; the parameters of one model chunk "
         "share a gradient buffer and must be on one device"

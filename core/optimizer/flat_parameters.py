@@ -37,7 +37,7 @@ class FlatParameters:
         offsets = [slot.start - start for slot in bucket.layout.slots]
         data = _already_there(bucket, offsets)
         if data is None:
-            if not all(_can_move(param, offset) for param, offset in zip(bucket.params, offsets, strict=True)):
+            if bucket.params_stay or not all(map(_can_move, bucket.params, offsets)):
                 return None
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
         homes = homes_of(data, bucket.layout.slots, start)
