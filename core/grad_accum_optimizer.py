@@ -16,6 +16,7 @@ from core.distributed.collectives import Collectives, control_device
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.optimizer_state import plain_numbers
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -160,7 +161,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
             named = self._named_params()
             gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
         return {
-            **self.optim.state_dict(),
+            **plain_numbers(self.optim.state_dict()),
             "accumulation": {
                 "size": state.size,
                 "count": state.count,

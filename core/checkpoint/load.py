@@ -10,8 +10,9 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from core.checkpoint.save import (
     settle,
     words_of,
 )
+from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ def load_checkpoint(
 
     meta = directory.meta
     random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
-    ranks.agree(_load_numbers(directory, scheduler, loss_scaler_of(optimizer)))
+    ranks.agree(_load_numbers(directory, optimizer, scheduler, loss_scaler_of(optimizer)))
     _put_in_place(chunks, optimizer, plan)
     if meta.get("scheduler") is not None:
         _set_learning_rates(scheduler)
@@ -222,17 +224,22 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
         raise ValueError(f"load_hyperparameters: {len(saved)} optimizers were saved, and there are {len(mine)} here")
     found = []
     for leaf, record in zip(mine, saved, strict=True):
-        theirs = {group["optimizer"] for group in record["param_groups"]}
-        ours = {group["optimizer"] for group in leaf.param_groups}
+        theirs, ours = _algorithms(record["param_groups"]), _algorithms(leaf.param_groups)
         if theirs != ours:
             raise ValueError(f"load_hyperparameters: those of {sorted(theirs)} were saved, and here is {sorted(ours)}")
-        groups = [
-            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            for group in record["param_groups"]
-        ]
+        groups = _with_tuples(record["param_groups"])
         load_groups([dict(group) for group in leaf.param_groups], groups)  # on copies: does it fit?
         found.append(groups)
     return found
+
+
+def _algorithms(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {group["optimizer"] for group in groups}
+
+
+def _with_tuples(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups as they were before JSON made lists of tuples (betas)."""
+    return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in groups]
 
 
 def _set_learning_rates(scheduler: Any) -> None:
@@ -242,19 +249,34 @@ def _set_learning_rates(scheduler: Any) -> None:
             group["lr"] = rate
 
 
-def _load_numbers(directory: CheckpointDirectory, scheduler: Any, scaler: Any) -> str | None:
-    """Give scheduler and loss scaler their states; why they refuse, and then both are as before."""
-    undo: list[tuple[Any, Any]] = []
-    for name, target in (("scheduler", scheduler), ("loss_scaler", scaler)):
-        state = directory.meta.get(name)
-        if target is None or state is None:
-            continue
-        try:
-            before = copy.deepcopy(target.state_dict())
-            target.load_state_dict(state)
-        except Exception as failure:  # whatever a user's own scheduler raises: the others wait in the next gather
-            for changed, state_before in undo:
-                changed.load_state_dict(state_before)
-            return f"cannot load {directory.path}: the {name} refuses its state: {words_of(failure)}"
-        undo.append((target, before))
+def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any, scaler: Any) -> str | None:
+    """Give the param groups what the schedule had written into them, then scheduler and loss scaler their states.
+
+    Returns why one of them refuses, and then all are as before.
+    """
+    meta = directory.meta
+    groups = [group for leaf in leaves(optimizer) for group in leaf.param_groups]
+    undo: list[Callable[[], Any]] = [partial(_set_groups, groups, [dict(group) for group in groups])]
+    name = "optimizer"
+    try:
+        # Ours sets all that it writes from its own state, by its options. torch's go on from what the groups hold.
+        if scheduler is not None and meta.get("scheduler") and not isinstance(scheduler, OptimizerParamScheduler):
+            for leaf, record in zip(leaves(optimizer), meta.get("optimizer", []), strict=False):
+                if "written" in record and _algorithms(record["param_groups"]) == _algorithms(leaf.param_groups):
+                    load_groups(leaf.param_groups, _with_tuples(record["written"]))
+        for name, target in (("scheduler", scheduler), ("loss_scaler", scaler)):
+            if target is not None and meta.get(name) is not None:
+                before = copy.deepcopy(target.state_dict())
+                target.load_state_dict(meta[name])
+                undo.append(partial(target.load_state_dict, before))
+    except Exception as failure:  # whatever a user's own scheduler raises: the others wait in the next gather
+        for put_back in reversed(undo):
+            put_back()
+        return f"cannot load {directory.path}: the {name} refuses its state: {words_of(failure)}"
     return None
+
+
+def _set_groups(groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
+    for group, options in zip(groups, before, strict=True):
+        group.clear()
+        group.update(options)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,7 +26,7 @@ from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.distributed.global_slices import written_here
-from core.optimizer.optimizer_state import save_groups
+from core.optimizer.optimizer_state import GROUP_IDENTITY, save_groups
 from core.process_groups import ProcessGroups
 
 CONTENT_FORMAT = 1  # of names and of what `meta` holds
@@ -213,7 +214,12 @@ def _meta(
         "layout": layout_of(chunks),
         **versions(),
         "optimizer": [
-            {"algorithm": type(leaf.optimizer).__name__, "param_groups": _groups(leaf)} for leaf in leaves(optimizer)
+            {
+                "algorithm": type(leaf.optimizer).__name__,
+                "param_groups": _groups(leaf.param_groups),
+                "written": _written(_groups(leaf.param_groups), _groups(leaf.built_groups)),
+            }
+            for leaf in leaves(optimizer)
         ],
         "scheduler": None if scheduler is None else plain(scheduler.state_dict()),
         "loss_scaler": None if scaler is None else plain(scaler.state_dict()),
@@ -230,9 +236,17 @@ def _meta(
     return meta
 
 
-def _groups(leaf: Any) -> Any:
+def _groups(groups: list[dict[str, Any]]) -> Any:
     """Hyperparameters for the record, and for who asks for them; what is no number or name is kept as text."""
-    return json.loads(json.dumps(plain(save_groups(leaf.param_groups)), default=str))
+    return json.loads(json.dumps(plain(save_groups(groups)), default=str))
+
+
+def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a schedule has changed in the groups or added to them since the optimizer was made: part of its state."""
+    return [
+        {k: v for k, v in group.items() if k in GROUP_IDENTITY or k not in before or v != before[k]}
+        for group, before in zip(groups, built, strict=True)
+    ]
 
 
 def versions() -> dict[str, Any]:
@@ -250,8 +264,8 @@ def loss_scaler_of(optimizer: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers out of tensors, lists out of tuples: what JSON can hold of a state."""
-    if isinstance(value, torch.Tensor):
+    """Numbers out of tensors and of numpy's, lists out of tuples: what JSON can hold of a state."""
+    if isinstance(value, (torch.Tensor, np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.optimizer.optimizer_state import plain_numbers
+
 NOT_SCALED = (
     "this step's gradients come from a loss that was not multiplied by the loss scale, and would be divided by it; "
     "call booster.backward(loss, optimizer) in place of loss.backward(), once or more before each step"
@@ -132,8 +134,8 @@ class OptimizerWrapper:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
-        state: dict[str, Any] = self.optim.state_dict()
+        """The inner optimizer's, without numbers of numpy."""
+        state: dict[str, Any] = plain_numbers(self.optim.state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

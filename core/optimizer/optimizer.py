@@ -101,6 +101,7 @@ class MegatronOptimizer:
         for run in runs:
             torch_groups[run.group]["params"].append(run.master)
         self.optimizer = self._inner_optimizer(torch_groups, runs)
+        self.built_groups = save_groups(self.optimizer.param_groups)  # what differs later, a schedule has written
         self.names = self._qualified_names()
         self.meter = GradMeter(
             self.masters,

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from core.optimizer.optimizer_state import plain_numbers
+
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
@@ -187,7 +189,8 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The samples seen, and every number of the schedule."""
-        return {"num_steps": self.num_steps, **{field: getattr(self, field) for field in SAVED}}
+        state: dict[str, Any] = plain_numbers({field: getattr(self, field) for field in ("num_steps", *SAVED)})
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved count. Sets it, never adds to it.

@@ -12,9 +12,11 @@ fp32 copies where it is kept otherwise (fp16 with a scale, remainders). Loading 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from core import huge_pages
@@ -192,8 +194,17 @@ def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> 
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups without their tensors."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    """The param groups without their parameters."""
+    return [{key: plain_numbers(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def plain_numbers(state: Any) -> Any:
+    """A state with Python's numbers in the place of numpy's, which torch.load refuses. Tensors stay."""
+    if isinstance(state, (np.generic, np.ndarray)):
+        return state.tolist()
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, plain_numbers(value)) for key, value in state.items())
+    return type(state)(map(plain_numbers, state)) if type(state) in (list, tuple) else state
 
 
 def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from core.optimizer.optimizer_state import plain_numbers
+
 INDEX_SUFFIX = ".index.json"
 SAFE_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -102,7 +104,7 @@ def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
     """Write a dictionary to a file that appears under its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not use_safetensors:
-        replace(path, lambda temporary: torch.save(content, temporary))
+        replace(path, lambda temporary: torch.save(plain_numbers(content), temporary))
         return
     save_file = safetensors_package().save_file
     odd = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]

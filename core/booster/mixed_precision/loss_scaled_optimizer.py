@@ -92,7 +92,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and `loss_scaler`."""
-        return {**self.optim.state_dict(), "loss_scaler": self.scaler.state_dict()}
+        return {**super().state_dict(), "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale stays as it is."""

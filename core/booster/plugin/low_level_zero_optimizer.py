@@ -19,6 +19,7 @@ from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import LossScaler
+from core.optimizer.optimizer_state import plain_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """
         state: dict[str, Any] = {
             "state": {number: _copied(found) for number, found in whole_states(self.engine)},
-            "param_groups": packed_groups(self.engine, self.param_names),
+            "param_groups": plain_numbers(packed_groups(self.engine, self.param_names)),
         }
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
