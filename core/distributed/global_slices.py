@@ -13,9 +13,10 @@ Three things that a tensor does not show are said by its layer:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -95,13 +96,30 @@ def global_name(module: nn.Module, local_name: str) -> str:
     path: list[str] = []
     current: object = module
     while rest:
-        names: Mapping[str, str] = getattr(current, "global_names", None) or {}
+        names = _names_said_by(current)
         length = next((n for n in range(len(rest), 0, -1) if ".".join(rest[:n]) in names), 0)
         taken = rest[: length or 1]
         path.append(names[".".join(taken)] if length else taken[0])
         rest = rest[len(taken) :]
         for part in taken:
             current = getattr(current, part, None)
+    return _without_transparent(path)
+
+
+def namer(module: nn.Module) -> Callable[[str], str]:
+    """`global_name` of one module for many names: quick where no module says anything."""
+    if any(map(_names_said_by, module.modules())):
+        return partial(global_name, module)
+    return lambda local_name: _without_transparent(local_name.split("."))
+
+
+def _names_said_by(part: Any) -> Mapping[str, str]:
+    """`part.global_names`, without the microseconds that a module takes to say that it has none."""
+    said = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
+    return part.global_names or {} if said else {}
+
+
+def _without_transparent(path: Iterable[str]) -> str:
     return ".".join(part for part in path if part not in TRANSPARENT)
 
 

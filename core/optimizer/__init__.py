@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from core.distributed.collector_pause import collector_paused
-from core.distributed.model_walk import walk_model
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.model_check import buckets_of, check_model, check_whole_params
+from core.optimizer.model_check import check_model, check_whole_params
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
@@ -22,6 +21,7 @@ from core.optimizer.param_groups import (
     overrides_of_conditions,
 )
 from core.optimizer.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
+from core.optimizer.rule_names import frozen_params, repeated_name, trainable_params
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
@@ -56,7 +56,8 @@ def get_megatron_optimizer(
     """Make the optimizer of wrapped model chunks; sharded when they were wrapped so.
 
     no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
-        By default biases and one-dimensional parameters do not decay.
+        By default biases and one-dimensional parameters do not decay. Names are those of the whole model: a pipeline's
+        stages count layers over all of it.
     config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
         the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`. It may
         be the third argument, as in Megatron's newer versions.
@@ -91,14 +92,13 @@ def _make(
 ) -> MegatronOptimizer:
     sharded = check_model(config, model_chunks)
     ranks = everybody(process_groups, [chunk.groups for chunk in model_chunks])
-    params = (
-        (contract.name, param, contract.is_expert)
-        for bucket in buckets_of(model_chunks)
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+    groups = ParamGroups(
+        config,
+        trainable_params(model_chunks),
+        overrides,
+        frozen=frozen_params(model_chunks),
+        repeated_name=repeated_name(model_chunks),
     )
-    named = (walk_model(chunk.module).named for chunk in model_chunks)
-    frozen = [(name, param) for names in named for name, param in names.items() if not param.requires_grad]
-    groups = ParamGroups(config, params, overrides, frozen=frozen)
     groups.agree(ranks)
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer

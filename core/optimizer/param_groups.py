@@ -110,10 +110,12 @@ class GroupKey:
 class ParamGroups:
     """The groups of a model, and the group of every parameter of this rank.
 
-    params: (name, parameter, is it an expert's), of all chunks, sharded or not.
+    params: (name in the whole model, parameter, is it an expert's), of all chunks, sharded or not.
     overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; where two
         of them contradict each other, `agree` says so.
     frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
+    repeated_name: in words a name that two pipeline stages have for different parameters, if there is one; then a key
+        that goes by numbers in names would match other layers than in the whole model, and is refused.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ParamGroups:
         overrides: Overrides | None = None,
         *,
         frozen: Iterable[tuple[str, nn.Parameter]] = (),
+        repeated_name: str | None = None,
     ) -> None:
         if overrides is None:
             overrides = get_standard_config_overrides(config)
@@ -138,6 +141,13 @@ class ParamGroups:
         tests = [key.test() for key in self.overrides]
         for name, param in frozen:
             self.matched.update(index for index, test in enumerate(tests) if test(param, name))
+        counting = [key for key in self.overrides if key.counts and key not in get_standard_config_overrides(config)]
+        if repeated_name is not None and counting:
+            self.problem = (
+                f"{counting[0]} may match other layers than in the whole model: {repeated_name}. Say what the parts of "
+                "a stage are called in the whole model, module.global_names = {'layers.0': 'layers.12'}; or use a rule "
+                "that looks at the parameter alone, ParamKey(predicate=...) or ParamKey(attr=...)"
+            )
 
     def _place(self, params: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
         """Find the key of every parameter. Parameters of which the same is true have one, which is made once."""
@@ -215,7 +225,7 @@ class ParamGroups:
         if unused:
             raise ValueError(
                 f"{unused[0]} in config_overrides matches no parameter of the model on any rank; compare it with the "
-                "names in model.named_parameters(), or leave it out"
+                "names in named_parameters() of the whole model, which no pipeline cuts, or leave it out"
             )
 
     def of(self, param: nn.Parameter) -> int:

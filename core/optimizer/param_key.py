@@ -15,6 +15,9 @@ EMBEDDING_OR_OUTPUT_MODULES = frozenset(
     ("embedding", "embeddings", "word_embeddings", "position_embeddings", "embed_tokens", "wte", "wpe")
 ) | {"output_layer", "lm_head"}
 
+# With none of these a pattern fits 'layers.1' if it fits 'layers.2'.
+COUNTING = frozenset("0123456789?[")
+
 
 class ParamGroupOverride(TypedDict, total=False):
     """What a group of parameters gets instead of the configured numbers.
@@ -61,7 +64,8 @@ class ParamWithNamePredicate:
 class ParamKey:
     """Matches a parameter that meets ANY of the criteria; each is one value or a tuple of them.
 
-    name: patterns with * ? [] for the name within the model, as in `module.named_parameters()`.
+    name: patterns with * ? [] for the name in the whole model, as in `module.named_parameters()` where no pipeline
+        cuts it: the third layer of all is 'layers.2', on whichever stage it lies.
     attr: attributes of the parameter that are true, such as 'is_embedding_or_output_parameter'.
     predicate, with_name_predicate: tests of (parameter) and of (parameter, name).
 
@@ -84,6 +88,11 @@ class ParamKey:
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
         """Is any of the criteria met?"""
         return self.test()(param, param_name)
+
+    @property
+    def counts(self) -> bool:
+        """True if the answer may depend on a number in the name, such as a layer's."""
+        return bool(self.with_name_predicate) or not COUNTING.isdisjoint("".join(_several(self.name)))
 
     def test(self) -> Callable[[nn.Parameter, str], bool]:
         """`matches` as a function, for many parameters: with patterns that are compiled once."""
