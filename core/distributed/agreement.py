@@ -30,6 +30,7 @@ class ControlGroup:
     name: str
     group: dist.ProcessGroup
     buckets: tuple[Bucket, ...]
+    model: int  # the number of the wrap on this group, the same on all its ranks
 
 
 class Agreement:
@@ -51,6 +52,8 @@ class Agreement:
             digest = zlib.crc32(bytes(map(attrgetter("requires_grad"), params)))
             flags = torch.tensor(
                 [
+                    entry.model,
+                    -entry.model,
                     *(int(bucket.has_late) for bucket in entry.buckets),
                     int(bool(problems)),
                     digest,
@@ -78,7 +81,9 @@ class Agreement:
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
-            *is_late, problem, digest, minus_digest, launches, minus_launches, dirty, unasked = flags.tolist()
+            model, minus_model, *is_late, problem, digest, minus_digest, launches, minus_launches, dirty, unasked = (
+                flags.tolist()
+            )
             if unasked and not dirty:
                 failure = SyncError(
                     f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
@@ -89,6 +94,13 @@ class Agreement:
                     f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "
                     "they disagree on which step this is, and gradients of two steps may have been mixed. Did one "
                     "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
+                )
+            if model != -minus_model:
+                name = next((bucket.contracts[-1].name for bucket in reversed(entry.buckets)), "no parameter")
+                failure = SyncError(
+                    f"the gradients of model {entry.model} (that of {name!r}) were mixed with those of another model "
+                    f"on other ranks of data group {entry.name!r}, and both are lost. Call finalize_model_grads for "
+                    "all models in one order on every rank"
                 )
             if problem:
                 failure = self._reported(entry)

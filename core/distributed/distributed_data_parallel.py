@@ -16,7 +16,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed.agreement import ControlGroup
 from core.distributed.bucket import Bucket, BucketGroups
-from core.distributed.collectives import Collectives
+from core.distributed.collectives import Collectives, control_device
 from core.distributed.collector_pause import collector_paused
 from core.distributed.describe import describe_model
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -99,7 +99,9 @@ class DistributedDataParallel(nn.Module):
         config, ddp_config, module = self.config, self.ddp_config, self.module
         for name, twin in CONTROL_TWIN.items():
             if self.groups.size(name) > 1:
-                SharedWire.of(self.groups.require(name)).quiesce(getattr(self.groups, twin))
+                group = self.groups.require(name)
+                control = getattr(self.groups, twin) or (group if control_device(group).type == "cpu" else None)
+                SharedWire.of(group).quiesce(control)
         self.plan = self._plan_together(one_bucket)
         self.contracts: dict[str, GradientContract] = self.plan.contracts
         on_wire = over_wire(ddp_config.simulated_wire, self.plan.device)
@@ -212,8 +214,9 @@ class DistributedDataParallel(nn.Module):
         for name, twin in CONTROL_TWIN.items():
             buckets = tuple(bucket for bucket in order if bucket.contracts[0].data_group == name)
             if buckets or name == "dp_cp":
-                group = getattr(self.groups, twin) or self.groups.require(name)
-                control.append(ControlGroup(name, group, buckets))
+                group = self.groups.require(name)
+                model = SharedWire.of(group).next_model
+                control.append(ControlGroup(name, getattr(self.groups, twin) or group, buckets, model))
         return control
 
     def _round_group(self) -> dist.ProcessGroup | None:
@@ -275,8 +278,11 @@ class DistributedDataParallel(nn.Module):
             self.reducer.no_sync_depth -= 1
 
     def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
-        """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous."""
-        self.reducer.start(force_all_reduce=force_all_reduce)
+        """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous.
+
+        Where several models share the group it launches nothing: finalize_model_grads does, in an order that it checks.
+        """
+        self.reducer.start(force_all_reduce=force_all_reduce, early=True)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the data-parallel reduction, launching what is left. Idempotent. Collective over the data group.

@@ -51,6 +51,8 @@ def finalize_model_grads(
     if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
+        for chunk in reversed(chunks):
+            chunk.reducer.take_turn()
         for chunk in reversed(chunks):  # the order of backward
             chunk.reducer.start(force_all_reduce=force_all_reduce, detach=len(chunks) > 1)
         for chunk in chunks:

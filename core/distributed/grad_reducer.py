@@ -82,7 +82,9 @@ class GradReducer:
             bucket.clock = self.clock
         self.control = list(control)
         self.problems = problems
-        groups = [group for bucket in self.order for group in bucket.groups.all]
+        # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
+        groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
+        groups += [group for bucket in self.order for group in bucket.groups.all]
         self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         for wire in self.wires:
             wire.join(self)
@@ -104,6 +106,7 @@ class GradReducer:
         self.force_all_reduce = False
         self.open = True  # may gradients of this step still come?
         self.attached = False  # are the reduced ones back in `.grad`, where the user may drop them?
+        self.turn_taken = False  # True once all ranks know that this model is the one they reduce
         self.dirty = False  # has a gradient of this step arrived?
         self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
         self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
@@ -138,8 +141,12 @@ class GradReducer:
         """Can the bucket whose turn it is be launched?"""
         if self.next == len(self.order) or self.order[self.next].pending > 0:
             return False
-        unit = self.unit()
-        return all(wire.is_own(unit) for wire in self.wires) and all(other.all_launched for other in self._before())
+        return self.wires_are_own and all(other.all_launched for other in self._before())
+
+    @property
+    def wires_are_own(self) -> bool:
+        """True if no other model uses this one's communicators, so that buckets may leave before finalize."""
+        return all(wire.is_own(self.unit()) for wire in self.wires)
 
     @property
     def all_launched(self) -> bool:
@@ -326,10 +333,20 @@ class GradReducer:
         """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
         return self.open or self._emptied()
 
-    def start(self, *, force_all_reduce: bool = False, detach: bool = True) -> None:
+    def take_turn(self) -> None:
+        """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
+        if self.turn_taken or not self.has_new_step or self.unit()[0] is not self:
+            return
+        self.turn_taken = True
+        for wire in self.wires:
+            refusal = wire.unequal_turns(self)
+            if refusal is not None:
+                raise SyncError(refusal)
+
+    def start(self, *, force_all_reduce: bool = False, detach: bool = True, early: bool = False) -> None:
         """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
 
-        detach: False where `finish` follows at once (see Bucket.launch).
+        detach: False where `finish` follows at once (see Bucket.launch). early: not where other models use the wires.
         """
         if not self.open:
             if not self._emptied():
@@ -345,6 +362,8 @@ class GradReducer:
                     "the last backward under no_sync(), or turn overlap_grad_reduce off"
                 )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
+        if early and not self.wires_are_own:
+            return
         for other in self._before():
             other.start(force_all_reduce=force_all_reduce, detach=detach)
         self._launch_rest(detach=detach)
@@ -354,6 +373,7 @@ class GradReducer:
 
         then: called with each bucket as soon as it is whole, in launch order.
         """
+        self.take_turn()
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
             member.start(force_all_reduce=force_all_reduce, detach=member is not self)
         if not self.open:
@@ -403,6 +423,7 @@ class GradReducer:
             self._follow_rounds()
         self.drain()
         self.begin()
+        self.turn_taken = False
 
     def drain(self) -> None:
         """Wait for whatever is in flight, before its memory is used otherwise."""
@@ -422,6 +443,7 @@ class GradReducer:
         for bucket in self.order:
             bucket.close()
         self.attach()
+        self.turn_taken = False
 
     def _emptied(self) -> bool:
         """Is the closed step over, though no gradient has arrived on this rank since?

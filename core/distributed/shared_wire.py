@@ -3,7 +3,8 @@
 A communicator pairs the n-th collective of one rank with the n-th of another. Within one model the reducer keeps one
 order. Between models there is none that backward could follow: a rank may call them in another order, or leave one out.
 So with several models backward launches nothing, and each model's buckets leave in its finalize, which is a call that
-all ranks make in the same order. Chunks of one pipeline have an order (`link_chunks`) and count as one model.
+all ranks make in the same order: they ask each other whose turn it is. Chunks of one pipeline have an order
+(`link_chunks`) and count as one model.
 """
 
 from __future__ import annotations
@@ -29,17 +30,24 @@ class SharedWire:
     # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, SharedWire]] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
         self._joined: dict[int, weakref.ref[GradReducer]] = {}  # by the number of the wrap, oldest first
         self._wraps = 0
         self._channels: dict[int, tuple[weakref.ref[SocketChannel], weakref.finalize]] = {}  # by number
         self._channels_made = 0
-        self._questions: dist.ProcessGroupGloo | None = None  # that ranks ask each other when a model is wrapped
+        self._questions: dist.ProcessGroupGloo | None = None  # that ranks ask each other
+        self.shared = False  # True if another model lived on all ranks when the last one was wrapped
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SharedWire:
         """The one object that all models wrapped with `group` share."""
-        return cls._of_group.setdefault(group, cls())
+        return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
+
+    @property
+    def next_model(self) -> int:
+        """The number of the next model that is wrapped, the same on all ranks."""
+        return self._wraps
 
     @property
     def next_channel(self) -> int:
@@ -88,14 +96,45 @@ class SharedWire:
                 store = dist.PrefixStore("core.distributed.shared_wire", _get_process_group_store(control))
                 rank, size = dist.get_rank(control), dist.get_world_size(control)
                 self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            self._questions.allreduce([flags], options).wait()
+            self._ask(flags)
+            self.shared = not bool(gone.all())
         for number in (begun & ~gone).nonzero().flatten().tolist():
             models[number].start()
         for number in [number for number in channels if not in_use[number]]:
             _, cut = channels.pop(number)
             cut()
+
+    def _ask(self, flags: torch.Tensor) -> None:
+        """The largest of all ranks, in place."""
+        assert self._questions is not None, "quiesce connects the ranks before anybody asks"
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._questions.allreduce([flags], options).wait()
+
+    def unequal_turns(self, reducer: GradReducer) -> str | None:
+        """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this
+        one. Collective where models share the wire, on a communicator on which nothing else travels.
+        """
+        if not self.shared:
+            return None
+        models = self._by_number()
+        own = next(number for number, other in models.items() if other is reducer)
+        answer = torch.tensor([own, -own])
+        self._ask(answer)
+        if answer[0] == -answer[1]:
+            return None
+        turns = torch.zeros(len(self.ranks), dtype=torch.int64)
+        turns[self.ranks.index(dist.get_rank())] = own
+        self._ask(turns)
+        by_rank = dict(zip(self.ranks, turns.tolist(), strict=True))
+        found = [
+            f"model {model}{_parameter_of(models.get(model))} on ranks {[r for r in self.ranks if by_rank[r] == model]}"
+            for model in dict.fromkeys(by_rank.values())
+        ]
+        return (
+            f"ranks {self.ranks} are about to reduce different models at the same time: {', '.join(found)}. Nothing "
+            "was reduced. Call finalize_model_grads for all models in one order on every rank"
+        )
 
     def join(self, reducer: GradReducer) -> None:
         """A model was wrapped."""
@@ -119,6 +158,10 @@ def _cut(wires: list[dist.ProcessGroupGloo], posted: deque[Any]) -> None:
     """
     wires.pop().abort()
     posted.clear()
+
+
+def _parameter_of(model: GradReducer | None) -> str:
+    return "" if model is None else f" (that of {model.order[-1].contracts[-1].name!r})"
 
 
 def link_chunks(reducers: Sequence[GradReducer]) -> None:
