@@ -1,7 +1,7 @@
 """Agreement: what all ranks of a data group tell each other once a step, in one small maximum.
 
 Did gradients come after a bucket's launch? Does a rank report a problem? Do the frozen sets differ? Is everybody at the
-same step? So all of them take the same branch, or raise the same error.
+same step? Has a rank left a parameter without a gradient? So all of them take the same branch, or raise the same error.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ class Agreement:
         self.works: list[dist.Work | None] = []
         for entry in control:
             params = chain.from_iterable(bucket.params for bucket in entry.buckets)
-            digest = zlib.crc32(bytes(map(attrgetter("requires_grad"), params)))
+            trains = bytes(map(attrgetter("requires_grad"), params))
+            digest = zlib.crc32(trains)
             flags = torch.tensor(
                 [
                     entry.model,
                     -entry.model,
                     *(int(bucket.has_late) for bucket in entry.buckets),
                     int(bool(problems)),
+                    int(trains != bytes(chain.from_iterable(bucket.used for bucket in entry.buckets))),
                     digest,
                     -digest,
                     launches,
@@ -81,7 +83,7 @@ class Agreement:
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
-            model, minus_model, *is_late, problem, digest, minus_digest, launches, minus_launches, dirty, unasked = (
+            model, minus_model, *is_late, problem, unused, digest, minus_digest, launches, minus_launches, dirty, unasked = (
                 flags.tolist()
             )
             if unasked and not dirty:
@@ -105,7 +107,9 @@ class Agreement:
             if problem:
                 failure = self._reported(entry)
             if digest != -minus_digest:
-                failure = _unequal_freeze(entry)
+                failure = unequal_freeze(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
+            if unused:
+                share_used(members_of(entry.buckets), entry.group)
             late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
         if failure is not None:
             raise failure
@@ -118,18 +122,34 @@ class Agreement:
         return SyncError(f"rank {rank}: {problems[0]}")
 
 
-def _unequal_freeze(entry: ControlGroup) -> SyncError:
-    frozen = [
-        contract.name
-        for bucket in entry.buckets
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
-        if not param.requires_grad
-    ]
-    ranks = dist.get_process_group_ranks(entry.group)
-    sets = [set(names) for names in gather_objects(frozen, entry.group)]
-    name = min(set.union(*sets) - set.intersection(*sets))
-    here = [rank for rank, names in zip(ranks, sets, strict=True) if name in names]
+Member = tuple[Bucket, int]  # a parameter by its place: `bucket.params[index]`
+
+
+def members_of(buckets: Sequence[Bucket]) -> list[Member]:
+    """Every parameter of these buckets."""
+    return [(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
+
+
+def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
+    """Count a parameter as used on every rank of a group where one of them has used it. Collective."""
+    used = torch.tensor([bucket.used[i] for bucket, i in members], dtype=torch.int64, device=control_device(group))
+    agree_max(used, group).wait()
+    for (bucket, i), flag in zip(members, used.tolist(), strict=True):
+        bucket.used[i] = flag
+
+
+def unequal_freeze(members: Sequence[Member], group: dist.ProcessGroup, group_name: str) -> SyncError:
+    """The error for copies that only some ranks of a group train, naming the first. Collective.
+
+    members: the copies in the order that all ranks share; a copy on another stage may have another name.
+    """
+    mine = [(bucket.contracts[i].name, bucket.params[i].requires_grad) for bucket, i in members]
+    ranks = dist.get_process_group_ranks(group)
+    everyone = gather_objects(mine, group)
+    copies = next(column for column in zip(*everyone, strict=True) if len({trains for _, trains in column}) > 1)
+    name = next(name for name, trains in copies if not trains)
+    here = [rank for rank, (_, trains) in zip(ranks, copies, strict=True) if not trains]
     return SyncError(
-        f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of data group {entry.name!r} "
-        f"{ranks}; its copies would drift apart. Set requires_grad alike on all of them"
+        f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of {group_name} {ranks}; its "
+        "copies would drift apart. Set requires_grad alike on all of them"
     )

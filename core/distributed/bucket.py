@@ -8,6 +8,7 @@ tensor instead of racing with the wire, is noticed, and is reduced afterwards. N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,11 +20,10 @@ from core.distributed.collectives import Collectives, Handle, InFlight, Op
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
 from core.distributed.param_views import views_of
+from core.distributed.sharded_gradient import ShardedGradient, SyncError
 from core.distributed.step_clock import BucketEvent, HostClock
 
-
-class SyncError(RuntimeError):
-    """A gradient or a call came at a moment at which it could only have been mixed up with another step's."""
+__all__ = ["Bucket", "BucketGroups", "BucketState", "SyncError"]
 
 
 class BucketState(Enum):
@@ -89,6 +89,10 @@ class Bucket:
         self.state = BucketState.ACCUMULATING
         self.detached = False  # is `.grad` None of a gradient that was collected?
         self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
+        # 1 for each parameter with a gradient in this step: on this rank, and once ranks have agreed on any of them.
+        self.used = bytearray(len(params))
+        self.markers: list[ShardedGradient] = []  # `.grad` of each parameter while its reduced gradient is sharded
+        self.carried: torch.Tensor | None = None  # [shard], reduced gradients that this step adds to
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
@@ -140,14 +144,85 @@ class Bucket:
         return self.valid_grad[start - low : max(start, end) - low]
 
     def attach(self) -> None:
-        """Make every trainable parameter's `.grad` its view of the buffer."""
-        for param, view in zip(self.params, self.views, strict=True):
-            wanted = view if param.requires_grad else None
+        """Set every parameter's `.grad`: its view of the buffer, or a ShardedGradient where a shard alone is valid.
+
+        After the reduction it is None for a parameter that no rank has used: torch's optimizers then leave it alone.
+        """
+        accumulating = self.state is BucketState.ACCUMULATING
+        for param, grad, used in zip(self.params, self._grads(), self.used, strict=True):
+            wanted = grad if param.requires_grad and (used or accumulating) else None
             if param.grad is not wanted:
                 param.grad = wanted
 
-    def reset(self) -> None:
-        """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it."""
+    def _grads(self) -> Sequence[torch.Tensor]:
+        """What `attach` sets `.grad` to."""
+        if self.full or self.state is BucketState.ACCUMULATING:
+            return self.views
+        if not self.markers:
+            named = zip(self.params, self.contracts, strict=True)
+            self.markers = [ShardedGradient.of(param, contract.name, self.dtype) for param, contract in named]
+        return self.markers
+
+    @property
+    def kept(self) -> bytes:
+        """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
+        if self.state is BucketState.ACCUMULATING:
+            return bytes(len(self.params))
+        grads = zip(self.params, self._grads(), self.used, strict=True)
+        return bytes(used and param.grad is grad and not getattr(grad, "zeroed", False) for param, grad, used in grads)
+
+    @torch.no_grad()
+    def _carry(self, kept: bytes) -> None:
+        """Copy this rank's shard of the reduced gradients that nobody has dropped.
+
+        Gradients that are not sharded need no copy: autograd adds to them where they lie.
+        """
+        for param, marker in zip(self.params, self.markers, strict=False):
+            if param.grad is marker:
+                param.grad = marker.take_added()
+        if self.full or not any(kept):
+            return
+        low, high = self.shard_range
+        self.carried = torch.zeros_like(self.owned_grad)
+        for slot, keep in zip(self.layout.slots, kept, strict=True):
+            start, end = max(slot.start - self.layout.start, low) - low, min(slot.end - self.layout.start, high) - low
+            if keep and start < end:
+                self.carried[start:end] = self.owned_grad[start:end] * self.pending_scale
+
+    @torch.no_grad()
+    def follow_edits(self) -> str | None:
+        """Take over what the user did to `.grad` since the reduction; an edit that a shard cannot follow, in words."""
+        for index, (param, grad) in enumerate(zip(self.params, self._grads(), strict=True)):
+            now = param.grad
+            if now is grad or not param.requires_grad or (now is None and not self.used[index]):
+                continue
+            if not self.full:
+                what = "set to None" if now is None else "replaced"
+                return (
+                    f"the `.grad` of {self.contracts[index].name!r} was {what} after its gradient was reduced to "
+                    "shards, and cannot be followed. Drop gradients with zero_grad() of the optimizer; to edit them, "
+                    "call finalize_model_grads(..., force_all_reduce=True)"
+                )
+            self.used[index] = now is not None  # without a gradient it is not updated, as with torch
+            self.views[index].zero_() if now is None else self.views[index].copy_(_dense(now))
+            param.grad = None if now is None else self.views[index]
+        for index, marker in enumerate(self.markers):
+            if marker.zeroed and not self.full:
+                self.valid_part(index).zero_()
+                marker.zeroed = False
+        return None
+
+    def reset(self, *, keep: bool = False) -> None:
+        """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
+
+        keep: add to the reduced gradients that are still in `.grad`, as torch does.
+        """
+        kept = self.kept if keep else bytes(len(self.params))
+        if keep:
+            self._carry(kept)
+        for marker in self.markers:
+            marker.zeroed = False
+        self.used = bytearray(kept)
         self.state = BucketState.ACCUMULATING
         self.full = not self.sharded
         self.pending_scale = 1.0
@@ -179,20 +254,32 @@ class Bucket:
         detach: `.grad` is None afterwards, so that what comes until the reduction is done is noticed.
         """
         self.detached = detach
-        for param, view in zip(self.params, self.views, strict=True):
+        self._note_written()
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
             if written:
                 param.grad_added_to_main_grad = False
             if not param.requires_grad or (grad is None and not written):
                 view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
+                self.used[index] = 0
             elif grad is None:
                 continue
             elif grad is not view:
-                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+                view.copy_(_dense(grad))
+                self.used[index] = 1
                 param.grad = None
             if detach:
                 param.grad = None
+
+    def _note_written(self) -> None:
+        """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
+        silent = [i for i, (param, used) in enumerate(zip(self.params, self.used, strict=True)) if not used]
+        silent = [i for i in silent if self.params[i].grad is self.views[i]]
+        if silent:
+            written = torch.stack([self.views[i].any() for i in silent]).tolist()  # one wait for a device
+            for index, is_written in zip(silent, written, strict=True):
+                self.used[index] = is_written
 
     @torch.no_grad()
     def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
@@ -296,8 +383,7 @@ class Bucket:
         extra = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         for index, grad in late:
             slot = self.layout.slots[index]
-            dense = grad.to_dense() if grad.is_sparse else grad
-            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(dense.reshape(-1))
+            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(_dense(grad).reshape(-1))
         self.reduce(extra, collectives).wait()
         self.add_instances(extra, collectives).wait()
         low, high = self.valid_range
@@ -312,6 +398,11 @@ class Bucket:
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
+        if self.carried is not None:
+            self.carried.mul_(factor)
+        self._multiply(factor)
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
         if self.state is BucketState.IN_FLIGHT:
             raise SyncError(
                 f"{self.event.name} is in flight and cannot be scaled; scale before the last backward, or after "
@@ -330,7 +421,7 @@ class Bucket:
         if self.scale_later:
             self.pending_scale = self.pending_scale * factor
         else:
-            self.scale_gradients(factor)
+            self._multiply(factor)
 
     @property
     def scale_is_due(self) -> bool:
@@ -346,7 +437,15 @@ class Bucket:
         """The sync rules are done: hand the gradients to the optimizer."""
         self._expect(BucketState.REDUCED, "closed")
         self.state = BucketState.FINAL
+        if self.carried is not None:
+            self._multiply(self.take_scale())
+            self.owned_grad.add_(self.carried)
+            self.carried = None
 
     def _expect(self, state: BucketState, action: str) -> None:
         if self.state is not state:
             raise SyncError(f"{self.event.name} cannot be {action}: it is {self.state.value}, not {state.value}")
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

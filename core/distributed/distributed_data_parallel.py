@@ -69,8 +69,9 @@ class DistributedDataParallel(nn.Module):
     them in different orders. To overlap, wrap them as one module.
 
     After `finalize_model_grads` gradients are the mean over the data-parallel ranks of what each rank's backwards
-    added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded,
-    where only this rank's shard of `main_grad` is valid. Neither config is written to.
+    added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded:
+    then only this rank's shard of `main_grad` is valid, and `param.grad` is a ShardedGradient, which refuses to be
+    used. A parameter that no rank has used has no `.grad`, as with torch. Neither config is written to.
 
     Collective over all ranks that hold this chunk. Raises LayoutMismatch on every rank of a data group whose ranks hold
     different models or weights, ContractError or ValueError for what one rank can know alone.

@@ -14,7 +14,7 @@ from torch import nn
 
 from core.distributed.bucket import BucketState, SyncError
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.grad_sync import check_stages, sync_across_stages
+from core.distributed.grad_sync import agree_on_copies, check_stages, sync_across_stages
 from core.distributed.guards import check_finite, check_replicas
 from core.distributed.model_chunks import models_of
 from core.distributed.shared_wire import link_chunks
@@ -162,6 +162,7 @@ def _sync_stages(chunks: Sequence[DistributedDataParallel]) -> None:
             for chunk in parts:
                 chunk.stages_checked = True
         sync_across_stages(syncs)
+        agree_on_copies(syncs)
 
 
 def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> None:

@@ -125,6 +125,7 @@ class GradReducer:
         if not self.open:
             self._reopen(bucket, index)
         self.dirty = True
+        bucket.used[index] = 1
         if self.watch is not None:
             self.watch.look(bucket, index)
         if self.in_backward and (self.no_sync_depth == 0 or self.many_rounds):
@@ -289,6 +290,7 @@ class GradReducer:
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
                 "zero_grad_buffer() before the next backward; or finish after the last backward"
             )
+        self._refuse_spent()
         if self.needs_zero and self._any_attached():
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came while gradients of the "
@@ -298,6 +300,14 @@ class GradReducer:
             )
         self.begin()
 
+    def _refuse_spent(self) -> None:
+        """An optimizer may have multiplied the gradients of its step by its factor, so nothing can be added to them."""
+        if any(bucket.spent and any(bucket.kept) for bucket in self.order):
+            raise SyncError(
+                f"rank {dist.get_rank()}: a new step begins and the gradients of the optimizer's last step() are still "
+                "there. Call optimizer.zero_grad() between its step() and the next backward"
+            )
+
     def _any_attached(self) -> bool:
         return any(
             param.grad is view
@@ -306,10 +316,13 @@ class GradReducer:
             for param, view in zip(bucket.params, bucket.views, strict=True)
         )
 
-    def begin(self) -> None:
-        """A new step: every bucket accumulates again. The memory is left as it is."""
+    def begin(self, *, keep: bool = True) -> None:
+        """A new step: every bucket accumulates again. The memory is left as it is.
+
+        keep: add to the reduced gradients that are still in `.grad`, as torch does.
+        """
         for bucket in self.order:
-            bucket.reset()
+            bucket.reset(keep=keep)
         if self.watch is not None:
             self.watch.reset()
         self.report = self.step_report()
@@ -351,9 +364,15 @@ class GradReducer:
         if not self.open:
             if not self._emptied():
                 return
-            unasked = not any(bucket.full for bucket in self.order)
+            unasked = not self._all_dropped()
+            self._refuse_spent()
             self.begin()
             self.begun_unasked = unasked
+        if force_all_reduce and any(bucket.carried is not None for bucket in self.order):
+            raise SyncError(
+                f"rank {dist.get_rank()}: force_all_reduce=True came in a step that adds to gradients which an earlier "
+                "finalize_model_grads has left sharded; ask for it in each one since zero_grad, or in none"
+            )
         if force_all_reduce and self.next > 0 and not self.force_all_reduce and not self.streamed:
             launched = next((b for b in self.order[: self.next] if b.sharded), None)
             if launched is not None:
@@ -422,7 +441,7 @@ class GradReducer:
             self.start()
             self._follow_rounds()
         self.drain()
-        self.begin()
+        self.begin(keep=False)
         self.turn_taken = False
 
     def drain(self) -> None:
@@ -432,11 +451,10 @@ class GradReducer:
                 bucket.handle.wait()
 
     def attach(self) -> None:
-        """Put reduced gradients back into `.grad` where the whole of a bucket is valid on this rank."""
+        """Put reduced gradients back into `.grad`, or say there that they are sharded."""
         self.attached = True
         for bucket in self.order:
-            if bucket.full:
-                bucket.attach()
+            bucket.attach()
 
     def close(self) -> None:
         """Hand the gradients to the optimizer."""
@@ -446,18 +464,18 @@ class GradReducer:
         self.turn_taken = False
 
     def _emptied(self) -> bool:
-        """Is the closed step over, though no gradient has arrived on this rank since?
+        """True if the closed step is over though no gradient has arrived on this rank since: other ranks may wait.
 
-        Other ranks may have gradients, and wait. Where gradients are sharded `.grad` is None anyway, and a training
-        forward since they were finalized is what tells a new step from a second call.
+        The user has dropped its gradients, or a training forward has run and the new step may add to them.
         """
         if not self.attached:
             return False
-        whole = [p for bucket in self.order if bucket.full for p in bucket.params if p.requires_grad]
-        if whole:
-            emptied = [param.grad is None for param in whole]
-            return all(emptied) or (self.forward_seen and any(emptied) and not self.needs_zero)
-        return self.forward_seen and all(bucket.state is BucketState.FINAL for bucket in self.order)
+        may_add = self.forward_seen and not (self.needs_zero and self._any_attached())
+        return self._all_dropped() or (may_add and all(bucket.state is BucketState.FINAL for bucket in self.order))
+
+    def _all_dropped(self) -> bool:
+        """True if the user has dropped the reduced gradients of every parameter that has one."""
+        return not any(any(bucket.kept) for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
         now = time.perf_counter()

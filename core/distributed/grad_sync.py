@@ -8,13 +8,15 @@ each parameter travels alone. Where gradients are sharded, only the slice that t
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, InFlight
+from core.distributed.agreement import Member, share_used, unequal_freeze
+from core.distributed.bucket import Bucket, SyncError
+from core.distributed.collectives import Collectives, InFlight, agree_max, control_device, gather_objects
 from core.distributed.fingerprint import LayoutMismatch, check_same_tables
 from core.distributed.gradient_contract import STAGE_CROSSING, GradSyncRule
 from core.process_groups import ProcessGroups
@@ -74,6 +76,7 @@ class GradSync:
         registration: Sequence[str],
     ) -> None:
         self.registration = registration
+        self.order = list(order)
         self.groups = groups
         self.collectives = collectives
         self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
@@ -97,6 +100,19 @@ class GradSync:
     def position(self) -> dict[str, int]:
         """The place of each name in registration order."""
         return {name: position for position, name in enumerate(self.registration)}
+
+    @functools.cached_property
+    def copies(self) -> dict[str, list[Member]]:
+        """For each group the parameters of which other ranks of it hold copies, in registration order."""
+        found: dict[str, list[Member]] = {}
+        for bucket in self.order:
+            for i, contract in enumerate(bucket.contracts):
+                served_over = (rule.group for rule in self.rules if rule.serves(contract))
+                for name in dict.fromkeys((*contract.replicated_over, *served_over)):
+                    found.setdefault(name, []).append((bucket, i))
+        for members in found.values():
+            members.sort(key=lambda member: self.position[member[0].contracts[member[1]].name])
+        return found
 
     def launch(self, bucket: Bucket) -> None:
         """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
@@ -148,6 +164,55 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
             handle.wait()
             for other in others:
                 other.copy_(first)
+
+
+def agree_on_copies(chunks: Sequence[GradSync]) -> None:
+    """Treat copies of a parameter alike: one that any rank has used counts as used on all.
+
+    Raises SyncError on every rank of the model if a copy is frozen on some ranks only. Collective, once a step, over
+    each group of copies; the tensor-parallel group and then that of all stages carry an error to the others.
+    """
+    groups = chunks[0].groups
+    of_rules = {rule.group for chunk in chunks for rule in chunk.rules} - {"tp", "pp"}
+    names = [*sorted(of_rules), "expt_tp", "tp", "pp"]
+    failure: SyncError | None = None
+    for name in dict.fromkeys(names):
+        if groups.size(name) == 1:
+            continue
+        group = groups.require(name)
+        alike = _copies_over(chunks, name)
+        for first, *others in alike:
+            first[0].used[first[1]] |= any(bucket.used[i] for bucket, i in others)
+        members = [first for first, *_ in alike]
+        digest = zlib.crc32(bytes(bucket.params[i].requires_grad for bucket, i in members))
+        unused = any(not bucket.used[i] for bucket, i in members)
+        flags = torch.tensor([unused, failure is not None, digest, -digest], device=control_device(group))
+        agree_max(flags, group).wait()
+        any_unused, any_failure, highest, minus_lowest = flags.tolist()
+        if highest != -minus_lowest:
+            failure = unequal_freeze(members, group, f"group {name!r}")
+        elif any_failure:
+            told = gather_objects(None if failure is None else str(failure), group)
+            failure = failure or SyncError(next(message for message in told if message is not None))
+        if any_unused:
+            share_used(members, group)
+        for first, *others in alike:
+            for bucket, i in others:
+                bucket.used[i] = first[0].used[first[1]]
+    if failure is not None:
+        raise failure
+
+
+def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
+    """The parameters with copies in an order that all ranks of the group share, each with its copies on this rank:
+    several where virtual pipeline chunks hold one parameter under one name.
+    """
+    alike: dict[tuple[int, str], list[Member]] = {}
+    for number, chunk in enumerate(chunks):
+        for bucket, i in chunk.copies.get(name, ()):
+            key = 0 if name in STAGE_CROSSING else number, bucket.contracts[i].name
+            alike.setdefault(key, []).append((bucket, i))
+    return list(alike.values())
 
 
 def check_stages(chunks: Sequence[GradSync]) -> None:

@@ -250,14 +250,14 @@ class StreamedBucket(Bucket):
 
     def attach(self) -> None:
         """`.grad` is None: autograd makes a fresh one, which moves into the pool's memory when it is complete."""
-        if self.full:
+        if self.full or self.state is not BucketState.ACCUMULATING:
             super().attach()
             return
         for param in self.params:
             param.grad = None
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, *, keep: bool = False) -> None:
+        super().reset(keep=keep)
         if self in self.pool.in_flight:
             self.pool.in_flight.remove(self)
         self._give_back()
@@ -309,6 +309,7 @@ class StreamedBucket(Bucket):
                 param.grad = None
                 if not self.filled[index]:
                     self.views[index].zero_()
+                    self.used[index] &= not self.empty  # it may have had one in an earlier microbatch
             elif grad.is_sparse or self.filled[index]:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 self.views[index].add_(dense) if self.filled[index] else self.views[index].copy_(dense)
@@ -316,6 +317,8 @@ class StreamedBucket(Bucket):
                 param.grad = None
             else:
                 fresh.append(index)
+            if grad is not None:
+                self.used[index] = 1
         if fresh:
             grads = [self.params[index].grad for index in fresh]
             torch._foreach_copy_([self.views[index] for index in fresh], grads)
@@ -400,7 +403,15 @@ class StreamedBucket(Bucket):
         collectives.all_gather(self.grad, self.groups.shard).wait()
         self.full = True
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+    @torch.no_grad()
+    def follow_edits(self) -> str | None:
+        problem = super().follow_edits()
+        if self.full:
+            low, high = self.shard_range
+            self.shard.copy_(self.grad[low:high])
+        return problem
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
         if self.state is BucketState.IN_FLIGHT and self.memory is not None:
             raise SyncError(
                 f"{self.event.name} is in flight and cannot be scaled; scale after finish_grad_sync or "
@@ -409,5 +420,5 @@ class StreamedBucket(Bucket):
         self.shard.mul_(factor)
         self.grad.mul_(factor)
         for param in self.params:
-            if param.grad is not None and not self.full:
+            if param.grad is not None and self.state is BucketState.ACCUMULATING:
                 param.grad.mul_(factor)

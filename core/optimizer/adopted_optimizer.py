@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +23,6 @@ from core.optimizer.master_weights import Run
 from core.optimizer.model_check import check_model
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.param_groups import ParamGroups
-from core.optimizer.unused_parameters import UnusedParameters
 
 if TYPE_CHECKING:
     from core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -53,8 +50,7 @@ class AdoptedGroups(ParamGroups):
 class AdoptedOptimizer(DistributedOptimizer):
     """Steps `user`, a torch optimizer over parameters of the wrapped model, as a sharded optimizer.
 
-    As with torch, a parameter that got no gradient on any rank is left alone in this step: no momentum, no decay moves
-    it. State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
+    State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
     Collective: every rank of the job makes it, and calls `measure` and `apply`, together.
     """
 
@@ -66,8 +62,6 @@ class AdoptedOptimizer(DistributedOptimizer):
         before = dict(user.state)
         user.state.clear()
         super().__init__(config, [model], AdoptedGroups(user), everybody(model.groups))
-        self.unused = UnusedParameters(model)
-        self._left_out: list[nn.Parameter] = []
         if before:
             self._take_over(before)
 
@@ -102,9 +96,7 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     def measure(self) -> bool:
         """Norm and finiteness of reduced gradients; the loss scale follows. Returns: was there an overflow anywhere?"""
-        self._left_out = self.unused.found
-        with frozen(self._left_out):
-            return self.prepare_grads()
+        return self.prepare_grads()
 
     @property
     def measured_norm(self) -> float:
@@ -128,8 +120,7 @@ class AdoptedOptimizer(DistributedOptimizer):
             self._skip(stats)
             return False
         self.clip_grad_norm(max_norm)
-        with frozen(self._left_out):
-            self.step_with_ready_grads()
+        self.step_with_ready_grads()
         return True
 
     # -- looking in -------------------------------------------------------------------------------------------------
@@ -155,18 +146,6 @@ def _whole(bucket: Bucket, index: int) -> torch.Tensor:
         whole[max(start, low) - start : min(end, high) - start].copy_(part)
     Collectives().all_reduce(whole, bucket.groups.shard).wait()
     return whole.view(slot.shape)
-
-
-@contextmanager
-def frozen(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Parameters that the optimizer cuts out of its runs, as those that a user has frozen."""
-    for param in params:
-        param.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for param in params:
-            param.requires_grad_(True)
 
 
 def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:

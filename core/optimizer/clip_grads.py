@@ -180,20 +180,28 @@ class GradMeter:
         return [None, *names], share, ranks
 
     def measure(
-        self, *, count_zeros: bool = False, loss_scale: float = 1.0, settings: Settings | None = None
+        self,
+        *,
+        count_zeros: bool = False,
+        loss_scale: float = 1.0,
+        settings: Settings | None = None,
+        problem: str | None = None,
     ) -> GradStats:
         """The norm of all gradients of the model, and their zeros. Collective: every rank of the job.
 
-        settings: those of the step to come, or None on all ranks. Raises SyncError on every rank where they differ.
+        settings: those of the step to come, or None on all ranks. problem: why this rank cannot make it, in words.
+        Raises SyncError on every rank where settings differ or a rank has a problem.
         """
         factors = self._factors(loss_scale)
         zeros = self._zeros() if count_zeros else None
-        balance = 0 if settings is None else self.weight * digest(settings)
+        balance: float = 0 if settings is None else self.weight * digest(settings)
+        if problem is not None:
+            balance = math.inf  # so that no sum of them is 0
         norms, num_zeros, bad, off_balance, host_factors = self._over_everybody(
             self._norms(self.norm_dtype), zeros, balance, factors
         )
         if off_balance:
-            self._refuse(settings or ())
+            self._refuse(settings or (), problem)
         culprit = None
         if bad or not all(map(math.isfinite, norms)):
             # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
@@ -224,7 +232,7 @@ class GradMeter:
         return zeros
 
     def _over_everybody(
-        self, norms: torch.Tensor, zeros: torch.Tensor | None, balance: int, factors: torch.Tensor
+        self, norms: torch.Tensor, zeros: torch.Tensor | None, balance: float, factors: torch.Tensor
     ) -> tuple[list[float], float, bool, bool, list[float]]:
         """(norm of each norm group, zeros, is a gradient of any rank not finite, do balances not add up to 0, factors)
         in one vector of sums.
@@ -251,14 +259,18 @@ class GradMeter:
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]
         return totals, numbers[count + 1], numbers[count] > 0, numbers[count + 2] != 0, numbers[count + 3 :]
 
-    def _refuse(self, settings: Settings) -> None:
-        """Say where ranks would step differently. Collective; all of them raise."""
+    def _refuse(self, settings: Settings, problem: str | None) -> None:
+        """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""
         rank = dist.get_rank()
-        told = {rank: settings}
+        told = {rank: (settings, problem)}
         for group in self.groups:
             told = {r: found for part in gather_objects(told, group) for r, found in part.items()}
+        for other, (_, found) in sorted(told.items()):
+            if found is not None:
+                raise SyncError(f"rank {other}: the step was not made: {found}")
+        difference = first_difference({r: found for r, (found, _) in told.items()})
         raise SyncError(
-            f"rank {rank}: the step was not made: {first_difference(told)}, and both hold parts of one model. Set it "
+            f"rank {rank}: the step was not made: {difference}, and both hold parts of one model. Set it "
             "alike on all ranks; a scheduler that looks at a metric needs one that is reduced over them"
         )
 

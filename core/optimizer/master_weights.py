@@ -80,6 +80,7 @@ class Run:
     at: int = 0  # where in the scratch memory
     home: StoredValues | None = None  # where the master is kept; None: `master` itself
     moments: dict[str, StoredValues] = field(default_factory=dict)  # what is kept in another dtype
+    live: bool = True  # False while its parameters are frozen, or have no gradient on any rank
 
     @property
     def start(self) -> int:
@@ -95,11 +96,6 @@ class Run:
     def group(self) -> int:
         """Index of the param group."""
         return self.slices[0].group
-
-    @property
-    def trainable(self) -> bool:
-        """Are its parameters updated at present? Frozen ones have been cut out of other runs when a step begins."""
-        return self.slices[0].param.requires_grad
 
     @property
     def norm_group(self) -> str | None:
@@ -204,7 +200,7 @@ class BucketMasters:
         self.config = config
         self.grad = bucket.owned_grad
         self.slices = owned_slices(bucket, group_of)
-        self.trainable = [True] * len(bucket.params)  # each parameter, when `froze_or_thawed` last looked
+        self.live = [True] * len(bucket.params)  # for each parameter: is it updated in this step
         self.param_dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(self.param_dtype, torch.float32)  # what steps are computed in
         self.flat: FlatParameters | None = None
@@ -350,10 +346,11 @@ class BucketMasters:
                 run.home.params.read(whole)
                 run.home.write(whole)
 
-    def froze_or_thawed(self) -> bool:
-        """Has `requires_grad` of a parameter changed since this was last asked? Asked once a step: 0.1 ms for 2005."""
-        before, self.trainable = self.trainable, list(map(_REQUIRES_GRAD, self.bucket.params))
-        return self.trainable != before
+    def live_changed(self) -> bool:
+        """True if other parameters are updated in this step than in the last. Once a step: 0.1 ms for 2005 of them."""
+        trains = map(_REQUIRES_GRAD, self.bucket.params)
+        before, self.live = self.live, list(map(operator.and_, trains, map(bool, self.bucket.used)))
+        return self.live != before
 
     def take_back_parameters(self) -> None:
         """Find parameters where they were left, or bring them back there with the values that they have now."""

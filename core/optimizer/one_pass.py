@@ -97,7 +97,7 @@ class OnePassAdam(KernelAdam):
                 left.append((masters, factor))
                 continue
             for run in masters.runs:
-                if run.trainable:
+                if run.live:
                     self._step_run(masters, run, factor[run.norm_group], scratch)
             if masters.flat is not None:
                 masters.flat.note_written()

@@ -154,10 +154,13 @@ class MegatronOptimizer:
 
         Collective: every rank of the job, once a step.
         """
-        self._expect_final_gradients()
+        problem = self._take_gradients()
         self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
         self._stats = self.meter.measure(
-            count_zeros=self.config.log_num_zeros_in_grad, loss_scale=self._scale, settings=self._settings()
+            count_zeros=self.config.log_num_zeros_in_grad,
+            loss_scale=self._scale,
+            settings=self._settings(),
+            problem=problem,
         )
         self._clip = {}
         if self.grad_scaler is not None:
@@ -206,13 +209,13 @@ class MegatronOptimizer:
         direct = plain_fused_adam(self.optimizer)
         runs, of_runs = [], []
         for masters, factor in zip(buckets, factors, strict=True):
-            here = [run for run in masters.runs if not run.in_scratch and run.trainable]
+            here = [run for run in masters.runs if not run.in_scratch and run.live]
             runs += here
             of_runs += [factor[run.norm_group] for run in here]
         step_runs(self.optimizer, runs, of_runs, direct=direct)
         for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
-                wave = [run for run in wave if run.trainable]
+                wave = [run for run in wave if run.live]
                 if direct:
                     wave = step_kept_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.unpack(wave, self.optimizer.state)
@@ -278,7 +281,8 @@ class MegatronOptimizer:
             for param, contract in zip(bucket.params, bucket.contracts, strict=True)
         }
 
-    def _expect_final_gradients(self) -> None:
+    def _take_gradients(self) -> str | None:
+        """Take over edits of `.grad`; one that cannot be followed, in words. Raises SyncError if a reduction is due."""
         for masters in self.masters:
             bucket = masters.bucket
             if bucket.spent:
@@ -294,16 +298,20 @@ class MegatronOptimizer:
                     f"{bucket.state.value}; its gradients are not reduced. Call finalize_model_grads([model]) "
                     "after the last backward and before step()"
                 )
+        problems = [masters.bucket.follow_edits() for masters in self.masters]
+        return next((problem for problem in problems if problem is not None), None)
 
     def _follow_freezing(self) -> None:
-        """Cut parameters that were frozen after the wrap out of their run: no decay and no momentum moves them."""
+        """Cut frozen parameters, and those that no rank has used, out of their run: no decay or momentum moves them."""
         for masters in self.masters:
-            if not masters.froze_or_thawed():
+            if not masters.live_changed():
                 continue
+            live = dict(zip(map(id, masters.bucket.params), masters.live, strict=True))
             for run in list(masters.runs):
-                trainable = [piece.param.requires_grad for piece in run.slices]
-                if len(set(trainable)) > 1:
-                    self._split(masters, run, _stretch_lengths(trainable))
+                flags = [live[id(piece.param)] for piece in run.slices]
+                parts = self._split(masters, run, _stretch_lengths(flags)) if len(set(flags)) > 1 else [run]
+                for part in parts:
+                    part.live = live[id(part.slices[0].param)]
 
     def _split(self, masters: BucketMasters, run: Run, counts: list[int]) -> list[Run]:
         parts = masters.split(run, counts, self.optimizer.state)
@@ -367,9 +375,9 @@ class MegatronOptimizer:
         stats = self._spent if any(masters.bucket.spent for masters in self.masters) else self._stats
         if stats is not None and not (count_zeros and stats.num_zeros is None):
             return stats
-        self._expect_final_gradients()
+        problem = self._take_gradients()
         scale = 1.0 if self.grad_scaler is None or stats is not None else self.grad_scaler.value
-        return self.meter.measure(count_zeros=count_zeros, loss_scale=scale)
+        return self.meter.measure(count_zeros=count_zeros, loss_scale=scale, problem=problem)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero all gradients and begin a new step. They stay views of the buffer, whatever `set_to_none` is."""

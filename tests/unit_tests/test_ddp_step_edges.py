@@ -218,35 +218,6 @@ def test_a_backward_onto_reduced_gradients_is_refused_by_name(rank: int, world: 
 
 
 @ranks(2)
-def test_a_backward_after_finalize_without_zeroing_adds_to_the_mean_where_that_is_exact(rank: int, world: int) -> None:
-    """Plain data parallelism: the mean of (mean + new) is the mean of both, as with one process and no zero_grad."""
-    parallel_state.initialize_model_parallel()
-    for overlap in (False, True):
-        model = make_net()
-        expected = mean_over_ranks(model, world, (0, 1))
-        ddp = wrap(model, overlap_grad_reduce=overlap)
-        loss_of(ddp, rank, 0).backward()
-        finalize_model_grads([ddp])
-        loss_of(ddp, rank, 1).backward()
-        finalize_model_grads([ddp])
-        assert_same(whole_grads(ddp), expected)
-
-
-@ranks(2)
-def test_a_sharded_step_without_zeroing_begins_anew(rank: int, world: int) -> None:
-    """`.grad` is None after a sharded finalize, which is how torch says zero: nothing of the step before may remain."""
-    parallel_state.initialize_model_parallel()
-    for overlap in (False, True):
-        model = make_net()
-        plain = copy.deepcopy(model)
-        ddp = wrap(model, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=30)
-        for step in range(3):
-            loss_of(ddp, rank, step).backward()
-            finalize_model_grads([ddp])
-            assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,)))
-
-
-@ranks(2)
 def test_gradients_that_were_never_finalized_are_dropped_by_zeroing(rank: int, world: int) -> None:
     """Some ranks of one step may have launched nothing, others everything: the next step is right all the same."""
     parallel_state.initialize_model_parallel()

@@ -12,6 +12,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
+from core.distributed.sharded_gradient import ShardedGradient
 from core.distributed.streamed_bucket import POOL_BUCKETS, StreamedBucket
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
@@ -40,12 +41,15 @@ def test_accumulated_gradients_equal_one_process(
     ddp = streamed(make_net(), overlap_grad_reduce=overlap, reduce_microbatches=reduce_microbatches)
     for step in range(3):
         microbatches = range(4 * step, 4 * step + 1 + step)  # 1, 2, then 3 of them
+        before = range(0)
         if step != 1:
             ddp.zero_grad_buffer()
+        else:
+            before = range(1)  # not zeroed: the first step's gradient is added to
         accumulate(ddp, rank, microbatches)
         finalize_model_grads([ddp])
-        assert_same(whole_grads(ddp), mean_over_ranks(plain, world, microbatches))
-        assert all(param.grad is None and param.main_grad is None for param in ddp.parameters())
+        assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (*before, *microbatches)))
+        assert all(isinstance(p.grad, ShardedGradient) and p.main_grad is None for p in ddp.parameters())
 
 
 @ranks(3)

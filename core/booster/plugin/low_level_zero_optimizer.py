@@ -170,14 +170,14 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Once a step: reduce what backward has not, and measure."""
         if self._ready:
             return
-        arrived = self.engine.unused.any_arrived
+        reducer = self.model.reducer
+        # A gradient of this rank has come since the last step.
+        arrived = reducer.dirty and (reducer.open or reducer.launches != self._stepped_at)
         if self.scaler is not None and arrived and not self._scaled:
             raise RuntimeError(NOT_SCALED)
-        self.engine.unused.note_assigned()
-        order = self.model.reducer.order
-        done = all(bucket.state is BucketState.FINAL for bucket in order)
+        done = all(bucket.state is BucketState.FINAL for bucket in reducer.order)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
-        if not done or self.model.reducer.launches == self._stepped_at:
+        if not done or reducer.launches == self._stepped_at:
             try:
                 finalize_model_grads([self.model])
             except SyncError as error:
@@ -187,13 +187,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                     "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
                     "booster.backward(loss, optimizer) before each step"
                 ) from error
-        self.engine.unused.agree()
         self.found_inf = self.engine.measure()
         self._grad_norm = self.engine.measured_norm
         self._ready = True
 
     def _begin(self) -> None:
-        self.engine.unused.reset()
         self._ready = False
         self._scaled = False
         self._clip_once = None
