@@ -83,9 +83,9 @@ class Agreement:
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
-            model, minus_model, *is_late, problem, unused, digest, minus_digest, launches, minus_launches, dirty, unasked = (
-                flags.tolist()
-            )
+            values = flags.tolist()
+            model, minus_model, *is_late, problem, unused, digest, minus_digest = values[:-4]
+            launches, minus_launches, dirty, unasked = values[-4:]
             if unasked and not dirty:
                 failure = SyncError(
                     f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
