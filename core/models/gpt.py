@@ -139,4 +139,4 @@ class GPTModel(nn.Module):
             pg_collection=self.pg_collection,
             vocab_size=self.config.vocab_size,
         )
-        return rearrange(loss, "s b -> b s")
+        return rearrange(loss, "s b -> b s").contiguous()  # loss functions of Megatron's users call `.view(-1)`

@@ -273,3 +273,17 @@ def test_on_a_gpu_loss_and_gradients_are_those_of_the_cpu(variant: str) -> None:
     assert_close("loss", on_gpu.detach().cpu(), loss.detach())
     for (name, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert_close(name, param.grad.cpu(), want.grad)
+
+
+@ranks(1)
+def test_the_loss_of_each_token_can_be_flattened_by_view(rank: int, world: int) -> None:
+    """Megatron's loss functions do, as in `output_tensor.view(-1).float()`."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(2)
+    model = GPTModel(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=VOCAB))
+    tokens = torch.randint(VOCAB, (BATCH, SEQUENCE))
+    labels = tokens.roll(-1, 1)
+    loss, logits = model(tokens, labels=labels), model(tokens)  # [batch, sequence], [sequence, batch, vocabulary]
+    expected = nn.functional.cross_entropy(logits[..., :VOCAB].permute(1, 2, 0), labels, reduction="none")
+    assert loss.shape == (BATCH, SEQUENCE) and loss.std() > 0.01
+    torch.testing.assert_close(loss.view(-1), expected.flatten())
