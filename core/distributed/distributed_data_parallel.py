@@ -80,11 +80,24 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         config: Any,
-        ddp_config: DistributedDataParallelConfig,
-        module: nn.Module,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        module: nn.Module | None = None,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroups | None = None,
     ) -> None:
+        misplaced = isinstance(config, (nn.Module, DistributedDataParallelConfig))
+        if misplaced or not isinstance(ddp_config, DistributedDataParallelConfig) or not isinstance(module, nn.Module):
+            given = ", ".join(type(argument).__name__ for argument in (config, ddp_config, module))
+            raise TypeError(
+                f"DistributedDataParallel was given ({given}) and takes a config or None, then core.distributed's "
+                "DistributedDataParallelConfig, then the module; call DistributedDataParallel(None, "
+                "DistributedDataParallelConfig(), model)"
+            )
+        if pg_collection is not None and not isinstance(pg_collection, ProcessGroups):
+            raise TypeError(
+                f"pg_collection is a {type(pg_collection).__name__}; pass core.process_groups.ProcessGroups(dp_cp=..., "
+                "...) with the groups that the model is split over"
+            )
         super().__init__()
         self.config = config
         self.ddp_config = ddp_config

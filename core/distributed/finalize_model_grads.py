@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,17 +22,18 @@ from core.process_groups import ProcessGroups
 
 
 def finalize_model_grads(
-    model: Sequence[nn.Module],
-    num_tokens: torch.Tensor | None = None,
+    model: nn.Module | Sequence[nn.Module],
+    num_tokens: torch.Tensor | float | None = None,
     pg_collection: ProcessGroups | None = None,
     force_all_reduce: bool = False,
 ) -> None:
     """Make the gradients of all model chunks whole. Call it on every rank, after backward and before the step.
 
-    model: this rank's chunks (DistributedDataParallel, or modules around one). num_tokens: with
-    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a 0-dim or [1] tensor,
-    valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: must hold the groups
-    that the model was wrapped with. force_all_reduce: leave whole gradients on every rank even where they are sharded.
+    model: this rank's chunks (DistributedDataParallel, or modules around one), or the only one. num_tokens: with
+    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a number or a 0-dim or [1]
+    tensor, valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: the groups
+    that it has must be those that the model was wrapped with. force_all_reduce: leave whole gradients on every rank
+    even where they are sharded.
 
     In order: the data-parallel reduction of every chunk, launching what backward has not; the sync rules, on each
     bucket as it becomes whole (see GradSyncRule); router expert bias; division by the global number of tokens; the
@@ -41,11 +42,10 @@ def finalize_model_grads(
     Raises ValueError for arguments that contradict the config, SyncError when there are no new gradients since the last
     call, NonFiniteGradientError and ReplicaDriftError on all ranks alike. Collective over all groups of the model.
     """
-    chunks = [_wrapper_of(chunk) for chunk in model]
-    groups = chunks[0].groups if chunks else None
-    if groups is None:
-        raise ValueError("finalize_model_grads was given no model chunk; pass the list of this rank's wrapped chunks")
-    config = chunks[0].config
+    chunks = wrapped_chunks(model, "finalize_model_grads([model])")
+    groups, config = chunks[0].groups, chunks[0].config
+    if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
+        num_tokens = torch.tensor(num_tokens, dtype=torch.float64)
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
 
     if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
@@ -76,14 +76,30 @@ def finalize_model_grads(
         chunk.reducer.close()
 
 
-def _wrapper_of(chunk: nn.Module) -> DistributedDataParallel:
+def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
+    """The wrappers of a rank's chunks, found in what the user has put around them; one chunk may stand for a list.
+
+    call: how the user's call should read, for an error.
+    """
+    containers = (nn.ModuleList, nn.Sequential)
+    chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, containers) else model
+    if not isinstance(chunks, Iterable) or isinstance(chunks, (str, Mapping)):
+        raise TypeError(f"{type(model).__name__} was given where wrapped model chunks belong; call {call}")
+    found = [_wrapper_of(chunk, call) for chunk in chunks]
+    if not found:
+        raise ValueError(f"no model chunk was given; pass this rank's wrapped chunks: {call}")
+    return found
+
+
+def _wrapper_of(chunk: nn.Module, call: str) -> DistributedDataParallel:
     part: Any = chunk
     while not isinstance(part, DistributedDataParallel):
-        inner = getattr(part, "module", None)
+        # torch.compile's module has all attributes of the one inside, `module` too.
+        inner = getattr(part, "_orig_mod", None) or getattr(part, "module", None)
         if inner is None:
             raise ValueError(
-                f"finalize_model_grads got a {type(chunk).__name__} that is not wrapped; its gradients were never "
-                "reduced. Wrap it in core.distributed.DistributedDataParallel and pass [wrapped]"
+                f"a {type(chunk).__name__} is not wrapped, so its gradients are never reduced; make it one by "
+                f"model = DistributedDataParallel(None, DistributedDataParallelConfig(), module), then call {call}"
             )
         part = inner
     return part
@@ -129,7 +145,7 @@ def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
     for name in ("dp_cp", "expt_dp", "tp", "pp", "embd", "pos_embd"):
         ranks = [
             None if group is None else dist.get_process_group_ranks(group)
-            for group in (getattr(wrapped, name), getattr(given, name))
+            for group in (getattr(wrapped, name), getattr(given, name, None))
         ]
         if ranks[1] is not None and ranks[0] != ranks[1]:
             raise ValueError(

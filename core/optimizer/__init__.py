@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from core.distributed.collector_pause import collector_paused
+from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
@@ -45,7 +48,7 @@ __all__ = [
 
 def get_megatron_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[ModelChunk],
+    model_chunks: nn.Module | Sequence[nn.Module],
     no_weight_decay_cond: Condition | Overrides | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
@@ -55,6 +58,7 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Make the optimizer of wrapped model chunks; sharded when they were wrapped so.
 
+    model_chunks: this rank's chunks (DistributedDataParallel, or modules around one), or the only one.
     no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
         By default biases and one-dimensional parameters do not decay. Names are those of the whole model: a pipeline's
         stages count layers over all of it.
@@ -69,8 +73,10 @@ def get_megatron_optimizer(
         loss.backward(); finalize_model_grads([model])
         updated, grad_norm, num_zeros = optimizer.step()
     """
-    if not model_chunks:
-        raise ValueError("model_chunks is empty; pass the list of wrapped model chunks of this rank")
+    call = "get_megatron_optimizer(OptimizerConfig(...), [model])"
+    if not isinstance(config, OptimizerConfig):
+        raise TypeError(f"{type(config).__name__} was given where an OptimizerConfig belongs; call {call}")
+    chunks = wrapped_chunks(model_chunks, call)
     if isinstance(no_weight_decay_cond, Mapping) and config_overrides is None:
         config_overrides, no_weight_decay_cond = no_weight_decay_cond, None
     if config_overrides is not None:
@@ -84,7 +90,7 @@ def get_megatron_optimizer(
         assert not isinstance(no_weight_decay_cond, Mapping), "taken as config_overrides above"
         overrides = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     with collector_paused():
-        return _make(config, model_chunks, overrides, pg_collection or model_chunks[0].groups)
+        return _make(config, chunks, overrides, pg_collection or chunks[0].groups)
 
 
 def _make(
