@@ -6,8 +6,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed.agreement import ControlGroup
-from core.distributed.bucket import Bucket, BucketGroups
+from core.distributed.bucket import Bucket, BucketGroups, SyncError
 from core.distributed.collectives import Collectives, control_device
 from core.distributed.collector_pause import collector_paused
 from core.distributed.describe import describe_model
@@ -43,6 +44,7 @@ from core.distributed.simulated_wire import over_wire
 from core.distributed.step_clock import resolve
 from core.distributed.step_guard import StepGuard
 from core.distributed.streamed_bucket import StreamedBucket
+from core.distributed.weak_link import WeakLink
 from core.distributed.wire_format import gradient_collectives
 from core.process_groups import ProcessGroups
 
@@ -239,22 +241,16 @@ class DistributedDataParallel(nn.Module):
         return self.groups.dp_cp_gloo if every and self.groups.size("dp_cp") > 1 else None
 
     def _hook_module(self) -> None:
-        """On the wrapped module, so that calling it without the wrapper is the same. Weak, as in `_make_hook`."""
-        reducer_of, param_sync_of = weakref.ref(self.reducer), weakref.ref(self.param_sync)
-
-        def before(_module: nn.Module, _inputs: Any) -> None:
-            reducer = reducer_of()
-            if reducer is not None and torch.is_grad_enabled():
-                reducer.forward_seen = True
-
-        self.module.register_forward_pre_hook(before, prepend=True)
+        """On the wrapped module, so that calling it without the wrapper is the same."""
+        self.module.register_forward_pre_hook(partial(_begin_forward, WeakLink(self)), prepend=True)
         # A step that Ctrl-C interrupted has left gathers in flight; whoever then saves or loads finds them complete.
-        self.module.register_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
-        self.module.register_load_state_dict_pre_hook(lambda *_: finish_gathers(param_sync_of()))
+        finish = partial(finish_gathers, WeakLink(self.param_sync))
+        self.module.register_state_dict_pre_hook(finish)
+        self.module.register_load_state_dict_pre_hook(finish)
 
     def _hook_params(self, order: list[Bucket]) -> None:
         # A bound method is made and called faster than a partial.
-        reducer_of = weakref.ref(self.reducer)
+        reducer_of = WeakLink(self.reducer)
         for bucket in order:
             arrived = self._make_hook(bucket)
             for index, param in enumerate(bucket.params):
@@ -320,6 +316,11 @@ class DistributedDataParallel(nn.Module):
         """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""
         self.zero_grad_buffer()
 
+    def check_memory(self) -> None:
+        """Raise SyncError if somebody has freed the memory of gradients or parameters."""
+        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
+            buffer.check_memory()
+
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""
         for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
@@ -353,6 +354,16 @@ class DistributedDataParallel(nn.Module):
             if self.groups.size(name) > 1:
                 weights = [param for param in self.module.parameters() if data_group_of(param) == name]
                 broadcast_weights(weights, self.groups.require(name), self.param_sync.collectives)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(0)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises TypeError: a copy would need process groups and buffers of its own."""
+        raise TypeError(
+            "DistributedDataParallel cannot be copied or pickled: it holds process groups and buffers. Give the model "
+            "inside, ddp.module, to copy.deepcopy, AveragedModel or torch.save; its copy is a plain module"
+        )
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
@@ -428,6 +439,22 @@ class DistributedDataParallel(nn.Module):
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _begin_forward(wrapper_of: WeakLink[DistributedDataParallel], module: nn.Module, _inputs: Any) -> None:
+    """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
+    wrapper = wrapper_of()
+    if wrapper is None:
+        return
+    outside = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # its forward is running
+    if outside is not None and any(part is module for part in outside.modules()):
+        raise SyncError(
+            f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
+            "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
+        )
+    wrapper.check_memory()
+    if torch.is_grad_enabled():
+        wrapper.reducer.forward_seen = True
 
 
 def hook_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from core import huge_pages
-from core.distributed.bucket import Bucket, BucketGroups
+from core.distributed.bucket import Bucket, BucketGroups, SyncError
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.host_channel import HostChannel
 from core.distributed.host_memory import HostMemory
@@ -120,8 +120,18 @@ class GradBuffer:
         """Elements without the padding at the ends of buckets."""
         return sum(bucket.layout.numel_unpadded for bucket in self.buckets)
 
+    def check_memory(self) -> None:
+        """Raise SyncError if somebody has freed the memory; whoever then writes a gradient ends the process."""
+        for what, data in (("gradients", self.grad_data), ("parameters", self.param_data)):
+            if data is not None and data.untyped_storage().nbytes() < data.nbytes:
+                raise SyncError(
+                    f"the memory of the {what} of {self.buckets[0].contracts[0].name!r} and others was freed since the "
+                    "wrap (resize_ of their storage). Keep it while the model is wrapped; deleting the wrapper frees it"
+                )
+
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
+        self.check_memory()
         self.grad_data.zero_()
         for bucket in self.buckets:
             bucket.attach()

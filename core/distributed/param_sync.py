@@ -7,12 +7,14 @@ sees all of that: see "Why parameters are not gathered under the forward" in doc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.autograd.graph import increment_version
 
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Collectives, InFlight
 from core.distributed.step_clock import BucketEvent
+from core.distributed.weak_link import WeakLink
 
 
 class ParamSync:
@@ -62,7 +64,8 @@ class ParamSync:
         return [self.finished[id(bucket)] for bucket in self.order if id(bucket) in self.finished]
 
 
-def finish_gathers(sync: ParamSync | None) -> None:
-    """Complete what is in flight, if there is still a wrapper."""
+def finish_gathers(sync_of: WeakLink[ParamSync], *_: Any) -> None:
+    """Complete what is in flight, if there is still a wrapper. A hook of modules, whose arguments are not needed."""
+    sync = sync_of()
     if sync is not None:
         sync.finish()

@@ -1,0 +1,120 @@
+"""A wrapped model can be copied, averaged, pickled and saved; what comes out is a plain model with equal values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
+
+STRATEGIES = ("no_shard", "optim", "optim_grads")
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": saved_and_loaded,
+}
+
+
+def train_a_step(ddp: DistributedDataParallel, rank: int, step: int) -> None:
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.01), ddp)
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, step).backward()
+    finalize_model_grads(ddp)
+    assert optimizer.step()[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_model_is_plain_and_can_be_trained_and_wrapped(rank: int, world: int, how: str) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in STRATEGIES:
+        start = make_net(torch.float32)
+        ddp = wrap(copy.deepcopy(start), data_parallel_sharding_strategy=strategy)
+        train_a_step(ddp, rank, 0)
+        twin = COPIES[how](ddp.module)
+        kept = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+        for name, param in twin.named_parameters():
+            assert torch.equal(param, kept[name]) and not torch.equal(param, start.get_parameter(name))
+            assert param.grad is None and not param._post_accumulate_grad_hooks
+        # It trains as a plain model, which the wrapper neither sees nor hinders.
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+        loss_of(twin, rank, 1).backward()
+        expected = mean_over_ranks(twin, 1, loss=lambda model, _, __: loss_of(model, rank, 1))
+        assert_same({name: param.grad for name, param in twin.named_parameters()}, expected, rtol=1e-5)
+        optimizer.step()
+        assert all(torch.equal(param, kept[name]) for name, param in ddp.module.named_parameters())
+        # And it may be wrapped like any other.
+        again = wrap(COPIES[how](ddp.module), data_parallel_sharding_strategy=strategy)
+        loss_of(again, rank, 2).backward()
+        finalize_model_grads(again)
+        assert_same(whole_grads(again), mean_over_ranks(ddp.module, world, (2,)), rtol=1e-5)
+
+
+@ranks(2)
+def test_an_average_of_the_model_is_torchs_average(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in STRATEGIES:
+        ddp = wrap(make_net(torch.float32), data_parallel_sharding_strategy=strategy)
+        average = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+        expected: dict[str, torch.Tensor] = {}
+        for step in range(3):
+            train_a_step(ddp, rank, step)
+            average.update_parameters(ddp.module)
+            for name, param in ddp.module.named_parameters():
+                now = param.detach().clone()
+                expected[name] = 0.75 * expected[name] + 0.25 * now if step else now
+        for name, param in average.module.named_parameters():
+            torch.testing.assert_close(param, expected[name])
+            assert (param - ddp.module.get_parameter(name)).abs().max() > 1e-4
+
+
+@ranks(1)
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel, saved_and_loaded])
+def test_a_copy_of_the_wrapper_is_refused_with_what_to_copy(
+    rank: int, world: int, act: Callable[[nn.Module], object]
+) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*ddp\.module"):
+        act(ddp)
+
+
+@ranks(2)
+@pytest.mark.parametrize("when", ["forward", "zero", "finalize"])
+def test_buffers_that_were_freed_after_the_wrap_are_refused_by_name(rank: int, world: int, when: str) -> None:
+    """Writing a gradient there would end the process."""
+    parallel_state.initialize_model_parallel()
+    for strategy in ("no_shard", "optim"):
+        ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy, share_host_memory=False)
+        if when == "finalize":
+            loss_of(ddp, rank, 0).backward()
+        ddp.grad_buffers[0].grad_data.untyped_storage().resize_(0)
+        act: dict[str, Callable[[], object]] = {
+            "forward": lambda ddp=ddp: loss_of(ddp, rank, 0),
+            "zero": lambda ddp=ddp: ddp.zero_grad_buffer(),
+            "finalize": lambda ddp=ddp: finalize_model_grads(ddp),
+        }
+        with pytest.raises(SyncError, match="third.bias|first.weight|first.bias"):
+            act[when]()
