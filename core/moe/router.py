@@ -80,7 +80,7 @@ class TopKRouter(nn.Module):
         # Without gradients it is an evaluation, or the first run of a checkpoint, whose second run comes here again.
         if self.training and torch.is_grad_enabled():
             if self.local_tokens_per_expert is not None:
-                self.local_tokens_per_expert += choices.sum(dim=0)
+                probs = _count(probs, self.local_tokens_per_expert, choices.sum(dim=0))
             probs = self._with_losses(probs, logits, choices, sequences)
         if config.moe_expert_capacity_factor is not None:
             capacity = expert_capacity(
@@ -129,3 +129,30 @@ class TopKRouter(nn.Module):
         if before is not None and self.expert_bias is not None:
             self.expert_bias = before.to(self.expert_bias.device)
         return self
+
+
+def _count(probs: Tensor, total: Tensor, counts: Tensor) -> Tensor:
+    """`probs`; `counts` are added to `total` once, in backward.
+
+    A checkpoint runs the forward twice, with gradients enabled both times if it is not reentrant; its backward is one.
+    Without a backward, because nothing up to here trains, the counts are added now.
+    """
+    if probs.requires_grad:
+        counted: Tensor = _CountInBackward.apply(probs, total, counts)
+        return counted
+    total += counts
+    return probs
+
+
+class _CountInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, total: Tensor, counts: Tensor) -> Tensor:
+        ctx.total, ctx.counts = total, counts
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.counts is not None:  # a second loss of the same forward comes here again
+            ctx.total += ctx.counts
+            ctx.counts = None
+        return grad, None, None

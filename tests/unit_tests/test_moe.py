@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core.moe import MoELayer
 from core.process_groups import ProcessGroups
+from core.tensor_parallel import checkpoint as core_checkpoint
 from tests.unit_tests.moe_reference import (
     EXPERTS,
+    HIDDEN,
     add_noise,
     assert_close,
     balance_loss_by_hand,
     capacity_by_hand,
     loop_over_tokens,
     make_config,
+    route,
     tokens_of,
 )
 
@@ -150,6 +154,33 @@ def test_the_bias_stays_in_fp32_when_the_model_does_not() -> None:
     assert torch.equal(layer.router.expert_bias, before) and before.dtype == torch.float32
     assert layer(tokens_of(0).bfloat16()).dtype == torch.bfloat16
     assert "router.expert_bias" in layer.state_dict() and "router.local_tokens_per_expert" not in layer.state_dict()
+
+
+@pytest.mark.parametrize("way", ["plain", "core's checkpoint", "torch's, reentrant", "torch's, not reentrant", "twice"])
+def test_tokens_are_counted_once_however_often_the_layer_runs_in_a_step(way: str) -> None:
+    layer = make_layer(**ROUTERS["sigmoid with bias"])
+    hidden = tokens_of(0).requires_grad_()
+    if way == "core's checkpoint":
+        output = core_checkpoint(layer, False, hidden)
+    elif way.startswith("torch's"):
+        output = torch_checkpoint(layer, hidden, use_reentrant=way.endswith("s, reentrant"))
+    else:
+        output = layer(hidden)
+    if way == "twice":  # two losses of one forward
+        output.sum().backward(retain_graph=True)
+    output.sum().backward()
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    for token in hidden.detach().view(-1, HIDDEN):
+        for expert, _ in route(layer.config, layer.router.weight @ token, layer.router.expert_bias):
+            counts[expert] += 1
+    assert counts.sum() > 0 and layer.router.local_tokens_per_expert.tolist() == counts.tolist()
+
+
+def test_a_router_that_does_not_train_counts_its_tokens_too() -> None:
+    layer = make_layer(**ROUTERS["sigmoid with bias"])
+    layer.router.requires_grad_(False)
+    layer(tokens_of(0)).sum().backward()
+    assert layer.router.local_tokens_per_expert.sum() == tokens_of(0).numel() // HIDDEN * layer.config.moe_router_topk
 
 
 def test_an_evaluation_counts_no_tokens_and_has_no_losses() -> None:

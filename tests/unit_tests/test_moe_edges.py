@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.moe import MoELayer, auxiliary_loss_scale
+from core.models import GPTModel
+from core.moe import MoELayer, TopKRouter, auxiliary_loss_scale
 from core.process_groups import ProcessGroups
 from tests.unit_tests.moe_reference import (
     EXPERTS,
@@ -164,6 +165,34 @@ def test_the_expert_bias_moves_by_the_tokens_of_all_ranks(rank: int, world: int)
         expected += rate * torch.sign(counts.mean() - counts)
         assert torch.equal(router.expert_bias, expected), f"step {step}"
     assert expected.any()
+
+
+@ranks(2)
+def test_the_expert_bias_moves_by_the_same_counts_where_layers_are_recomputed(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    found = []
+    for recompute in (None, "full"):
+        config = make_config(
+            expert_model_parallel_size=2,
+            recompute_granularity=recompute,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+        )
+        model = GPTModel(config)
+        ddp = wrap(model, config)
+        generator = torch.Generator().manual_seed(rank)
+        for microbatch in range(3):
+            # Another number of layers in every microbatch: counts that are all doubled move the bias alike.
+            model.decoder.num_full_recompute = microbatch if recompute else 0
+            tokens = torch.randint(0, 13, (2, 8), generator=generator)
+            with ddp.no_sync():
+                ddp(tokens, labels=tokens).sum().backward()
+        routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+        counts = [router.local_tokens_per_expert.tolist() for router in routers]
+        finalize_model_grads([ddp])
+        found.append((counts, [router.expert_bias.tolist() for router in routers]))
+    assert found[1] == found[0]
+    assert sum(found[0][0][0]) == 3 * 2 * 8 * config.moe_router_topk and any(found[0][1][0])
 
 
 @ranks(4)
