@@ -12,11 +12,12 @@ from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.clip_grads import everybody
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.model_check import check_model, check_whole_params
+from core.optimizer.model_check import check_model, check_whole_params, split_parameter
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from core.optimizer.param_groups import (
+    CUT_OK,
     Condition,
     Overrides,
     ParamGroups,
@@ -105,6 +106,8 @@ def _make(
         frozen=frozen_params(model_chunks),
         repeated_name=repeated_name(model_chunks),
     )
+    if groups.whole[0] != CUT_OK:
+        groups.problem = groups.problem or split_parameter(model_chunks, groups.cannot_be_split)
     groups.agree(ranks)
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer

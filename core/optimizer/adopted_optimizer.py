@@ -20,7 +20,7 @@ from core.optimizer.clip_grads import everybody
 from core.optimizer.cpu_offload import OffloadedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.master_weights import Run
-from core.optimizer.model_check import check_model
+from core.optimizer.model_check import check_model, split_parameter
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.param_groups import ParamGroups
 
@@ -58,6 +58,9 @@ class AdoptedOptimizer(DistributedOptimizer):
         check_model(config, [model])
         self.user = user
         self.shaped = needs_shapes(user)
+        problem = split_parameter([model], lambda param: type(user).__name__) if self.shaped else None
+        if problem is not None:
+            raise ValueError(problem)
         self.user_params = [list(group["params"]) for group in user.param_groups]
         before = dict(user.state)
         user.state.clear()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from core.distributed.bucket import Bucket
+from core.distributed.global_slices import namer
+from core.distributed.gradient_contract import GradientContract
 from core.distributed.model_chunks import models_of
 from core.optimizer.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk
@@ -80,6 +82,35 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
                 f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
                 f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
             )
+
+
+def split_parameter(
+    model_chunks: Sequence[ModelChunk], needs_whole: Callable[[torch.nn.Parameter], str | None]
+) -> str | None:
+    """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
+
+    needs_whole: the algorithm of a parameter, in words, if it is such a one.
+    """
+    for chunk in model_chunks:
+        for bucket in buckets_of([chunk]):
+            for param, contract in zip(bucket.params, bucket.contracts, strict=True):
+                for axis in split_axes(param, contract):
+                    if (algorithm := needs_whole(param)) is not None:
+                        name = namer(chunk.module)(contract.name)
+                        return (
+                            f"parameter {name!r} is split over the {chunk.groups.size(axis)} ranks of "
+                            f"{axis!r}, and {algorithm} needs it whole: of slices it would make another update for "
+                            "each number of ranks. In get_megatron_optimizer give it another algorithm, "
+                            f"ParamKey(name={name!r}): {{'optimizer': 'adam'}}, or 'muon', this package's "
+                            "own, which puts split matrices together"
+                        )
+    return None
+
+
+def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[str]:
+    """The axes whose ranks hold slices of one parameter. Along 'ep' only a stack of experts is one, not an expert."""
+    stacked = getattr(param, "expert_dim", None) is not None
+    return [axis for axis in contract.sharded_over if axis in ("tp", "expt_tp") or (axis == "ep" and stacked)]
 
 
 def check_whole_params(groups: ParamGroups, model_chunks: Sequence[ModelChunk]) -> None:

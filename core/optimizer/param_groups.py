@@ -232,6 +232,11 @@ class ParamGroups:
         """The index of a parameter's group."""
         return self._index[self._group_of[id(param)]]
 
+    def cannot_be_split(self, param: nn.Parameter) -> str | None:
+        """The algorithm of a parameter if it needs it whole on one rank. Our Muon puts split matrices together."""
+        algorithm = self.keys[self.of(param)].algorithm
+        return algorithm if algorithm != "muon" and algorithm_needs_shapes(algorithm) else None
+
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""
         if config.lr is None:

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 from core import parallel_state
+from core.booster import Booster
+from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
+from core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from core.optimizer.algorithms import algorithm_needs_shapes, label, resolve
 from core.optimizer.combined_optimizer import CombinedOptimizer
 from core.optimizer.inner_optimizer import inner_optimizer
@@ -311,3 +319,78 @@ def test_stepping_some_runs_steps_those_alone() -> None:
     step_only(optimizer, runs[1:2])  # type: ignore[arg-type]
     assert [run.master[0].item() for run in runs] == pytest.approx([1.0, 0.9, 1.0])
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(run.master) for run in runs]
+
+
+# -- algorithms that need whole parameters, and parameters that are split -----------------------------------------
+
+
+def split_model() -> nn.Module:
+    """A column-parallel matrix and a replicated one."""
+    model = nn.Module()
+    model.column = nn.Parameter(torch.ones(2, 4))
+    model.column.tensor_model_parallel, model.column.partition_dim = True, 0
+    model.replicated = nn.Parameter(torch.ones(4, 4))
+    return model
+
+
+REST = ParamKey(predicate=ParamPredicate("all but the replicated matrix", lambda param: param.shape != (4, 4)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("algorithm", ["Adafactor", "Muon", WritesItsShape])
+def test_an_algorithm_that_needs_whole_parameters_is_refused_where_tensor_parallelism_splits_one(
+    rank: int, world: int, sharded: bool, algorithm: Any
+) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    ddp = wrap(split_model(), use_distributed_optimizer=sharded, whole_param_shards=sharded and "all")
+    config = OptimizerConfig(optimizer=algorithm, lr=0.1)
+    name = algorithm if isinstance(algorithm, str) else ".*:WritesItsShape"
+    with pytest.raises(ValueError, match=rf"'column' is split over the 2 ranks of 'tp', and {name} .*'column'.*'muon'"):
+        get_megatron_optimizer(config, [ddp])
+    get_megatron_optimizer(config, [ddp], config_overrides={REST: {"optimizer": "adam"}})
+    get_megatron_optimizer(config, [ddp], config_overrides={REST: {"optimizer": "muon"}})
+
+
+@ranks(2)
+@pytest.mark.parametrize("axis", ["expt_tp", "ep"])
+def test_it_is_refused_where_ranks_hold_parts_of_experts_or_of_a_stack_of_them(
+    rank: int, world: int, axis: str
+) -> None:
+    experts = 2 if axis == "ep" else 1
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2 // experts, expert_model_parallel_size=experts
+    )
+
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.stack, model.one = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(4, 4))
+        model.stack.allreduce = model.one.allreduce = False
+        if axis == "ep":
+            model.stack.expert_dim = 0  # biases of two experts
+        else:
+            model.stack.tensor_model_parallel = True
+        return model
+
+    ddp = wrap(make(), initial_weights="ignore")
+    with pytest.raises(ValueError, match=f"'stack' is split over the 2 ranks of '{axis}', and Adafactor"):
+        get_megatron_optimizer(OptimizerConfig(optimizer="Adafactor", lr=0.1), [ddp])
+    get_megatron_optimizer(
+        OptimizerConfig(optimizer="Adafactor", lr=0.1), [ddp], config_overrides={REST: {"optimizer": "adam"}}
+    )
+    if axis == "ep":
+        model = make()
+        adafactor = torch.optim.Adafactor(model.parameters())
+        with pytest.raises(ValueError, match="'stack' is split over the 2 ranks of 'ep', and Adafactor"):
+            Booster(plugin=LowLevelZeroPlugin(precision="fp32")).boost(model, adafactor)
+
+
+@ranks(2)
+def test_a_split_parameter_of_one_stage_is_refused_on_all_stages(rank: int, world: int) -> None:
+    """Every rank learns of it before any of them allocates, whoever holds the parameter."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = split_model()
+    ddp = wrap(model, initial_weights="ignore")
+    key = ParamKey(predicate=ParamPredicate("the column of rank 1", lambda param: param is model.column and rank == 1))
+    with pytest.raises(ValueError, match="'column' is split over the 2 ranks of 'tp', and Adafactor"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), [ddp], config_overrides={key: {"optimizer": "Adafactor"}})
