@@ -29,6 +29,7 @@ from core import huge_pages
 from core.distributed.bucket import Bucket
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_views import pieces_of
+from core.optimizer.edited_parameters import take_edits
 from core.optimizer.flat_parameters import FlatParameters
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.stored_values import CopiedValues, ParameterValues, RemainderValues, StoredValues, stored
@@ -351,6 +352,22 @@ class BucketMasters:
         trains = map(_REQUIRES_GRAD, self.bucket.params)
         before, self.live = self.live, list(map(operator.and_, trains, map(bool, self.bucket.used)))
         return self.live != before
+
+    def take_over_edits(self) -> None:
+        """Let copies follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
+
+        After it masters and parameters belong together again, wherever the parameters were left.
+        """
+        self.take_back_parameters()
+        if self.main is not None and self.param_data is not None:
+            take_edits(self.main, self.param_data)
+        elif self.main is not None:
+            for p in self.slices:
+                take_edits(self.main[p.start : p.end].view(_flat_or_whole(p)), _of_parameter(p))
+        elif self.home is not Home.PARAMETER:
+            for run in self.runs:
+                if run.home is not None:
+                    run.home.take_edits()
 
     def take_back_parameters(self) -> None:
         """Find parameters where they were left, or bring them back there with the values that they have now."""

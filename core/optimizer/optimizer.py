@@ -189,7 +189,7 @@ class MegatronOptimizer:
         self._follow_freezing()  # here, beside the next look at every parameter: thousands are far apart in memory
         factors = self._factors(self._spent)
         for masters in self.masters:
-            masters.take_back_parameters()
+            masters.take_over_edits()
             masters.bucket.take_scale()
             masters.bucket.spent = True
         self._update(factors)
@@ -347,7 +347,7 @@ class MegatronOptimizer:
         return not any(masters.slices for masters in self.masters)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
-        """The master weights that this rank updates."""
+        """The master weights that this rank updates. To change weights write to the model's parameters."""
         return [master for group in self.param_groups for master in group["params"]]
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
@@ -396,7 +396,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Take master weights from the model's parameters; call it after loading weights into the model."""
+        """Take master weights from the model's parameters, all digits. A step takes over those that were changed."""
         for masters in self.masters:
             masters.load_parameters()
 
@@ -406,6 +406,7 @@ class MegatronOptimizer:
         """This rank's part of the state by parameter name: entries over disjoint elements (see optimizer_state.py)."""
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
+            masters.take_over_edits()
             for run in masters.runs:
                 for piece, entry in run_entries(masters, run, self.optimizer.state.get(run.master, {})):
                     entries.setdefault(self.names[id(piece.param)], []).append(entry)
@@ -415,7 +416,8 @@ class MegatronOptimizer:
     def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
         """Take over masters, moments and counts that cover at least what this rank updates.
 
-        Load the model's weights first: they are the masters in full precision, and where an entry has none.
+        Load the model's weights too, before or after: they are the masters in full precision, and where an entry has
+        none or one that does not round to the weight.
         Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
         """
         load_entries(self, entries)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from core.optimizer.edited_parameters import take_edits
+
 if TYPE_CHECKING:
     from core.optimizer.master_weights import Slice
 
@@ -48,6 +50,9 @@ class StoredValues(ABC):
     @abstractmethod
     def saved(self, low: int, high: int) -> torch.Tensor:
         """Elements [low, high) for a state dict: as stored where that says it all, in full precision otherwise."""
+
+    def take_edits(self) -> None:  # noqa: B027
+        """Follow parameters that somebody has written since the last `write`; they may be these numbers themselves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +139,8 @@ class ParameterValues(StoredValues):
         self.start = slices[0].start
         self.memory = memory
 
-    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of `flat`, laid out as the run is, that belong to `parameters()`."""
         if self.memory is not None:
             return [flat]
         return [flat[piece.start - self.start : piece.end - self.start] for piece in self.slices]
@@ -149,13 +155,13 @@ class ParameterValues(StoredValues):
         if self.memory is not None:
             out.copy_(self.memory)
         else:
-            torch._foreach_copy_(self._pieces(out), self.parameters())
+            torch._foreach_copy_(self.pieces(out), self.parameters())
 
     def write(self, values: torch.Tensor) -> None:
         if self.memory is not None:
             self.memory.copy_(values)
         else:
-            torch._foreach_copy_(self.parameters(), self._pieces(values))
+            torch._foreach_copy_(self.parameters(), self.pieces(values))
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> ParameterValues:
         return ParameterValues(slices, None if self.memory is None else self.memory[low:high])
@@ -167,7 +173,7 @@ class ParameterValues(StoredValues):
 class CopiedValues(StoredValues):
     """Masters of their own; whenever they are written the parameters follow: the masters as kept, rounded once more."""
 
-    def __init__(self, values: StoredValues, params: ParameterValues) -> None:
+    def __init__(self, values: PlainValues | HalfValues, params: ParameterValues) -> None:
         self.values = values
         self.params = params
 
@@ -178,6 +184,13 @@ class CopiedValues(StoredValues):
         self.values.write(values)
         self.values.read(values)
         self.params.write(values)
+
+    def take_edits(self) -> None:
+        whole = torch.zeros_like(self.values.data, dtype=torch.float32)
+        self.values.read(whole)
+        pieces = zip(self.params.pieces(whole), self.params.parameters(), strict=True)
+        if any([take_edits(*piece) for piece in pieces]):
+            self.write(whole)
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> CopiedValues:
         return CopiedValues(self.values.part(low, high, slices), self.params.part(low, high, slices))
@@ -205,7 +218,7 @@ class RemainderValues(StoredValues):
             bits.copy_(self.params.memory.view(torch.int16))
         else:
             halves = [half.view(torch.int16) for half in self.params.parameters()]
-            torch._foreach_copy_(self.params._pieces(bits), halves)
+            torch._foreach_copy_(self.params.pieces(bits), halves)
         # int32 += int16 would be converted by torch, in memory of its own.
         low = torch.empty_like(bits) if spare is None else spare.view(torch.int32)
         torch.add(low.copy_(self.remainder), bits, alpha=1 << 16, out=bits)
@@ -218,7 +231,17 @@ class RemainderValues(StoredValues):
             self.params.memory.view(torch.int16).copy_(bits)
         else:
             halves = [half.view(torch.int16) for half in self.params.parameters()]
-            torch._foreach_copy_(halves, self.params._pieces(bits))
+            torch._foreach_copy_(halves, self.params.pieces(bits))
+
+    def take_edits(self) -> None:
+        """Any other edit is a master already: the remainder stays, at most half a unit of the parameter's last place.
+
+        A zero is none with a negative remainder; the two would make a NaN.
+        """
+        for remainder, param in zip(self.params.pieces(self.remainder), self.params.parameters(), strict=True):
+            without_sign = param.view(torch.int16) << 1  # torch counts integers faster than bf16 numbers
+            if without_sign.count_nonzero() < param.numel():
+                remainder.masked_fill_((param == 0) & (remainder < 0), 0)
 
     def part(self, low: int, high: int, slices: Sequence[Slice]) -> RemainderValues:
         return RemainderValues(self.remainder[low:high], self.params.part(low, high, slices))
@@ -229,7 +252,7 @@ class RemainderValues(StoredValues):
         return whole[low:high]
 
 
-def stored(numel: int, dtype: torch.dtype, device: torch.device, *, as_roots: bool = False) -> StoredValues:
+def stored(numel: int, dtype: torch.dtype, device: torch.device, *, as_roots: bool = False) -> PlainValues | HalfValues:
     """Zeros to be kept in `dtype`."""
     if dtype == torch.float16:
         return HalfValues(numel, device, as_roots=as_roots)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     """Files of the other plugins' form, with the fp32 masters of 16-bit training in the optimizer's.
 
-    Load the model before its optimizer: loaded weights become masters, until the optimizer's are loaded.
+    Load the model too, before or after its optimizer: a master that does not round to the weight gives way to it.
     """
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -114,10 +114,7 @@ def packed_groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -
 
 
 def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) -> Entry:
-    """This rank's elements of a whole state, copied. Not collective.
-
-    A master that does not round to the parameter is of another moment (saved before other training), and is left out.
-    """
+    """This rank's elements of a whole state, copied. Not collective."""
     param = list(itertools.chain.from_iterable(engine.user_params))[number]
     name = engine.names.get(id(param), f"number {number}")
     offset, numel = _owned(engine).get(id(param), (0, 0))
@@ -134,10 +131,6 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
                 f"{key!r} of {name!r} has shape {list(value.shape)} in the checkpoint, and the parameter "
                 f"{list(param.shape)}; it is of another model, or of another algorithm"
             )
-    if MASTER in entry:
-        here = param.detach().reshape(-1)[offset : offset + numel]
-        master = entry[MASTER].to(device=here.device, dtype=torch.float32)
-        entry[MASTER] = torch.where(master.to(here.dtype) == here, master, here.float())
     return entry
 
 
