@@ -156,7 +156,7 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Add LoRA adapters by peft, before `boost`. The optimizer is made afterwards, of the adapted model.
+        """Add LoRA adapters by peft, before `boost`. An optimizer of the model may exist: `boost` adds them to it.
 
         pretrained_dir: of adapters saved before. lora_config: a peft.LoraConfig, needed without pretrained_dir.
         """

@@ -1,4 +1,7 @@
-"""LoRA adapters in an optimizer that was made before them: each goes to the group of the weight that it adapts."""
+"""LoRA adapters in an optimizer that was made before them: each goes to the group of the weight that it adapts.
+
+So does peft's copy of a module that is trained whole (`modules_to_save`): to the groups of the original's parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from torch import nn
 
 ADAPTER = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
+COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 def add_adapters(model: nn.Module, optimizer: Any) -> None:
@@ -16,10 +20,14 @@ def add_adapters(model: nn.Module, optimizer: Any) -> None:
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     named = dict(model.named_parameters())
     for name, param in named.items():
-        match = ADAPTER.search(name)
-        if match is None or not param.requires_grad or id(param) in group_of:
+        if not param.requires_grad or id(param) in group_of:
             continue
-        origin = named.get(name[: match.start()] + ".base_layer.weight")
+        if match := ADAPTER.search(name):
+            origin = named.get(name[: match.start()] + ".base_layer.weight")
+        elif match := COPY.search(name):
+            origin = named.get(COPY.sub(".original_module.", name))
+        else:
+            continue
         group = None if origin is None else group_of.get(id(origin))
         if group is None:
             warnings.warn(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from core.booster.accelerator import device_of_group
 from core.booster.lora import add_lora
+from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.plugin_base import Plugin
 
 
@@ -52,8 +53,11 @@ class DPPluginBase(Plugin):
             )
         return device
 
-    def check_optimizer(self, model: nn.Module, optimizer: Any) -> None:
-        """Refuse an optimizer with parameters that no rank would reduce: those that are not the model's."""
+    def complete_optimizer(self, model: nn.Module, optimizer: Any) -> None:
+        """Add adapters that were made after the optimizer. Refuse one with parameters that no rank would reduce, as
+        they are not the model's, and one that would train nothing.
+        """
+        add_adapters(model, optimizer)
         known = {id(param) for param in model.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for place, param in enumerate(group["params"]):
@@ -64,11 +68,20 @@ class DPPluginBase(Plugin):
                         "it part of the model's module, and make the optimizer after the model has its final parameters"
                     )
 
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(param.requires_grad for param in held):
+            trained = [name for name, param in model.named_parameters() if param.requires_grad]
+            others = f", and those that train, the first {trained[0]!r}, are not in it" if trained else ""
+            raise ValueError(
+                f"{type(self).__name__}: the optimizer's {len(held)} parameters are frozen in the model{others}; it "
+                "would change nothing. Make it of the parameters that shall train, after the model has its final ones"
+            )
+
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
         """Raise on every rank what any rank refuses. Collective over the world."""
         if error is None and optimizer is not None:
             try:
-                self.check_optimizer(model, optimizer)
+                self.complete_optimizer(model, optimizer)
             except ValueError as refusal:
                 error = refusal
         texts: list[str | None] = [None] * self.world_size

@@ -16,7 +16,6 @@ from core import parallel_state
 from core.booster.accelerator import device_of_group
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.mixed_precision.fp8 import use_fp8_linears, why_not
-from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
@@ -210,8 +209,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         """
         shaped = False
         if optimizer is not None:
-            add_adapters(model, optimizer)
-            self.check_optimizer(model, optimizer)
+            self.complete_optimizer(model, optimizer)
             shaped = needs_shapes(optimizer)
         dtype = DTYPES[self.precision]
         model = model.to(self.device())

@@ -78,7 +78,7 @@ class TorchDDPPlugin(DPPluginBase):
     ) -> Boosted:
         """Move the model, make its batch norms common to all ranks, wrap it."""
         if optimizer is not None:
-            self.check_optimizer(model, optimizer)
+            self.complete_optimizer(model, optimizer)
         device = self.device()
         model = with_common_batch_norm(model.to(device), self.world_size)
         options = dict(self.ddp_kwargs)
