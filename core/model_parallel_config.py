@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 
+from core.number_ranges import COUNT, NOT_NEGATIVE, check_ranges
+
+RANGES = {
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), COUNT),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"), COUNT),
+    "expert_tensor_parallel_size": COUNT,
+    "moe_router_bias_update_rate": NOT_NEGATIVE,
+}
+
 
 @dataclass
 class ModelParallelConfig:
@@ -57,7 +66,7 @@ class ModelParallelConfig:
     grad_scale_func: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        check_ranges(self, RANGES)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel=True with tensor_model_parallel_size=1: the sequence is split over the tensor "
@@ -76,19 +85,3 @@ class ModelParallelConfig:
                 f"moe_router_bias_update_rate must be above 0 with moe_router_enable_expert_bias=True, got "
                 f"{self.moe_router_bias_update_rate}."
             )
-
-    def _check_sizes(self) -> None:
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ):
-            size = getattr(self, name)
-            optional = name in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
-            if size is None and optional:
-                continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}.")

@@ -10,8 +10,10 @@ import torch
 from core.distributed.gradient_contract import GradSyncRule
 from core.distributed.simulated_wire import Wire
 from core.distributed.wire_format import WIRE_DTYPES
+from core.number_ranges import COUNT, check_ranges
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
+RANGES = {"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class DistributedDataParallelConfig:
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:
+        check_ranges(self, RANGES)
         if self.data_parallel_sharding_strategy not in STRATEGIES:
             raise ValueError(
                 f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
@@ -103,10 +106,6 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_microbatches not in ("every", "last"):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
-        for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"bucket_size ({self.bucket_size}) and num_buckets ({self.num_buckets}) exclude each other; give one"

@@ -5,16 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 
+from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Range, check_ranges
 from core.optimizer.algorithms import Algorithm, label
 
 BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single", "triton")
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "none")
 MUON_COEFFICIENTS = ("simple", "quintic", "polar_express")
 MUON_TP_MODES = ("duplicated", "blockwise")
+RANGES = {
+    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_eps"), NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"), BELOW_ONE),
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "muon_extra_scale_factor"), POSITIVE),
+    **dict.fromkeys(("loss_scale_window", "hysteresis", "muon_num_ns_steps"), COUNT),
+    **dict.fromkeys(("grad_norm_type", "grad_norm_skip_threshold"), POSITIVE_OR_INFINITE),
+    "sgd_momentum": BELOW_ONE,
+    "clip_grad": Range(Real, 0, math.inf),  # inf, as 0, clips nothing
+    "optimizer_offload_fraction": Range(Real, 0, 1),
+}
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +52,7 @@ class OptimizerConfig:
         overlap_cpu_optimizer_d2h_h2d, copies to and from the device run beside the steps.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
     initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of the dynamic scale, see DynamicLossScaler.
-    clip_grad: scale all gradients so that their global norm is at most this; 0 turns clipping off.
+    clip_grad: scale all gradients so that their global norm is at most this; 0 and math.inf turn clipping off.
     grad_norm_type: p of the norm that is reported, clipped and compared with the threshold; math.inf for the largest
         magnitude.
     grad_norm_skip_threshold: skip a step whose global norm is above this.
@@ -115,24 +127,15 @@ class OptimizerConfig:
     store_param_remainders: bool = True
 
     def __post_init__(self) -> None:
+        check_ranges(self, RANGES)
         self._check_algorithm()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; parameters have one dtype, set one of the two")
-        for name in ("weight_decay", "clip_grad", "sgd_momentum", "adam_eps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
-        if self.grad_norm_skip_threshold <= 0:
-            raise ValueError(f"grad_norm_skip_threshold is {self.grad_norm_skip_threshold}; it must be above 0")
-        if self.grad_norm_type <= 0:
-            raise ValueError(f"grad_norm_type is {self.grad_norm_type}; a norm needs a p above 0, or math.inf")
-        self._check_loss_scale()
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale is {self.min_loss_scale} and initial_loss_scale {self.initial_loss_scale}; the scale "
+                "starts at the second and never falls below the first"
+            )
         self._check_precision()
 
     def _check_algorithm(self) -> None:
@@ -153,27 +156,11 @@ class OptimizerConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        if self.muon_num_ns_steps < 1:
-            raise ValueError(f"muon_num_ns_steps is {self.muon_num_ns_steps}; it must be at least 1")
-        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
-            raise ValueError(f"optimizer_offload_fraction is {self.optimizer_offload_fraction}; it must be in [0, 1]")
         if self.optimizer_offload_fraction > 0 and not self.optimizer_cpu_offload:
             raise ValueError(
                 f"optimizer_offload_fraction is {self.optimizer_offload_fraction} and optimizer_cpu_offload is False; "
                 "set it to True, or the fraction to 0"
             )
-
-    def _check_loss_scale(self) -> None:
-        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
-            raise ValueError(f"loss_scale is {self.loss_scale}; it must be above 0 and finite, or None")
-        if not 0 < self.min_loss_scale <= self.initial_loss_scale < math.inf:
-            raise ValueError(
-                f"initial_loss_scale is {self.initial_loss_scale} and min_loss_scale {self.min_loss_scale}; expected "
-                "0 < min_loss_scale <= initial_loss_scale"
-            )
-        for name in ("loss_scale_window", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def _check_precision(self) -> None:
         if self.optimizer_backend == "triton" and torch.float16 in (self.exp_avg_dtype, self.exp_avg_sq_dtype):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 import sys
 import types
 import typing
@@ -13,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.training.config import JobConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
+from core.training.limits import flag
 
 Config = TypeVar("Config")
 
@@ -27,22 +31,84 @@ OTHER_NAMES = {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"}
 def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
     """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults.
 
-    Raises ConfigError for files; wrong flags end the process with tyro's message and status 2.
+    Raises ConfigError, in one line, for what cannot be read.
     """
     files, flags = split_config_files(argv)
-    config = JobConfig()
-    for file in files:
-        config = merge(config, read_toml(file), str(file))
+    flags = spell_out(flags)
+    tables = [read_toml(file) for file in files]
+    config = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
+    for file, table in zip(files, tables, strict=True):
+        config = merge(config, table, str(file))
     tyro = require("tyro", "reading the command line")
-    return tyro.cli(
-        JobConfig,
-        args=spell_out(flags),
-        default=config,
-        prog=prog,
-        description="Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults below. "
-        f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on.",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            return tyro.cli(
+                JobConfig,
+                args=flags,
+                default=config,
+                prog=prog,
+                description="Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults "
+                f"below. {', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on.",
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as error:
+        if error.code:
+            raise ConfigError(one_line(refusal.getvalue())) from None
+        raise
+
+
+def one_line(box: str) -> str:
+    """What tyro's box says, without its frame and without the help below."""
+    lines = [line.strip(" │|") for line in box.splitlines() if line.strip()]
+    rule = re.compile(r"[╭╰]|.*[─-]{3,}\W*$")
+    if len(lines) > 1 and rule.match(lines[1]):  # a title, underlined where the output is no terminal
+        del lines[0]
+    text = " ".join(line for line in lines if not rule.match(line))
+    text = re.split(r"Got errors:|Argument helptext:|For full helptext", text)[0].strip()
+    if not text.startswith("Error parsing ddp: "):
+        return text
+    names = "|".join(field.name for field in dataclasses.fields(JobConfig().ddp))
+    return re.sub(rf"\b({names})\b", lambda match: flag("ddp", match[1]), text.removeprefix("Error parsing ddp: "))
+
+
+def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> dict[str, Any]:
+    """What files and flags say, by 'section.option'; a later source wins. Values of flags are text, or bools."""
+    given: dict[str, Any] = {}
+    for table in tables:
+        for section, options in table.items():
+            if isinstance(options, Mapping):
+                given |= {f"{section}.{option}": value for option, value in options.items()}
+    for position, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--"):
+            continue
+        after = "".join(flags[position + 1 : position + 2])
+        section, _, option = name.removeprefix("--").replace("-", "_").partition(".")
+        negated = option.startswith("no_")
+        alone = not after or after.startswith("--")
+        given[f"{section}.{option.removeprefix('no_')}"] = value if equals else not negated if alone else after
+    return given
+
+
+def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """The defaults of the section ddp beside what is given: what the user says wins over a default.
+
+    ConfigError where two things that the user says contradict each other.
+    """
+    defaults = JobConfig().ddp
+    strategy = given.get("ddp.data_parallel_sharding_strategy")
+    sharded = given.get("ddp.use_distributed_optimizer")
+    if isinstance(sharded, bool) and strategy is not None and sharded != (strategy != "no_shard"):
+        raise ConfigError(
+            f"--ddp.data-parallel-sharding-strategy {strategy} and --ddp.{'' if sharded else 'no-'}use-distributed-"
+            f"optimizer contradict each other: one shards the optimizer's state, the other does not; leave one out"
+        )
+    if sharded is False or strategy == "no_shard":
+        defaults = dataclasses.replace(defaults, use_distributed_optimizer=False, overlap_param_gather=False)
+    if "ddp.num_buckets" in given:
+        defaults = dataclasses.replace(defaults, bucket_size=None)
+    return defaults
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -64,10 +130,16 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def spell_out(flags: Sequence[str]) -> list[str]:
-    """Flags with the short ones replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`."""
-    spelled = []
-    for flag in flags:
-        name, equals, value = flag.partition("=")
+    """Flags with the short ones replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`.
+
+    ConfigError for an empty value: no option takes one, and it often is a shell's variable that is not set.
+    """
+    spelled: list[str] = []
+    for word in flags:
+        name, equals, value = word.partition("=")
+        if not (value if equals else name).strip():
+            option = name.strip() or next(word for word in [*reversed(spelled), "a flag"] if word[:2] in ("--", "a "))
+            raise ConfigError(f"{option} was given an empty value; give one, or leave it out")
         spelled.append(OTHER_NAMES.get(name, name) + equals + value)
     return spelled
 
@@ -130,6 +202,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         return tuple(convert(item, arguments[0], where) for item in value)
     if kind is float and type(value) is int:
         return float(value)
+    if kind in (Path, str) and isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{where} is empty; give a value, or leave it out")
     if kind is Path and isinstance(value, str):
         return Path(value)
     if type(value) is not kind:

@@ -11,10 +11,11 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
 from core.training.config import JobConfig, ParallelOptions
 from core.training.errors import ConfigError
+from core.training.limits import check_numbers
 from core.training.model_config import optimizer_config, transformer_config
 from core.training.run_directory import check_run_name
 from core.training.schedule import schedule_numbers
-from core.training.sizes import check_counts, check_divides, check_model, check_ranks, check_vocabulary
+from core.training.sizes import check_divides, check_model, check_ranks, check_vocabulary, divisors
 
 BYTES = 256  # the vocabulary of the tokenizer 'bytes'
 
@@ -109,7 +110,7 @@ def _default_micro_batch(share: int, parallel: ParallelOptions, layout: Pipeline
         return share
     kind = find_schedule(parallel.schedule_name)
     enough = max(2 * parallel.pp, layout.num_stages)
-    sizes = [size for size in range(1, share + 1) if share % size == 0 and share // size >= enough]
+    sizes = [size for size in divisors(share) if share // size >= enough]
     return max((size for size in sizes if kind.legal_microbatches(share // size, layout)), default=1)
 
 
@@ -120,7 +121,7 @@ def _check_the_rest(config: JobConfig) -> None:
     if config.optimizer.name == "muon" and config.ddp.sharded and not config.ddp.whole_param_shards:
         raise ConfigError(
             "--optimizer.name muon updates whole matrices, and a sharded optimizer cuts them anywhere; add "
-            "--ddp.whole-param-shards True, or use --ddp.no-use-distributed-optimizer --ddp.no-overlap-param-gather"
+            "--ddp.whole-param-shards True, or use --ddp.no-use-distributed-optimizer"
         )
     try:
         transformer_config(config, known or config.parallel.tp)
@@ -131,26 +132,10 @@ def _check_the_rest(config: JobConfig) -> None:
 
 
 def _check_options(config: JobConfig) -> None:
-    """Counts that must be at least 1, and fractions that must lie between 0 and 1."""
-    run, checkpoint = config.run, config.checkpoint
-    check_counts(
-        {
-            "--run.steps": run.steps,
-            "--run.stop-after": run.last_step,
-            "--run.global-batch-size": run.global_batch_size,
-            "--run.micro-batch-size": 1 if run.micro_batch_size is None else run.micro_batch_size,
-            "--run.validation-windows": run.validation_windows,
-            "--checkpoint.every": 1 if checkpoint.every is None else checkpoint.every,
-            "--checkpoint.keep": 1 if checkpoint.keep is None else checkpoint.keep,
-            "--logging.print-every": config.logging.print_every,
-            "--logging.trace-steps": config.logging.trace_steps,
-        }
-    )
-    check_run_name(run.name)
+    """What can be told of one option alone, and what checkpoints need."""
+    check_numbers(config)
+    check_run_name(config.run.name)
+    checkpoint = config.checkpoint
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None
     if checkpoint.dir is None and asks:
         raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, where the checkpoints are")
-    if not 0 < config.data.validation_fraction < 1:
-        raise ConfigError(
-            f"--data.validation-fraction is {config.data.validation_fraction}; it must lie between 0 and 1"
-        )

@@ -33,7 +33,9 @@ def schedule_numbers(config: JobConfig) -> dict[str, Any]:
     try:
         check_schedule({**numbers, "wsd_decay_steps": None, "lr_wsd_decay_style": None})
     except ValueError as error:
-        raise ConfigError(f"--optimizer.lr {options.lr}, min-lr {options.min_lr} and warmup-steps: {error}") from error
+        raise ConfigError(
+            f"--optimizer.lr {options.lr}, --optimizer.min-lr {options.min_lr} and --optimizer.warmup-steps: {error}"
+        ) from error
     return numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from core.context_parallel import check_heads, check_sequence_length
@@ -9,13 +10,6 @@ from core.rank_grid import RankGrid
 from core.tensor_parallel.layers import padded_vocab_size
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
-
-
-def check_counts(counts: dict[str, int]) -> None:
-    """Each of these, by the name of its option, must be at least 1."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} is {count}; it must be at least 1")
 
 
 def check_divides(what: str, size: int, by: str, divisor: int) -> None:
@@ -34,11 +28,17 @@ def nearest_multiples(size: int, of: int) -> list[int]:
     return [below, below + of] if below > 0 else [of]
 
 
+def divisors(size: int) -> list[int]:
+    """All divisors of `size`, ascending."""
+    low = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
+    return sorted({*low, *(size // divisor for divisor in low)})
+
+
 def nearest_divisors(size: int, near: int) -> list[int]:
     """The divisors of `size` next to `near`, below and above."""
-    divisors = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
-    below = [divisor for divisor in divisors if divisor < near]
-    return [*below[-1:], *[divisor for divisor in divisors if divisor > near][:1]]
+    known = divisors(size)
+    below = [divisor for divisor in known if divisor < near]
+    return [*below[-1:], *[divisor for divisor in known if divisor > near][:1]]
 
 
 def either(numbers: Iterable[int]) -> str:
@@ -50,9 +50,6 @@ def check_ranks(parallel: ParallelOptions, world_size: int) -> RankGrid:
     """The grids of ranks that the parallel sizes give."""
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.ep
     etp = tp if parallel.etp is None else parallel.etp
-    sizes = {"tp": tp, "pp": pp, "vpp": parallel.vpp, "cp": cp, "ep": ep, "etp": etp, "dp": parallel.dp}
-    counts = {f"--parallel.{axis}": size for axis, size in sizes.items() if size is not None}
-    check_counts({**counts, "the number of ranks": world_size})
     for product, words in (
         (tp * cp * pp, f"tp {tp} x cp {cp} x pp {pp}"),
         (etp * ep * pp, f"etp {etp} x ep {ep} x pp {pp}, which one copy of all experts needs,"),
@@ -79,16 +76,6 @@ def check_ranks(parallel: ParallelOptions, world_size: int) -> RankGrid:
 def check_model(config: JobConfig) -> None:
     """Heads, widths, sequence and experts of the model over the ranks that share them."""
     model, parallel = config.model, config.parallel
-    check_counts(
-        {
-            "--model.num-layers": model.num_layers,
-            "--model.hidden-size": model.hidden_size,
-            "--model.num-attention-heads": model.num_attention_heads,
-            "--model.num-query-groups": model.query_groups,
-            "--model.ffn-hidden-size": model.ffn_width,
-            "--model.sequence-length": model.sequence_length,
-        }
-    )
     heads, groups = model.num_attention_heads, model.query_groups
     group_option = "the number of query groups"
     check_divides("--model.hidden-size", model.hidden_size, "--model.num-attention-heads", heads)
@@ -138,7 +125,6 @@ def _check_experts(model: ModelOptions, parallel: ParallelOptions) -> None:
                     f"are, --model.num-experts {nearest_multiples(1, parallel.ep)[0]} for example"
                 )
         return
-    check_counts({"--model.num-experts": experts, "--model.moe-layer-freq": model.moe_layer_freq})
     if not 1 <= topk <= experts:
         raise ConfigError(
             f"--model.moe-router-topk {topk} and --model.num-experts {experts}: a token goes to {topk} different "
@@ -148,7 +134,6 @@ def _check_experts(model: ModelOptions, parallel: ParallelOptions) -> None:
     check_divides("an expert's hidden size (--model.moe-ffn-hidden-size)", model.expert_width, "etp", etp)
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
-        check_counts({"--model.moe-shared-expert-intermediate-size": shared})
         check_divides("--model.moe-shared-expert-intermediate-size", shared, "tp", parallel.tp)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.model_parallel_config import ModelParallelConfig
+from core.number_ranges import COUNT, NOT_NEGATIVE, POSITIVE
 
 EXPERT_CHOICES = {
     "moe_router_score_function": ("softmax", "sigmoid"),
@@ -13,6 +14,13 @@ EXPERT_CHOICES = {
     "moe_router_dtype": (None, "fp32", "fp64"),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
     "moe_token_drop_policy": ("probs", "position"),
+}
+
+EXPERT_RANGES = {
+    **dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"), COUNT),
+    **dict.fromkeys(("moe_router_topk_scaling_factor", "moe_expert_capacity_factor"), POSITIVE),
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), NOT_NEGATIVE),
+    "moe_shared_expert_intermediate_size": COUNT,
 }
 
 
@@ -76,8 +84,6 @@ class ExpertConfig(ModelParallelConfig):
         for field, choices in EXPERT_CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
-        if experts < 1:
-            raise ValueError(f"num_moe_experts is {experts}, expected at least 1")
         if experts % ep:
             below = experts // ep * ep
             counts = f"{below} or {below + ep}" if below else f"{ep}"
@@ -116,17 +122,11 @@ class ExpertConfig(ModelParallelConfig):
                 "moe_router_enable_expert_bias=True with moe_router_score_function='softmax': the bias is made for "
                 "scores between 0 and 1 that do not compete; set moe_router_score_function='sigmoid'"
             )
-        factor = self.moe_expert_capacity_factor
-        if factor is not None and not factor > 0:
-            raise ValueError(f"moe_expert_capacity_factor is {factor}, expected above 0, or None to drop no token")
-        for field in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if (getattr(self, field) or 0.0) < 0:
-                raise ValueError(f"{field} is {getattr(self, field)}, expected at least 0")
 
     def _check_frequency(self, num_layers: int) -> None:
-        if isinstance(self.moe_layer_freq, int):
-            if self.moe_layer_freq < 1:
-                raise ValueError(f"moe_layer_freq is {self.moe_layer_freq}, expected at least 1, or a list")
+        if not isinstance(self.moe_layer_freq, Sequence):
+            if self.moe_layer_freq not in COUNT:
+                raise ValueError(f"moe_layer_freq must be {COUNT}, or a list, got {self.moe_layer_freq!r}")
         elif len(self.moe_layer_freq) != num_layers or not set(self.moe_layer_freq) <= {0, 1}:
             raise ValueError(
                 f"moe_layer_freq is {list(self.moe_layer_freq)}, expected one 0 or 1 for each of {num_layers} layers"

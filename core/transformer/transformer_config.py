@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.context_parallel import COMM_TYPES, check_heads
-from core.transformer.expert_config import ExpertConfig
+from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, check_ranges, whole
+from core.transformer.expert_config import EXPERT_RANGES, ExpertConfig
 
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -13,6 +14,15 @@ CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope"),
     "cp_comm_type": tuple(COMM_TYPES),
     "recompute_granularity": (None, "full", "selective"),
+}
+RANGES = {
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), COUNT),
+    **dict.fromkeys(("ffn_hidden_size", "vocab_size", "max_sequence_length"), COUNT),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), BELOW_ONE),
+    **dict.fromkeys(("init_method_std", "rotary_base"), POSITIVE),
+    "layernorm_epsilon": NOT_NEGATIVE,
+    "recompute_num_layers": whole(0),
+    "init_seed": whole(),
 }
 
 
@@ -84,15 +94,10 @@ class TransformerConfig(ExpertConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_ranges(self, {**EXPERT_RANGES, **RANGES})
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
-        for field in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}, expected at least 1")
-        for field in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} is {getattr(self, field)}, expected 0 <= {field} < 1")
         tp = self.tensor_model_parallel_size
         if self.kv_channels is None:
             self._divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)

@@ -179,7 +179,7 @@ def test_what_cannot_be_offloaded_is_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for bad, why in (
         ({"optimizer_offload_fraction": 0.5}, "optimizer_cpu_offload is False"),
-        (offload(1.5), r"must be in \[0, 1\]"),
+        (offload(1.5), r"of at least 0 and at most 1"),
     ):
         with pytest.raises(ValueError, match=why):
             OptimizerConfig(**bad)

@@ -40,7 +40,7 @@ def test_flags_win_over_later_files_over_earlier_files_over_defaults(tmp_path: P
         ("[model]\nactivation = 'relu'", "'relu'; it must be one of 'gelu', 'swiglu'"),
         ("model = 3", "model is a section"),
         ("[model\n", "is not valid TOML"),
-        ("[ddp]\nbucket_size = 0", "bucket_size is 0; it must be at least 1"),
+        ("[ddp]\nbucket_size = 0", "bucket_size must be a whole number of at least 1, or None, got 0"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -62,11 +62,9 @@ def test_a_missing_file_is_named() -> None:
         load_config(["--config", "nowhere.toml"])
 
 
-def test_an_unknown_flag_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
+def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"Unrecognized options: --model\.hiden-size.* --model\.hidden-size INT"):
         load_config(["--model.hiden-size", "3"])
-    assert error.value.code == 2
-    assert "--model.hidden-size" in capsys.readouterr().err
 
 
 def test_every_shipped_configuration_is_read_and_fits() -> None:

@@ -262,7 +262,7 @@ def test_options_of_checkpoints_need_a_directory() -> None:
         with pytest.raises(ConfigError, match="need --checkpoint.dir"):
             plan_job(load_config(flags), 4)
         plan_job(load_config([*flags, "--checkpoint.dir", "somewhere"]), 4)
-    with pytest.raises(ConfigError, match="--checkpoint.keep is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match="--checkpoint.keep must be a whole number of at least 1"):
         plan_job(load_config(["--checkpoint.keep", "0"]), 4)
 
 

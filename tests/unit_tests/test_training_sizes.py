@@ -82,8 +82,8 @@ REFUSED = [
         "2.66667; use 6 or 9, or --run.micro-batch-size 2 or 4",
         "--run.micro-batch-size 4",
     ),
-    ("a count", "--run.micro-batch-size 0", "--run.micro-batch-size is 0; it must be at least 1", ""),
-    ("a size", "--cp 0", "--parallel.cp is 0; it must be at least 1", ""),
+    ("a count", "--run.micro-batch-size 0", "--run.micro-batch-size must be a whole number of at least 1", ""),
+    ("a size", "--cp 0", "--parallel.cp must be a whole number of at least 1", ""),
     (
         "vocabulary smaller than the tokenizer's",
         "--model.vocab-size 200",
@@ -177,9 +177,9 @@ REFUSED = [
         "matrices that are cut anywhere",
         "--optimizer.name muon",
         "--optimizer.name muon updates whole matrices",
-        "--optimizer.name muon --ddp.no-use-distributed-optimizer --ddp.no-overlap-param-gather",
+        "--optimizer.name muon --ddp.no-use-distributed-optimizer",
     ),
-    ("a fraction", "--data.validation-fraction 1.5", "is 1.5; it must lie between 0 and 1", ""),
+    ("a fraction", "--data.validation-fraction 1.5", "must be a number above 0 and below 1, got 1.5", ""),
     (
         "a router whose gradient would be zero",
         "--model.num-experts 4 --model.moe-router-topk 1",

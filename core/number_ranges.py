@@ -1,0 +1,65 @@
+"""Ranges of the numbers in a configuration: said once, in a table, and refused in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be. NaN and bools are in no range, and a float such as 2.0 is no whole number."""
+
+    kind: type  # Integral or Real
+    low: float
+    high: float
+    open_low: bool = False  # True if `low` itself is outside
+    open_high: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, self.kind):
+            return False
+        above = value > self.low if self.open_low else value >= self.low  # type: ignore[operator]
+        return above and (value < self.high if self.open_high else value <= self.high)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        finite = self.kind is Real and self.open_high and self.high == math.inf
+        words = "a whole number" if self.kind is Integral else "a finite number" if finite else "a number"
+        if self.low > -math.inf:
+            words += f" {'above' if self.open_low else 'of at least'} {self.low}"
+        if self.high < math.inf:
+            words += f" and {'below' if self.open_high else 'at most'} {self.high}"
+        return words
+
+
+def whole(low: float = -math.inf, high: float = math.inf) -> Range:
+    """Whole numbers from `low` to `high`."""
+    return Range(Integral, low, high)
+
+
+COUNT = whole(1)
+NOT_NEGATIVE = Range(Real, 0, math.inf, open_high=True)
+POSITIVE = Range(Real, 0, math.inf, open_low=True, open_high=True)
+POSITIVE_OR_INFINITE = Range(Real, 0, math.inf, open_low=True)
+BELOW_ONE = Range(Real, 0, 1, open_high=True)
+
+
+def check_ranges(config: Any, ranges: Mapping[str, Range], name: Callable[[str], str] = str) -> None:
+    """ValueError for the first field of a dataclass outside its range, or a field of type bool that is no bool.
+
+    None is right where it is the field's default. name: what the message calls a field.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        if field.name in ranges and value not in ranges[field.name]:
+            allowed = f"{ranges[field.name]}{', or None' if field.default is None else ''}"
+        elif field.type in (bool, "bool") and not isinstance(value, bool):
+            allowed = "True or False"
+        else:
+            continue
+        raise ValueError(f"{name(field.name)} must be {allowed}, got {value!r}")
