@@ -10,7 +10,7 @@ from torch import nn
 from core.distributed.collector_pause import collector_paused
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
-from core.optimizer.clip_grads import everybody
+from core.optimizer.clip_grads import everybody, longest_chain, other_ranks
 from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.model_check import check_model, check_whole_params, split_parameter
 from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
@@ -98,7 +98,7 @@ def _make(
     config: OptimizerConfig, model_chunks: Sequence[ModelChunk], overrides: Overrides, process_groups: ProcessGroups
 ) -> MegatronOptimizer:
     sharded = check_model(config, model_chunks)
-    ranks = everybody(process_groups, [chunk.groups for chunk in model_chunks])
+    ranks = everybody(model_chunks[0].groups)
     groups = ParamGroups(
         config,
         trainable_params(model_chunks),
@@ -106,9 +106,11 @@ def _make(
         frozen=frozen_params(model_chunks),
         repeated_name=repeated_name(model_chunks),
     )
+    for chunk in model_chunks:
+        groups.problem = groups.problem or other_ranks(process_groups, chunk.groups)
     if groups.whole[0] != CUT_OK:
         groups.problem = groups.problem or split_parameter(model_chunks, groups.cannot_be_split)
     groups.agree(ranks)
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
-    return cls(config, model_chunks, groups, ranks)
+    return cls(config, model_chunks, groups, longest_chain(process_groups)[0])

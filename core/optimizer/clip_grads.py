@@ -54,15 +54,13 @@ class GradStats:
 CHAINS: tuple[tuple[str, ...], ...] = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), ("tp", "pp", "dp_cp"))
 
 
-def everybody(groups: ProcessGroups, models: Iterable[ProcessGroups] = ()) -> list[dist.ProcessGroup]:
+def everybody(groups: ProcessGroups) -> list[dist.ProcessGroup]:
     """Groups to reduce over, one after the other, so that the sum is over all ranks of the model, each once.
 
-    models: the groups that its chunks were wrapped with. Raises ValueError, before any collective, where `groups` do
-    not reach the same ranks, or where groups that are missing leave open which ranks of the job hold the model.
+    groups: what the model was wrapped with. Raises ValueError where the job has more ranks and missing groups leave
+    open whether they hold parts of the model too.
     """
-    for wrapped in models:
-        _check_same_ranks(groups, wrapped)
-    chain, reached = _longest_chain(groups)
+    chain, reached = longest_chain(groups)
     complete = any(all(getattr(groups, name) is not None for name in names) for names in CHAINS)
     if reached < dist.get_world_size() and not complete:
         missing = ", ".join(repr(name) for name in CHAINS[-1] if getattr(groups, name) is None)
@@ -71,26 +69,27 @@ def everybody(groups: ProcessGroups, models: Iterable[ProcessGroups] = ()) -> li
             f"lack {missing}; wrap the model with them too, with a group of one rank "
             "(torch.distributed.new_subgroups(1)) along an axis that it is not split over"
         )
-    return [groups.require(name) for name in chain if groups.size(name) > 1]
+    return chain
 
 
-def _longest_chain(groups: ProcessGroups) -> tuple[tuple[str, ...], int]:
+def longest_chain(groups: ProcessGroups) -> tuple[list[dist.ProcessGroup], int]:
     """The chain that reaches most ranks, and how many; a missing group counts as one rank."""
     reach = {chain: math.prod(map(groups.size, chain)) for chain in CHAINS}
     longest = max(CHAINS, key=reach.__getitem__)
-    return longest, reach[longest]
+    return [groups.require(name) for name in longest if groups.size(name) > 1], reach[longest]
 
 
-def _check_same_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> None:
-    """ValueError where `groups` reach other ranks than those that a model chunk was wrapped with."""
-    same_reach = _longest_chain(groups)[1] == _longest_chain(wrapped)[1]
+def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
+    """What is wrong where `groups` reach other ranks than those that a model chunk was wrapped with."""
+    same_reach = longest_chain(groups)[1] == longest_chain(wrapped)[1]
     for name in (name for chain in reversed(CHAINS) for name in chain):
         given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))
         if given != own and ((given and own) or (not same_reach and groups.size(name) != wrapped.size(name))):
-            raise ValueError(
+            return (
                 f"pg_collection.{name} holds ranks {given}, and the model was wrapped with {own}: ranks would clip by "
                 "different norms. Pass the groups it was wrapped with, or leave pg_collection out"
             )
+    return None
 
 
 def counts_here(bucket: Bucket) -> bool:
