@@ -26,9 +26,8 @@ from core.distributed.fused_kernels import check_declared, ignore_dummies
 from core.distributed.grad_buffer import GradBuffer
 from core.distributed.grad_reducer import GradReducer, StepReport
 from core.distributed.grad_sync import GradSync
-from core.distributed.gradient_contract import GradientContract, data_group_of, divisor_of
-from core.distributed.guards import LargeGradientWatch, NonFiniteWatch
-from core.distributed.initial_weights import broadcast_weights, check_equal_weights
+from core.distributed.gradient_contract import GradientContract, divisor_of
+from core.distributed.guards import Finding, LargeGradientWatch, NonFiniteWatch
 from core.distributed.model_plan import (
     ModelPlan,
     option_table,
@@ -45,6 +44,7 @@ from core.distributed.step_clock import resolve
 from core.distributed.step_guard import StepGuard
 from core.distributed.streamed_bucket import StreamedBucket
 from core.distributed.weak_link import WeakLink
+from core.distributed.weight_copies import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.wire_format import gradient_collectives
 from core.process_groups import ProcessGroups
 
@@ -75,8 +75,8 @@ class DistributedDataParallel(nn.Module):
     then only this rank's shard of `main_grad` is valid, and `param.grad` is a ShardedGradient, which refuses to be
     used. A parameter that no rank has used has no `.grad`, as with torch. Neither config is written to.
 
-    Collective over all ranks that hold this chunk. Raises LayoutMismatch on every rank of a data group whose ranks hold
-    different models or weights, ContractError or ValueError for what one rank can know alone.
+    Collective over all ranks that hold this chunk. Raises LayoutMismatch on all of them where ranks hold different
+    models, or other copies of a weight; ContractError or ValueError for what one rank can know alone.
     """
 
     def __init__(
@@ -158,6 +158,7 @@ class DistributedDataParallel(nn.Module):
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         self.param_sync = ParamSync(order, on_wire(Collectives(channels=plain.channels)))
         self.stages_checked = False
+        self.finalized = 0  # times
         self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
         self._check_initial_weights()
@@ -175,8 +176,9 @@ class DistributedDataParallel(nn.Module):
         for name in ("dp_cp", "expt_dp"):
             if self.groups.size(name) > 1:
                 failure = self._compare(None if plan is None else plan.facts(name, options), name, failure)
-        if self.groups.size("tp") > 1:
-            failure = self._compare(None if plan is None else plan.facts_over_tp(options), "tp", failure)
+        for name in ("tp", "expt_tp"):
+            if self.groups.size(name) > 1:
+                failure = self._compare(None if plan is None else plan.facts_over_tp(options, name), name, failure)
         if plan is None or failure is not None:
             raise failure or RuntimeError("this model could not be planned")
         return plan
@@ -193,11 +195,11 @@ class DistributedDataParallel(nn.Module):
         if self.ddp_config.initial_weights == "broadcast":
             self.broadcast_params()
         elif self.ddp_config.initial_weights == "check":
-            for name in ("dp_cp", "expt_dp"):
-                if self.groups.size(name) > 1:
-                    buffers = self.grad_buffers if name == "dp_cp" else self.expert_parallel_buffers
-                    stored = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-                    check_equal_weights(self.plan.of_group(name), self.groups.require(name), name, stored)
+            refuse_unequal(self.unequal_weights(), self.groups, at_wrap=True, trained=False)
+
+    def unequal_weights(self) -> Finding | None:
+        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
+        return unequal_within_stage(self.plan, self.groups, [*self.grad_buffers, *self.expert_parallel_buffers])
 
     def _allocate(self, number: int) -> GradBuffer:
         layout = self.plan.layout.buffers[number]
@@ -349,11 +351,11 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Copy the parameters of each data group's first rank to the others. Collective over the data groups."""
-        for name in ("dp_cp", "expt_dp"):
-            if self.groups.size(name) > 1:
-                weights = [param for param in self.module.parameters() if data_group_of(param) == name]
-                broadcast_weights(weights, self.groups.require(name), self.param_sync.collectives)
+        """Make all copies within a stage equal to those of each group's first rank.
+
+        Collective over the data groups and those of tensor-parallel copies.
+        """
+        broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(0)

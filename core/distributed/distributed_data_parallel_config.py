@@ -45,7 +45,11 @@ class DistributedDataParallelConfig:
         travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic; what
         was reduced can no longer be cleared through `.grad`). `describe()` prints the bytes of both.
 
-    initial_weights: 'check' that the ranks of a data group start equal, 'broadcast' the first rank's, or 'ignore'.
+    initial_weights: 'check' that all ranks which hold copies of a weight start equal (data ranks, tensor-parallel ranks
+        of what is not split, stages), 'broadcast' the first rank's, or 'ignore'. Copies on several stages are checked
+        in the first finalize_model_grads and are not broadcast.
+    check_weights_interval: compare all of those copies in every so many finalize_model_grads, by checksums of their
+        memory, and name a drift; 0 for never. Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit. With
         reduce_microbatches='every' a backward then waits for late ranks without the limit that it has otherwise.
@@ -83,6 +87,7 @@ class DistributedDataParallelConfig:
     reduce_microbatches: Literal["last", "every"] = "last"
 
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
+    check_weights_interval: int = 0
     check_replicas: bool = False
     deterministic_reduction: bool = False
     record_nan_in_grad: bool = False
@@ -129,6 +134,8 @@ class DistributedDataParallelConfig:
             raise ValueError(f"whole_param_shards {self.whole_param_shards!r} is not one of False, True, 'all'")
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
+        if self.check_weights_interval < 0:
+            raise ValueError(f"check_weights_interval is {self.check_weights_interval}; give 0 for never, or a number")
         if self.scale_in_optimizer and self.average_in_collective:
             raise ValueError(
                 "scale_in_optimizer leaves the division by the data ranks to the optimizer, and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from core.distributed.grad_sync import agree_on_copies, check_stages, sync_acros
 from core.distributed.guards import check_finite, check_replicas
 from core.distributed.model_chunks import models_of
 from core.distributed.shared_wire import link_chunks
+from core.distributed.weight_copies import refuse_unequal, unequal_across_stages
 from core.process_groups import ProcessGroups
 
 
@@ -40,7 +40,8 @@ def finalize_model_grads(
     guards.
 
     Raises ValueError for arguments that contradict the config, SyncError when there are no new gradients since the last
-    call, NonFiniteGradientError and ReplicaDriftError on all ranks alike. Collective over all groups of the model.
+    call, LayoutMismatch when stages do not hold copies of the same weights in the first one, NonFiniteGradientError and
+    ReplicaDriftError on all ranks alike. Collective over all groups of the model.
     """
     chunks = wrapped_chunks(model, "finalize_model_grads([model])")
     groups, config = chunks[0].groups, chunks[0].config
@@ -170,9 +171,15 @@ def timed(config: Any, name: str) -> Iterator[None]:
         timer.stop()
 
 
+def _by_model(chunks: Sequence[DistributedDataParallel]) -> list[list[DistributedDataParallel]]:
+    models: dict[int, list[DistributedDataParallel]] = {}
+    for number, chunk in zip(models_of(chunks), chunks, strict=True):
+        models.setdefault(number, []).append(chunk)
+    return list(models.values())
+
+
 def _sync_stages(chunks: Sequence[DistributedDataParallel]) -> None:
-    for _, model in itertools.groupby(zip(models_of(chunks), chunks, strict=True), key=lambda pair: pair[0]):
-        parts = [chunk for _, chunk in model]
+    for parts in _by_model(chunks):
         syncs = [chunk.grad_sync for chunk in parts]
         if not all(chunk.stages_checked for chunk in parts):
             check_stages(syncs)
@@ -229,7 +236,22 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
     return total.masked_fill(total <= 0, 1)
 
 
+def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
+    """Compare the copies of one model's weights: across stages in its first step, all of them at the interval."""
+    first, config = parts[0], parts[0].ddp_config
+    first.finalized += 1
+    is_due = config.check_weights_interval > 0 and first.finalized % config.check_weights_interval == 0
+    if not is_due and (first.finalized > 1 or config.initial_weights == "ignore"):
+        return
+    findings = [part.unequal_weights() for part in parts] if is_due else []
+    findings.append(unequal_across_stages([part.plan for part in parts], groups))
+    finding = next((found for found in findings if found is not None), None)
+    refuse_unequal(finding, groups, at_wrap=False, trained=first.finalized > 1)
+
+
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
+    for parts in _by_model(chunks):
+        _check_weights(parts, groups)
     checked = [chunk for chunk in chunks if chunk.ddp_config.check_for_nan_in_grad]
     watches = [chunk.nan_watch for chunk in checked if chunk.nan_watch is not None]
     if watches:

@@ -62,13 +62,7 @@ def check_same(facts: Facts | None, group: dist.ProcessGroup, group_name: str, f
     failure: what kept this rank from telling them; it is raised again here, after the others have been told.
     Collective over `group`. One hash a rank travels; tables only on a difference.
     """
-    digest = hashlib.sha256(repr(None if facts is None else facts.values).encode()).digest()
-    words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
-    mine = torch.tensor([*words, failure is not None], dtype=torch.int64, device=control_device(group))
-    low_high = torch.cat([mine, -mine])
-    agree_max(low_high, group).wait()
-    failed = int(low_high[len(words)]) > 0
-    if not failed and torch.equal(low_high[: len(mine)], -low_high[len(mine) :]):
+    if same_on_all(None if facts is None else facts.values, group, failed=failure is not None):
         return
     ranks = dist.get_process_group_ranks(group)
     table = [] if facts is None else facts.lines()
@@ -80,6 +74,17 @@ def check_same(facts: Facts | None, group: dist.ProcessGroup, group_name: str, f
             raise LayoutMismatch(f"rank {rank} of group {group_name!r} {ranks} could not wrap its model. {message}")
     difference = compare_tables([table for table, _ in tables], ranks, group_name)
     raise LayoutMismatch(difference or f"the models of group {group_name!r} {ranks} differ")
+
+
+def same_on_all(value: Any, group: dist.ProcessGroup, *, failed: bool = False) -> bool:
+    """True if the `repr` of a value is the same on all ranks of a group and none has failed. Collective over it."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
+    mine = torch.tensor(words, dtype=torch.int64, device=control_device(group))
+    bounds = torch.cat([mine, -mine, mine.new_tensor([failed])])
+    agree_max(bounds, group).wait()
+    low, high, any_failed = (-bounds[4:8], bounds[:4], bounds[8])
+    return torch.equal(low, high) and not bool(any_failed)
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -40,7 +40,7 @@ class GradientContract(NamedTuple):
     sharded_over: tuple[str, ...] = ()
     partial_over: tuple[str, ...] = ()
     averaged_over: tuple[str, ...] = ()
-    replicated_over: tuple[str, ...] = ()  # ranks that must end with equal gradients, checked in debug mode
+    replicated_over: tuple[str, ...] = ()  # ranks with equal weights and, in the end, gradients
     rules: tuple[str, ...] = ()  # the sync rules that serve it, in order, in words
     counts_in_norm: bool = True  # of all ranks that hold this gradient, is this the one that counts it?
     crosses_stages: bool = False  # a copy lies on another pipeline stage
@@ -262,12 +262,6 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
         for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", True))
         if is_sharded and groups.size(axis) > 1 and axis not in partial_over and axis not in averaged_over
     )
-    replicated_over = tuple(
-        axis
-        for axis in (tp_axis, "pp", "embd", "pos_embd")
-        if groups.size(axis) > 1
-        and (axis in partial_over or axis in averaged_over or (axis == tp_axis and not sharded))
-    )
     crosses = any(axis in STAGE_CROSSING for axis in (*partial_over, *averaged_over))
     counts = (
         (sharded or groups.rank(tp_axis) == 0)
@@ -282,10 +276,22 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
         sharded_over,
         partial_over,
         averaged_over,
-        replicated_over,
+        replicated_over(tags, groups),
         counts_in_norm=counts,
         crosses_stages=crosses,
     )
+
+
+def replicated_over(tags: Tags, groups: ProcessGroups) -> tuple[str, ...]:
+    """The groups, data groups apart, whose ranks hold copies of this parameter."""
+    declared = () if tags.declaration is None else (*tags.declaration[0], *tags.declaration[1])
+    copied = {
+        "expt_tp" if tags.is_expert else "tp": not tags.sharded,
+        "pp": tags.pipeline_parallel or "pp" in declared,
+        "embd": tags.word_embedding or "embd" in declared,
+        "pos_embd": tags.position_embedding or "pos_embd" in declared,
+    }
+    return tuple(axis for axis, is_copy in copied.items() if is_copy and groups.size(axis) > 1)
 
 
 def _is_qk_layernorm(name: str, config: Any) -> bool:

@@ -23,7 +23,7 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class ReplicaDriftError(RuntimeError):
-    """Gradients that must be equal on several ranks are not."""
+    """Gradients or weights that must be equal on several ranks are not."""
 
 
 class NonFiniteWatch:
@@ -74,7 +74,7 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
     Collective: every rank of the job.
     """
-    finding = _first_of_all(_find_bad(watches), groups)
+    finding = first_of_all(_find_bad(watches), groups)
     if finding is None:
         return
     _, rank, message = finding
@@ -84,12 +84,14 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
     )
 
 
-def _first_of_all(finding: Finding | None, groups: ProcessGroups) -> Finding | None:
+def first_of_all(
+    finding: Finding | None, groups: ProcessGroups, names: Sequence[str] = ("dp_cp", "tp", "pp")
+) -> Finding | None:
     """The smallest finding of any rank; None where no rank has one.
 
-    Collective over the data, the tensor and the pipeline group in turn, which together reach every rank.
+    Collective over the named groups in turn: the data, the tensor and the pipeline group together reach every rank.
     """
-    reach = [groups.require(name) for name in ("dp_cp", "tp", "pp") if groups.size(name) > 1]
+    reach = [groups.require(name) for name in names if groups.size(name) > 1]
     anywhere = int(finding is not None)
     for group in reach:
         flag = torch.tensor([anywhere], dtype=torch.int64, device=control_device(group))
@@ -176,7 +178,7 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
             found = _compare_over(name, by_group[name], groups.require(name))
             # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
             drift = drift or (None if found is None else (0, dist.get_rank(), found))
-    drift = _first_of_all(drift, groups)
+    drift = first_of_all(drift, groups)
     if drift is not None:
         raise ReplicaDriftError(drift[2])
 

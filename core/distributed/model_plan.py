@@ -21,6 +21,9 @@ from core.distributed.gradient_contract import (
     GradSyncRule,
     data_group_of,
     read_contracts,
+    read_tags,
+    replicated_over,
+    shared_copies,
 )
 from core.distributed.model_walk import walk_model
 from core.distributed.param_layout import (
@@ -73,6 +76,7 @@ class ModelPlan:
     params: dict[str, nn.Parameter]  # those that were trainable when wrapped
     frozen: dict[str, nn.Parameter]
     contracts: dict[str, GradientContract]
+    copies: dict[str, list[str]]  # group, data groups apart -> parameters of which all its ranks hold copies
     rules: tuple[GradSyncRule, ...]
     layout: ParamLayout
     order: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
@@ -83,6 +87,10 @@ class ModelPlan:
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
         """All parameters of a data group, frozen ones too."""
         return {name: self.named[name] for name in self._described(data_group)}
+
+    def copies_over(self, group: str) -> dict[str, nn.Parameter]:
+        """All parameters of which each rank of this group holds a copy; not for data groups."""
+        return {name: self.named[name] for name in self.copies.get(group, ())}
 
     def _described(self, data_group: str) -> dict[str, ParamKind]:
         # By identity: a hash of a kind's shape and dtype for each parameter would take longer than all else here.
@@ -111,19 +119,26 @@ class ModelPlan:
         ]
 
         def lines() -> list[str]:
-            table = [
-                f"parameter {name!r}: shape {list(kind.shape)}, {dtype_name(kind.dtype)}, "
-                f"{'trained' if kind.trains else 'frozen'}"
-                for name, kind in described.items()
-            ]
+            table = [describe_param(name, kind) for name, kind in described.items()]
             return [*options, *table, *reductions.lines(), *cuts]
 
         return Facts((options, names, list(kinds.values()), chosen, reductions, cuts), lines)
 
-    def facts_over_tp(self, options: list[str]) -> Facts:
-        """What the ranks of a tensor-parallel group must agree on: all but their slices, which may differ in shape."""
+    def facts_over_tp(self, options: list[str], group: str) -> Facts:
+        """What the ranks of 'tp' or 'expt_tp' must agree on: all but their slices, which may differ in shape."""
         reductions = Reductions.of(self.contracts.values())
-        return Facts((options, reductions), lambda: [*options, *reductions.lines()])
+        copies = [(name, self.kinds[name]) for name in self.copies.get(group, ())]
+
+        def lines() -> list[str]:
+            return [*options, *reductions.lines(), *(describe_param(name, kind) for name, kind in copies)]
+
+        return Facts((options, reductions, copies), lines)
+
+
+def describe_param(name: str, kind: ParamKind) -> str:
+    """A line of the table that ranks compare."""
+    trains = "trained" if kind.trains else "frozen"
+    return f"parameter {name!r}: shape {list(kind.shape)}, {dtype_name(kind.dtype)}, {trains}"
 
 
 class Reductions(NamedTuple):
@@ -290,6 +305,7 @@ def plan_model(
         params,
         frozen,
         contracts,
+        _copies(named, contracts, modules, groups, ddp_config.sync_rules),
         rules,
         layout,
         launch_order(layout, list(params)),
@@ -297,6 +313,31 @@ def plan_model(
         device,
         shared,
     )
+
+
+def _copies(
+    named: dict[str, nn.Parameter],
+    contracts: dict[str, GradientContract],
+    modules: list[nn.Module],
+    groups: ProcessGroups,
+    rules: Sequence[GradSyncRule],
+) -> dict[str, list[str]]:
+    """`ModelPlan.copies`: frozen parameters are weights too, and what a rule of the user's makes equal is a copy."""
+    rules = [rule for rule in rules if groups.size(rule.group) > 1]
+    copies: dict[str, list[str]] = {}
+    if not rules and all(groups.size(axis) == 1 for axis in ("tp", "expt_tp", "pp")):
+        return copies
+    word, position = shared_copies(modules)
+    for name, param in named.items():
+        contract = contracts.get(name)
+        if contract is None:
+            tags = read_tags(param, word_embedding=id(param) in word, position_embedding=id(param) in position)
+            held = replicated_over(tags, groups)
+        else:
+            held = (*contract.replicated_over, *(rule.group for rule in rules if rule.serves(contract)))
+        for axis in dict.fromkeys(held):
+            copies.setdefault(axis, []).append(name)
+    return copies
 
 
 def _specs(

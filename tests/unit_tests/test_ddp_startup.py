@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
-from core.distributed import ContractError, LayoutMismatch, finalize_model_grads, initial_weights, param_views
+from core.distributed import ContractError, LayoutMismatch, finalize_model_grads, param_views, weight_copies
 from core.distributed.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
@@ -277,10 +277,10 @@ class Mixed(nn.Module):
 def test_the_first_differing_parameter_is_named_wherever_it_travels(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     patch = pytest.MonkeyPatch()
-    patch.setattr(initial_weights, "SMALL_NUMEL", 50)
+    patch.setattr(weight_copies, "SMALL_NUMEL", 50)
     try:
         for pack_numel in (4, 2**20):
-            patch.setattr(initial_weights, "PACK_NUMEL", pack_numel)
+            patch.setattr(weight_copies, "PACK_NUMEL", pack_numel)
             for name, alone, strategy in itertools.product(
                 ("a", "brief", "large", "turned", "frozen", "last"), (True, False), ("no_shard", "optim")
             ):
@@ -290,12 +290,12 @@ def test_the_first_differing_parameter_is_named_wherever_it_travels(rank: int, w
                         getattr(model, name)[..., -1].add_(1)
                         if not alone:
                             model.last[0].add_(3)  # a later one: not the first
-                with pytest.raises(LayoutMismatch, match=f"'{name}' starts with other values on rank 1"):
+                with pytest.raises(LayoutMismatch, match=f"'{name}' has other values on ranks .1."):
                     wrap(model, data_parallel_sharding_strategy=strategy)
             model = Mixed(0)
             if rank == 1:  # the same values in all, but in other parameters
                 model.a, model.twin = model.twin, model.a
-            with pytest.raises(LayoutMismatch, match="'a' starts with other values"):
+            with pytest.raises(LayoutMismatch, match="'a' has other values"):
                 wrap(model)
             wrap(Mixed(0))
     finally:
@@ -307,10 +307,10 @@ def test_every_weight_is_broadcast(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     expected = {name: param.detach().clone() for name, param in Mixed(0).named_parameters()}
     patch = pytest.MonkeyPatch()
-    patch.setattr(initial_weights, "SMALL_NUMEL", 50)
+    patch.setattr(weight_copies, "SMALL_NUMEL", 50)
     try:
         for pack_numel in (4, 2**20):
-            patch.setattr(initial_weights, "PACK_NUMEL", pack_numel)
+            patch.setattr(weight_copies, "PACK_NUMEL", pack_numel)
             for strategy in ("no_shard", "optim"):
                 ddp = wrap(Mixed(rank), initial_weights="broadcast", data_parallel_sharding_strategy=strategy)
                 for name, param in ddp.module.named_parameters():
