@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from core.distributed.split_widths import params_beside_split_layers
+
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
 
@@ -328,7 +330,9 @@ def read_contracts(
     Parameters of which layers have said the same have the same contract, which is worked out once. Only a rule of the
     user's may look at names, so those rules are asked for every parameter.
     """
+    modules = list(modules)
     word, position = shared_copies(modules)
+    beside = params_beside_split_layers(modules) if groups.size("tp") > 1 else set()
     shared = word | position
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
     has_qk = getattr(config, "qk_layernorm", False)
@@ -340,6 +344,13 @@ def read_contracts(
         if param.__dict__ or type(param) is not nn.Parameter or id(param) in shared:
             tags = read_tags(param, word_embedding=id(param) in word, position_embedding=id(param) in position)
         is_qk = bool(has_qk) and _is_qk_layernorm(name, config)
+        if id(param) in beside and not is_qk and tags.declaration is None and tags.sequence_parallel is None:
+            raise ContractError(
+                f"parameter {name!r} {list(param.shape)} is replicated over {groups.size('tp')} tensor-parallel ranks "
+                "and lies beside split layers, of another width than what goes into them and comes out of them. If it "
+                "sees this rank's part of what they split, as a norm of queries sees this rank's heads, say so by "
+                "declare_gradient(param, partial_over=('tp',)); if all ranks see the same, by declare_gradient(param)"
+            )
         if key is None or tags is not key[0] or is_qk is not key[1]:
             key = tags, is_qk
             if key not in known:

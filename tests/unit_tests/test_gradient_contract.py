@@ -210,3 +210,41 @@ def test_a_norm_whose_name_only_contains_the_words_is_left_alone():
     declared = declare_gradient(tagged())
     contract = read_contract("q_layernorm.weight", declared, Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES)
     assert contract.partial_over == ()
+
+
+class SplitAttention(nn.Module):
+    """A user's attention of four heads of 3, on four tensor ranks: this rank has one head; norms have other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(12)
+        self.qkv = nn.Linear(12, 9)
+        self.query_norm = nn.LayerNorm(3, bias=False)
+        self.out = nn.Linear(3, 12)
+        for layer, dim in ((self.qkv, 0), (self.out, 1)):
+            layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, dim  # type: ignore[assignment]
+        self.qkv.bias.tensor_model_parallel, self.qkv.bias.partition_dim = True, 0  # type: ignore[assignment]
+
+
+def contracts_of(model: nn.Module, known: dict[str, tuple[int, int]], config: Any = None):
+    return read_contracts(model.named_parameters(), model.modules(), Sizes(known), config)
+
+
+def test_a_norm_between_split_layers_that_sees_what_is_split_must_say_what_its_gradient_is():
+    """By its width, not by its name: neither what goes into the split layers nor what comes out of them."""
+    model = nn.Sequential(SplitAttention())
+    with pytest.raises(ContractError, match=r"'0.query_norm.weight'.*\[3\].*declare_gradient\(param, partial_over"):
+        contracts_of(model, TP4)
+    assert contracts_of(model, {"dp_cp": (2, 0)})["0.query_norm.weight"].partial_over == ()
+    declare_gradient(model[0].query_norm.weight, partial_over=("tp",))
+    found = contracts_of(model, TP4)
+    assert {name for name, contract in found.items() if contract.partial_over} == {"0.query_norm.weight"}
+    declare_gradient(model[0].query_norm.weight)
+    assert not any(contract.partial_over for contract in contracts_of(model, TP4).values())
+
+
+def test_a_norm_with_the_name_that_megatron_knows_need_not_say_more():
+    model = SplitAttention()
+    model.q_layernorm = model.query_norm
+    del model.query_norm
+    assert contracts_of(model, TP4, Config(qk_layernorm=True))["q_layernorm.weight"].partial_over == ("tp",)
