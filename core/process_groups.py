@@ -162,10 +162,10 @@ class ProcessGroups:
         """Create the groups of this rank on top of the started default process group.
 
         Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`; creating
-        a group waits for the members of that group only. All ranks go through the kinds in the same order, so a wait
-        ends as soon as the members have finished the kinds before: no cycle is possible. Kinds with equal ranks and
-        options share one group (one for gradients and one for the rest, see Note [Lanes]); all ranks of the world as
-        'intra_dist_opt' are the default group unless another kind already spans them.
+        a group waits for the members of that group only, and the end for all ranks. All ranks go through the kinds in
+        the same order, so a wait ends as soon as the members have finished the kinds before: no cycle is possible.
+        Kinds with equal ranks and options share one group (one for gradients and one for the rest, see Note [Lanes]);
+        all ranks of the world as 'intra_dist_opt' are the default group unless another kind already spans them.
 
         timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields, groups of their
         own even on gloo, as agreements travel over them while gradients are under way. options: stream priority and
@@ -176,7 +176,8 @@ class ProcessGroups:
         backends = set(_backends())
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
-        with _named_groups() as create:
+        build = _next_build()
+        with _named_groups(build) as create:
             try:
                 for name, twin_of, ranks in _kinds(members, gloo_twins):
                     as_gloo = backends == {"gloo"} or twin_of is not None
@@ -191,6 +192,7 @@ class ProcessGroups:
                     else:
                         group = shared[key] = create(name, list(ranks), "gloo" if as_gloo else None, timeout, asked)
                     setattr(groups, name, group)
+                _await_all_ranks(build, timeout)
             except BaseException:
                 _destroy(tuple(shared.values()))
                 raise
@@ -239,6 +241,21 @@ def _next_build() -> int:
     return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
 
 
+def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
+    """Return when every rank has created its groups.
+
+    A rank that destroyed them before would close connections that another one is still making, and that one would fail
+    with "Connection closed by peer".
+    """
+    if dist.get_backend() == "fake":
+        return
+    store = distributed_c10d._get_default_store()
+    key = f"core.process_groups/built/{build}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/by all", "")
+    store.wait([f"{key}/by all"], *([timeout] if timeout else []))
+
+
 # Note [Lanes]
 # A communicator pairs the n-th collective of one rank with the n-th of another. When a bucket of gradients leaves
 # during backward depends on a rank's own arrivals, so on a communicator that backward also uses for activations
@@ -259,8 +276,7 @@ def _next_build() -> int:
 
 
 @contextlib.contextmanager
-def _named_groups() -> Iterator[Any]:
-    build = _next_build()
+def _named_groups(build: int) -> Iterator[Any]:
     name = ""
     world = dist.group.WORLD
     device = world.bound_device_id

@@ -355,3 +355,34 @@ def test_options_are_given_to_nccl_only_and_split_sharing(rank: int, backend: st
     else:
         assert world == [([0, 1], "gloo", None)]
         assert groups.pp is groups.mp
+
+
+@ranks(2)
+def test_no_rank_has_groups_before_every_rank_has_made_its_own(rank: int) -> None:
+    """Else a rank could destroy its groups while another one still connects, which then fails."""
+    new_group = dist.new_group
+
+    def slowly(*arguments, **rest):
+        group = new_group(*arguments, **rest)
+        if rank == 1:
+            time.sleep(0.1)
+        made_all.append(time.time())
+        return group
+
+    for _ in range(2):  # with nothing between
+        made_all: list[float] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "new_group", slowly)
+            groups = build(RankGrid(2))
+        begun_to_destroy = time.time()
+        groups.destroy()
+        times: list[tuple[float, float]] = [(0.0, 0.0)] * 2
+        dist.all_gather_object(times, (made_all[-1], begun_to_destroy))
+        assert times[0][1] > times[1][0]
+
+
+@pytest.mark.nightly  # a race: seldom lost on an idle machine
+@ranks(4)
+def test_groups_are_made_and_destroyed_with_nothing_between(rank: int) -> None:
+    for count in range(40):
+        build(RankGrid(4, tp=1 + count % 2, pp=1 + (count % 3 == 0))).destroy()
