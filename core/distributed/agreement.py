@@ -2,6 +2,8 @@
 
 Did gradients come after a bucket's launch? Does a rank report a problem? Do the frozen sets differ? Is everybody at the
 same step? Has a rank left a parameter without a gradient? So all of them take the same branch, or raise the same error.
+Where each backward is reduced, ranks also agree before each one, in the same collective. A rank that ends its step then
+meets one that begins another backward.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
 
@@ -33,37 +36,63 @@ class ControlGroup:
     model: int  # the number of the wrap on this group, the same on all its ranks
 
 
-class Agreement:
-    """One small maximum a data group and step, in which every rank learns what happened on any rank.
+class Moment(IntEnum):
+    """What a rank is about to do when it asks the others."""
 
-    For each bucket: did gradients come after its launch? For all: does a rank report a problem? Do the frozen sets
-    differ? Is everybody at the same step?
+    BACKWARD = 0  # its next backward has produced the first gradient
+    END = 1  # it launches what is left; it has no further backward in this step
+    FINISH = 2  # it waits for the reductions
+
+
+class Agreement:
+    """One small maximum a data group, in which every rank learns what happened on any rank.
+
+    Is everybody at the same moment of the same step? And at its end, for each bucket: did gradients come after its
+    launch? For all: does a rank report a problem? Do the frozen sets differ?
+
+    backwards: how many this rank has begun in this step, where each is reduced; launches: of buckets, ever.
     """
 
     def __init__(
-        self, control: Sequence[ControlGroup], problems: list[str], launches: int, dirty: bool, unasked: bool
+        self,
+        control: Sequence[ControlGroup],
+        moment: Moment,
+        backwards: int,
+        launches: int,
+        *,
+        problems: Sequence[str] = (),
+        dirty: bool = True,
+        unasked: bool = False,
     ) -> None:
         self.control = control
+        self.moment = moment
+        self.backwards = backwards
         self.problems = problems
         self.flags: list[torch.Tensor] = []
         self.works: list[dist.Work | None] = []
         for entry in control:
-            params = chain.from_iterable(bucket.params for bucket in entry.buckets)
-            trains = bytes(map(attrgetter("requires_grad"), params))
+            late, trains, used = [0] * len(entry.buckets), b"", b""
+            if moment is Moment.FINISH:
+                late = [int(bucket.has_late) for bucket in entry.buckets]
+                params = chain.from_iterable(bucket.params for bucket in entry.buckets)
+                trains = bytes(map(attrgetter("requires_grad"), params))
+                used = bytes(chain.from_iterable(bucket.used for bucket in entry.buckets))
             digest = zlib.crc32(trains)
             flags = torch.tensor(
                 [
+                    moment,
+                    -moment,
                     entry.model,
                     -entry.model,
-                    *(int(bucket.has_late) for bucket in entry.buckets),
                     int(bool(problems)),
-                    int(trains != bytes(chain.from_iterable(bucket.used for bucket in entry.buckets))),
+                    int(trains != used),
                     digest,
                     -digest,
                     launches,
                     -launches,
                     int(dirty),
                     int(unasked),
+                    *late,
                 ],
                 dtype=torch.int64,
                 device=control_device(entry.group),
@@ -74,8 +103,8 @@ class Agreement:
     def late_anywhere(self) -> set[int]:
         """Ids of the buckets that got gradients after their launch on any rank.
 
-        Raises SyncError on all ranks of a data group alike if one reports a problem, or if a parameter was frozen on
-        some of them only.
+        Raises SyncError on all ranks of a data group alike if one reports a problem, if a parameter was frozen on some
+        of them only, or if they are at different moments.
         """
         for work in self.works:
             if work is not None:
@@ -83,9 +112,11 @@ class Agreement:
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
-            values = flags.tolist()
-            model, minus_model, *is_late, problem, unused, digest, minus_digest = values[:-4]
-            launches, minus_launches, dirty, unasked = values[-4:]
+            moment, minus_moment, model, minus_model, problem, unused, *more = flags.tolist()
+            digest, minus_digest, launches, minus_launches, dirty, unasked, *is_late = more
+            if moment != -minus_moment:  # what else differs follows from it
+                failure = self._unequal_backwards(entry)
+                continue
             if unasked and not dirty:
                 failure = SyncError(
                     f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
@@ -120,6 +151,21 @@ class Agreement:
         everyone = gather_objects(self.problems, entry.group)
         rank, problems = next((rank, found) for rank, found in zip(ranks, everyone, strict=True) if found)
         return SyncError(f"rank {rank}: {problems[0]}")
+
+    def _unequal_backwards(self, entry: ControlGroup) -> SyncError:
+        ranks = dist.get_process_group_ranks(entry.group)
+        words = (
+            f"begins backward {self.backwards + 1}"
+            if self.moment is Moment.BACKWARD
+            else f"ends its step after {self.backwards}"
+        )
+        everyone = zip(ranks, gather_objects(words, entry.group), strict=True)
+        return SyncError(
+            f"the ranks of data group {entry.name!r} {ranks} have different numbers of backwards in this step: "
+            + ", ".join(f"rank {rank} {does}" for rank, does in everyone)
+            + ". reduce_microbatches='every' needs as many on every rank: give ranks without data a microbatch whose "
+            "loss is multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
+        )
 
 
 Member = tuple[Bucket, int]  # a parameter by its place: `bucket.params[index]`

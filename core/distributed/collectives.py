@@ -53,9 +53,6 @@ class InFlight(Protocol):
     def poll(self) -> bool:
         """Do what can be done without waiting for another rank; would `wait` now wait for none either?"""
 
-    def progress(self) -> int:
-        """A number that is another one whenever something has come of it, or of what was launched before it."""
-
     def step(self) -> bool:
         """Do its next part, where it has several; False when `wait` is all that is left."""
 
@@ -84,11 +81,6 @@ class Handle:
     def poll(self) -> bool:
         """The backend works by itself."""
         return (self.first is None or self.first.poll()) and all(work.is_completed() for work in self.works)
-
-    def progress(self) -> int:
-        """Of a backend's collective only its end is seen."""
-        first = 0 if self.first is None else self.first.progress()
-        return first + sum(work.is_completed() for work in self.works)
 
     def step(self) -> bool:
         """The backend works by itself."""

@@ -151,7 +151,6 @@ class DistributedDataParallel(nn.Module):
             in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and wire_is_free,
             wait_at_once=not ddp_config.overlap_grad_reduce,
             many_rounds=ddp_config.reduces_every_microbatch and wire_is_free,
-            round_group=self._round_group(),
             watch=self.nan_watch,
             channels=plain.channels,
         )
@@ -236,11 +235,6 @@ class DistributedDataParallel(nn.Module):
                 model = SharedWire.of(group).next_model
                 control.append(ControlGroup(name, getattr(self.groups, twin) or group, buckets, model))
         return control
-
-    def _round_group(self) -> dist.ProcessGroup | None:
-        """Where every microbatch is reduced: the group on which ranks hear of each other's microbatches."""
-        every = self.ddp_config.reduces_every_microbatch and self.plan.wire_is_free
-        return self.groups.dp_cp_gloo if every and self.groups.size("dp_cp") > 1 else None
 
     def _hook_module(self) -> None:
         """On the wrapped module, so that calling it without the wrapper is the same."""

@@ -43,7 +43,8 @@ class DistributedDataParallelConfig:
         too: whole ones exist only while a bucket fills and travels, so backward reduces with or without overlap).
     reduce_microbatches: with 'optim_grads' under accumulation, keep whole gradients until the 'last' microbatch (they
         travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic; what
-        was reduced can no longer be cleared through `.grad`). `describe()` prints the bytes of both.
+        was reduced can no longer be cleared through `.grad`). With 'every' all ranks need equally many backwards in a
+        step, or all raise SyncError. `describe()` prints the bytes of both.
 
     initial_weights: 'check' that all ranks which hold copies of a weight start equal (data ranks, tensor-parallel ranks
         of what is not split, stages), 'broadcast' the first rank's, or 'ignore'. Copies on several stages are checked
@@ -51,8 +52,7 @@ class DistributedDataParallelConfig:
     check_weights_interval: compare all of those copies in every so many finalize_model_grads, by checksums of their
         memory, and name a drift; 0 for never. Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
-    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit. With
-        reduce_microbatches='every' a backward then waits for late ranks without the limit that it has otherwise.
+    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.

@@ -53,7 +53,7 @@ def finalize_model_grads(
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
         for chunk in reversed(chunks):
-            chunk.reducer.take_turn()
+            chunk.reducer.take_turn(force_all_reduce=force_all_reduce)
         for chunk in reversed(chunks):  # the order of backward
             chunk.reducer.start(force_all_reduce=force_all_reduce, detach=len(chunks) > 1)
         for chunk in chunks:

@@ -5,8 +5,8 @@ complete is launched by `start` or `finish`. So a rank that did not use a parame
 for it.
 
 Where gradients are sharded a step may have several rounds, each a launch of every bucket: the end of a backward ends
-one. What is added in which round does not matter, only that all ranks have equally many. So each round is announced on
-another communicator, where a rank that has done its own hears of further ones and takes part with nothing to add.
+one. All ranks must have equally many. So they agree before each round and at the end of the step, and a rank that has
+more backwards than another one raises on both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from core.distributed.agreement import Agreement, ControlGroup
+from core.distributed.agreement import Agreement, ControlGroup, Moment
 from core.distributed.bucket import Bucket, BucketState, SyncError
-from core.distributed.collectives import Collectives, agree_max, control_device
+from core.distributed.collectives import Collectives
 from core.distributed.guards import NonFiniteWatch
 from core.distributed.host_channel import HostChannel
 from core.distributed.lost_ranks import naming_lost_ranks
@@ -56,8 +56,7 @@ class GradReducer:
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words.
     in_backward: launch buckets during backward; wait_at_once: and wait for each, so that nothing overlaps.
-    many_rounds: every backward is a round; else there is one a step, in its last backward. round_group: on which rounds
-    are announced, a communicator that carries no gradients; None where there is only one rank. channels: the memory of
+    many_rounds: every backward is a round; else there is one a step, in its last backward. channels: the memory of
     ranks of this host, which also tells whether they still run.
     """
 
@@ -71,7 +70,6 @@ class GradReducer:
         in_backward: bool,
         wait_at_once: bool = False,
         many_rounds: bool = False,
-        round_group: dist.ProcessGroup | None = None,
         watch: NonFiniteWatch | None = None,
         channels: Sequence[HostChannel] = (),
     ) -> None:
@@ -93,10 +91,8 @@ class GradReducer:
         self.pools = list(dict.fromkeys(bucket.pool for bucket in self.streamed))
         self.wait_at_once = wait_at_once and bool(self.streamed)
         self.many_rounds = many_rounds
-        for pool in self.pools:  # a round that begins before the one before is over would add to that one
-            pool.wait_on = many_rounds and collectives.ordered
-        self.round_group = round_group
-        self.announced: list[tuple[torch.Tensor, dist.Work]] = []  # rounds of this step
+        self.rounds = 0  # that were begun in this step
+        self.agreed_rounds = -1  # what `rounds` was when the ranks last agreed that the step ends
         self.backward_watched = False  # will the end of the running backward be told?
         self.watch = watch
         self.channels = list(channels)
@@ -129,9 +125,9 @@ class GradReducer:
         if self.watch is not None:
             self.watch.look(bucket, index)
         if self.in_backward and (self.no_sync_depth == 0 or self.many_rounds):
-            self.synced_backward = True
             if self.many_rounds and not self.backward_watched:
                 self._begin_round()
+            self.synced_backward = True
             if self.noted < self.next and self.order[self.noted].note_done():
                 self.noted += 1
             if bucket.arrive(index) or self.next_is_ready:
@@ -155,20 +151,19 @@ class GradReducer:
         return self.open and self.next == len(self.order)
 
     def advance(self) -> None:
-        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come, that is complete
-        and that has memory. In backward: waits for no rank.
+        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come and that is complete.
+
+        In backward. Where gradients are sharded it waits until an earlier bucket is reduced on all ranks, if that one
+        holds the memory.
         """
         with naming_lost_ranks(self.channels, "a reduction in backward"):
             for member in self.unit():
-                while member.synced_backward and member.next_is_ready and member._next_has_memory():
+                while member.synced_backward and member.next_is_ready:
                     member._launch_next()
-                    if member.wait_at_once:
-                        member._absorb_soon()
+                    member._absorb_if_at_once()
 
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
-        if self.next == 0 and self.round_group is not None:
-            self._announce_round()
         bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce, detach=detach)
         self._count_launch(bucket)
 
@@ -200,27 +195,22 @@ class GradReducer:
 
     # -- gradients that are sharded ---------------------------------------------------------------------------------
 
-    def _next_has_memory(self) -> bool:
-        """Can the bucket whose turn it is be launched without waiting for another rank longer than is right?"""
-        bucket = self.order[self.next]
-        return not isinstance(bucket, StreamedBucket) or bucket.make_room()
-
-    def _absorb_soon(self) -> None:
-        """Wait in backward for what was launched, though not for ever."""
-        for pool in self.pools:
-            while pool.absorb_soon():
-                pass
-
     def _begin_round(self) -> None:
-        """The first gradient of a backward: a round begins, unless the one before it is not over.
+        """The first gradient of a backward has come: a round begins. Collective.
 
-        Gradients then join the open round, or, where their bucket has left, come late and go with the next one.
+        Raises SyncError on all ranks if some of them end the step instead.
         """
-        if self.next == len(self.order):
-            self._absorb_soon()
-            if not any(pool.in_flight for pool in self.pools):
-                self._reset_round()
         self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
+        if not self.wires_are_own or (self.rounds and not self.backward_watched):
+            return  # what comes outside of a backward joins the round that is open
+        with naming_lost_ranks(self.channels, "a round that begins"):
+            if self.rounds:
+                self._launch_rest()  # of a backward that failed: other ranks wait for it
+            self.agreed_rounds = self.rounds
+            self._agree(Moment.BACKWARD).late_anywhere()
+            if self.rounds:
+                self._reset_round()
+        self.rounds += 1
 
     def _reset_round(self) -> None:
         self._learn()
@@ -231,48 +221,22 @@ class GradReducer:
             self.streamed[0].may_fill = True
 
     def _end_round(self) -> None:
-        """A backward has ended: launch what it left and has memory. With other models on the wire that waits for
-        finalize.
-        """
+        """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
         self.backward_watched = False
-        if self.open and all(wire.is_own([self]) for wire in self.wires):
-            while self.next < len(self.order) and self._next_has_memory():
-                self._launch_next()
-                if self.wait_at_once:
-                    self._absorb_soon()
+        if self.open and self.wires_are_own:
+            with naming_lost_ranks(self.channels, "a round that ends"):
+                self._launch_rest()
 
-    def _announce_round(self) -> None:
-        assert self.round_group is not None
-        flag = torch.ones(1, dtype=torch.int64, device=control_device(self.round_group))
-        self.announced.append((flag, agree_max(flag, self.round_group)))
-
-    def _follow_rounds(self) -> None:
-        """Take part in rounds that other ranks still have, having had more backwards. Collective."""
-        while self.round_group is not None:
-            for streamed in self.streamed:  # other ranks cannot go on with a round that this one has not read
-                streamed.absorb()
-            flag = torch.zeros(1, dtype=torch.int64, device=control_device(self.round_group))
-            agree_max(flag, self.round_group).wait()
-            if not int(flag[0]):
-                break
-            self._reset_round()
-            for bucket in self.order:  # announced by another rank
-                bucket.launch(self.collectives)
-                self._count_launch(bucket)
-        for _, work in self.announced:
-            work.wait()
-        self.announced.clear()
+    def _agree(self, moment: Moment) -> Agreement:
+        return Agreement(self.control, moment, self.rounds, self.launches)
 
     def complete_round(self) -> None:
-        """Where every backward is a round: end the open one, as its gradients are elsewhere on ranks that are faster.
+        """Where every backward is a round: end the open one, if a failed backward or another model left it open.
 
         Collective where a backward of this step has run, which then is so on all ranks.
         """
         if self.many_rounds and self.open and self.synced_backward:
-            for member in self.unit():  # as in `finish`
-                member.start()
-            with naming_lost_ranks(self.channels, "a round of a step that goes on"):
-                self._follow_rounds()
+            self.start()
 
     def unit(self) -> list[GradReducer]:
         """This reducer and the chunks it is linked with, in launch order."""
@@ -328,9 +292,8 @@ class GradReducer:
         self.report = self.step_report()
         self.collectives.traffic.reset()
         self.clock.begin_step()
-        for pool in self.pools:
-            pool.begin_step()
-        self.next = self.noted = 0
+        self.next = self.noted = self.rounds = 0
+        self.agreed_rounds = -1
         self.backward_watched = False
         if self.streamed:
             self.streamed[0].may_fill = True
@@ -346,11 +309,14 @@ class GradReducer:
         """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
         return self.open or self._emptied()
 
-    def take_turn(self) -> None:
+    def take_turn(self, *, force_all_reduce: bool = False) -> None:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
         if self.turn_taken or not self.has_new_step or self.unit()[0] is not self:
             return
         self.turn_taken = True
+        if any(wire.shared for wire in self.wires):
+            for member in self.unit():  # other ranks may wait in backward for what this one has not launched
+                member.start(force_all_reduce=force_all_reduce, early=True)
         for wire in self.wires:
             refusal = wire.unequal_turns(self)
             if refusal is not None:
@@ -385,6 +351,11 @@ class GradReducer:
             return
         for other in self._before():
             other.start(force_all_reduce=force_all_reduce, detach=detach)
+        if self.rounds:
+            self._launch_rest()  # of a backward that failed, or outside of one: other ranks may wait for it
+        if self.many_rounds and self.agreed_rounds != self.rounds:
+            self.agreed_rounds = self.rounds
+            self._agree(Moment.END).late_anywhere()
         self._launch_rest(detach=detach)
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
@@ -392,7 +363,7 @@ class GradReducer:
 
         then: called with each bucket as soon as it is whole, in launch order.
         """
-        self.take_turn()
+        self.take_turn(force_all_reduce=force_all_reduce)
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
             member.start(force_all_reduce=force_all_reduce, detach=member is not self)
         if not self.open:
@@ -406,9 +377,16 @@ class GradReducer:
 
     def _complete(self, then: Callable[[Bucket], None] | None) -> int:
         """Agree, and wait for every bucket; how many got gradients after their launch."""
-        self._follow_rounds()
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = Agreement(self.control, self.problems(), self.launches, self.dirty, self.begun_unasked)
+        agreement = Agreement(
+            self.control,
+            Moment.FINISH,
+            self.rounds,
+            self.launches,
+            problems=self.problems(),
+            dirty=self.dirty,
+            unasked=self.begun_unasked,
+        )
         try:
             late = agreement.late_anywhere()
         except SyncError:
@@ -439,7 +417,6 @@ class GradReducer:
         """
         if self.open and self.synced_backward:
             self.start()
-            self._follow_rounds()
         self.drain()
         self.begin(keep=False)
         self.turn_taken = False

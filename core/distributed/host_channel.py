@@ -149,11 +149,6 @@ class HostChannel:
         at = stage * STRIDE
         return all(control[at] >= number for control in self.control)
 
-    def progress(self) -> int:
-        """The sum of the other ranks' counters."""
-        others = (control for rank, control in enumerate(self.control) if rank != self.rank)
-        return sum(control[stage * STRIDE] for control in others for stage in range(STAGES))
-
     def tell(self, stage: int, number: int) -> None:
         """This rank has done this stage of it, and of all before it."""
         self.control[self.rank][stage * STRIDE] = number
@@ -231,10 +226,6 @@ class HostHandle:
         if not self.is_done():
             self.channel.poll(self)
         return self.is_done()
-
-    def progress(self) -> int:
-        """What the other ranks have done on the channel."""
-        return self.channel.progress()
 
     def step(self) -> bool:
         """Wait for what the next stage needs, and do it; False when none is left.

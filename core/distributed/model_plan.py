@@ -296,8 +296,6 @@ def plan_model(
         )
     layout = ParamLayout(tuple(buffers))
     wire_is_free = not _wire_carries_activations(layout, ddp_config, groups)
-    if ddp_config.reduces_every_microbatch and wire_is_free:
-        _check_rounds(layout, groups)
     return ModelPlan(
         modules,
         named,
@@ -400,27 +398,6 @@ def _wire_carries_activations(
         if any(groups.require(name) is other for name in names for other in activations):
             return True
     return False
-
-
-def _check_rounds(layout: ParamLayout, groups: ProcessGroups) -> None:
-    """Can ranks hear of each other's microbatches while gradients travel?"""
-    if groups.size("dp_cp") == 1:
-        return
-    ranks = groups.ranks("dp_cp")
-    if groups.dp_cp_gloo is None or groups.dp_cp_gloo is groups.require("dp_cp"):
-        raise ValueError(
-            f"reduce_microbatches='every' needs a second group of the ranks {ranks}, on which they hear of each "
-            "other's microbatches while gradients travel; pass dp_cp_gloo in ProcessGroups "
-            "(initialize_model_parallel makes it unless create_gloo_process_groups=False), or set "
-            "reduce_microbatches='last'"
-        )
-    has_experts = any(buffer.key.data_group == "expt_dp" for buffer in layout.buffers)
-    if has_experts and not set(groups.ranks("expt_dp")) <= set(ranks):
-        raise ValueError(
-            f"reduce_microbatches='every': the experts' data group {groups.ranks('expt_dp')} has ranks "
-            f"outside of the dense one, {ranks}, which may have another number of microbatches; set "
-            "reduce_microbatches='last', or expert_tensor_parallel_size to tensor_model_parallel_size"
-        )
 
 
 def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientContract], groups: ProcessGroups) -> None:

@@ -37,7 +37,8 @@ class SharedWire:
         self._channels: dict[int, tuple[weakref.ref[SocketChannel], weakref.finalize]] = {}  # by number
         self._channels_made = 0
         self._questions: dist.ProcessGroupGloo | None = None  # that ranks ask each other
-        self.shared = False  # True if another model lived on all ranks when the last one was wrapped
+        # Numbers of the models that no rank had dropped when ranks last asked each other; None before they can.
+        self.living: set[int] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SharedWire:
@@ -61,10 +62,6 @@ class SharedWire:
         cut = weakref.finalize(self, _cut, [channel.wire], channel.posted)
         self._channels[self._channels_made] = weakref.ref(channel), cut
         self._channels_made += 1
-
-    def reducers(self) -> list[GradReducer]:
-        """Those whose wrapper is alive."""
-        return list(self._by_number().values())
 
     def _by_number(self) -> dict[int, GradReducer]:
         alive = {number: reference() for number, reference in self._joined.items()}
@@ -97,7 +94,7 @@ class SharedWire:
                 rank, size = dist.get_rank(control), dist.get_world_size(control)
                 self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
             self._ask(flags)
-            self.shared = not bool(gone.all())
+            self.living = set((gone == 0).nonzero().flatten().tolist())
         for number in (begun & ~gone).nonzero().flatten().tolist():
             models[number].start()
         for number in [number for number in channels if not in_use[number]]:
@@ -119,9 +116,11 @@ class SharedWire:
             return None
         models = self._by_number()
         own = next(number for number, other in models.items() if other is reducer)
-        answer = torch.tensor([own, -own])
+        answer = torch.tensor([own, -own, *(number not in models for number in range(self._wraps))])
         self._ask(answer)
-        if answer[0] == -answer[1]:
+        first, minus_last, *gone = answer.tolist()
+        self.living = {number for number, is_gone in enumerate(gone) if not is_gone}
+        if first == -minus_last:
             return None
         turns = torch.zeros(len(self.ranks), dtype=torch.int64)
         turns[self.ranks.index(dist.get_rank())] = own
@@ -139,11 +138,24 @@ class SharedWire:
     def join(self, reducer: GradReducer) -> None:
         """A model was wrapped."""
         self._joined[self._wraps] = weakref.ref(reducer)
+        if self.living is not None:
+            self.living.add(self._wraps)
         self._wraps += 1
 
+    @property
+    def shared(self) -> bool:
+        """True if several models live on all ranks, which then ask each other whose turn it is."""
+        return self.living is not None and len(self.living) > 1
+
     def is_own(self, unit: Sequence[GradReducer]) -> bool:
-        """Does nobody but these use it?"""
-        return all(any(reducer is member for member in unit) for reducer in self.reducers())
+        """True if no other model uses it.
+
+        Where gradients are sharded backward waits for other ranks, so there all ranks must say the same, and when a
+        dropped model goes differs between them. What they said last counts.
+        """
+        models = self._by_number()
+        agreed = self.living is not None and any(member.streamed for member in unit)
+        return all(models.get(number) in unit for number in (self.living if agreed else models) or ())
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

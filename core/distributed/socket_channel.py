@@ -238,10 +238,6 @@ class SocketHandle:
         self.channel.poll()
         return self.added == self.chunks and all(work.is_completed() for work in self.sums)
 
-    def progress(self) -> int:
-        """Chunks that have come through the channel."""
-        return self.channel.added
-
     def step(self) -> bool:
         """Add all chunks; the sums of an all-reduce are left under way, while those of others are made."""
         while self.added < self.chunks:

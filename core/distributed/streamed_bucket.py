@@ -3,16 +3,13 @@
 Its gradients are whole only while they fill and travel, in memory borrowed from a small pool. Every reduction adds to
 the shard, so a step may have several: one a microbatch, or one at the end.
 
-While backward runs, memory is waited for as long as something comes, and PATIENCE_S after that. Another rank may have
-left backward without the gradients of a bucket, and be in an exchange of the user's with this one, so that a wait for
-it would never end. Gradients that find no memory stay where autograd made them until a later hook, or finalize, has
-some. Where they then join another round it shows in the bits: see BucketPool.wait_on.
+Backward waits for memory: a bucket that finds none takes that of the oldest one in flight, once all ranks have launched
+that one.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -23,14 +20,11 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketGroups, BucketState, SyncError
 from core.distributed.collectives import Collectives, Handle
 from core.distributed.gradient_contract import GradientContract
-from core.distributed.host_channel import pause_s
 from core.distributed.param_layout import BucketLayout
 
 POOL_BUCKETS = 2  # one that fills and one that travels, each at an End of the pool
 GAP_ELEMENTS = 4096  # elements that are zeroed in the time that a call for one gap takes
 MOVED_TOGETHER = 2**20  # bytes of gradients that may wait for each other before they move into a bucket's memory
-PATIENCE_S = 1.0  # longer than ranks in step with each other are apart
-MOST_IN_VAIN = 7  # steps in vain that are told apart: after so many, every 64th step waits
 
 
 class End(Enum):
@@ -57,25 +51,6 @@ class BucketPool:
         self.free = deque(reversed(End))
         self.held: dict[End, torch.Tensor] = {}
         self.in_flight: deque[StreamedBucket] = deque()  # oldest first: handles are waited for in launch order
-        self.wait_on = False  # without end: may what is added where not depend on when ranks come?
-        self.most_patience_s = PATIENCE_S  # in this step, from one thing that comes to the next
-        self.patience_s = PATIENCE_S  # what is left of it
-        self.progress = -1  # of the oldest bucket, when it was last looked at
-        self.waited = self.gave_up = False  # in this step
-        self.in_vain = 0  # steps that gave up, since one waited and did not
-        self.steps_to_wait = 0  # until the next that waits
-
-    def begin_step(self) -> None:
-        """Be patient again. Where several steps in a row gave up, only in every second, fourth, ... one."""
-        if self.gave_up:
-            self.in_vain = min(self.in_vain + 1, MOST_IN_VAIN)
-            self.steps_to_wait = 2 ** (self.in_vain - 1)
-        elif self.waited:
-            self.in_vain = 0
-        self.waited = self.gave_up = False
-        self.steps_to_wait = max(0, self.steps_to_wait - 1)
-        self.most_patience_s = PATIENCE_S if self.steps_to_wait == 0 else 0.0
-        self.patience_s = self.most_patience_s
 
     @property
     def nbytes(self) -> int:
@@ -88,8 +63,9 @@ class BucketPool:
         return bool(self.free) and held + numel <= self.memory.numel()
 
     def acquire(self, numel: int) -> torch.Tensor:
-        """[numel], undefined. Waits for the oldest buckets on the wire when the pool is used up. Not in backward,
-        unless there is room: see `make_room`.
+        """[numel], undefined. Waits for the oldest buckets in flight when the pool is used up, in backward too.
+
+        That ends: a rank that launched a later bucket had to wait for the same ones, and has done its part of them.
         """
         while not self.has_room(numel) and self.in_flight:
             self.in_flight[0].absorb()
@@ -101,42 +77,6 @@ class BucketPool:
             self.memory[:numel] if end is End.FRONT else self.memory[self.memory.numel() - numel :]
         )
         return memory
-
-    def make_room(self, numel: int) -> bool:
-        """Have room for that many elements, if patience lasts."""
-        while not self.has_room(numel):
-            if not self.absorb_soon():
-                return False
-        return True
-
-    def absorb_soon(self) -> bool:
-        """Take the oldest bucket off the wire, if there is one and patience lasts."""
-        if not self.in_flight:
-            return False
-        oldest = self.in_flight[0]
-        if not self.memory.is_cuda and not self.wait_on:  # on CUDA a wait holds up the stream, not the host
-            oldest.begin_wait()
-            while not oldest.handle.poll():
-                if not self._wait_a_little(oldest.handle.progress()):
-                    oldest.event.wait_start_s = None
-                    return False
-        oldest.absorb()
-        self.patience_s = self.most_patience_s
-        return True
-
-    def _wait_a_little(self, progress: int) -> bool:
-        """Sleep, unless nothing has come for too long. Only sleep counts: a poll that takes long adds what came."""
-        if progress != self.progress:
-            self.progress = progress
-            self.patience_s = self.most_patience_s
-        if self.patience_s <= 0:
-            self.gave_up = self.most_patience_s > 0
-            return False
-        self.waited = True
-        begun = time.perf_counter()
-        time.sleep(pause_s(self.most_patience_s - self.patience_s))
-        self.patience_s -= time.perf_counter() - begun
-        return True
 
     def owns(self, memory: torch.Tensor) -> bool:
         """Is this the pool's, and not something further?"""
@@ -281,10 +221,6 @@ class StreamedBucket(Bucket):
     def _has_room(self) -> bool:
         return self.memory is not None or self.pool.has_room(self.layout.numel)
 
-    def make_room(self) -> bool:
-        """Have memory, if patience lasts."""
-        return self.memory is not None or self.pool.make_room(self.layout.numel)
-
     def _move_waiting(self) -> None:
         self._move(self.waiting)
         self.waiting = []
@@ -336,18 +272,13 @@ class StreamedBucket(Bucket):
         self.handle.poll()
         return super().note_done()
 
-    def begin_wait(self) -> None:
-        """Note that backward goes no further before the reduction is done."""
-        self.note_done()
-        self.clock.mark(self.event, "wait_start_s")
-
     @torch.no_grad()
     def absorb(self) -> None:
         """Wait for the reduce-scatter, add its result to the shard, and give the memory back."""
         if self.memory is None or self.state is not BucketState.IN_FLIGHT:
             return
-        if not self.event.has("wait_start_s"):
-            self.begin_wait()
+        self.note_done()
+        self.clock.mark(self.event, "wait_start_s")
         self.handle.wait()
         self.handle = Handle()
         self.pool.in_flight.remove(self)

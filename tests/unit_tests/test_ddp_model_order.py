@@ -86,7 +86,7 @@ def test_reductions_that_were_launched_crosswise_are_told_by_the_agreement(rank:
     """Where ranks cannot ask each other beforehand: no gloo at all."""
     parallel_state.initialize_model_parallel()
     policy, critic = (wrap(Pair(name, 6), share_host_memory=False) for name in ("policy", "critic"))
-    SharedWire.of(policy.groups.require("dp_cp")).shared = False
+    SharedWire.of(policy.groups.require("dp_cp")).living = None
     train(policy, rank), train(critic, rank)
     with pytest.raises(SyncError, match=rf"'{'policy' if rank == 0 else 'critic'}'.*another model.*in one order"):
         finalize_model_grads([policy if rank == 0 else critic])

@@ -65,6 +65,7 @@ def test_every_microbatch_is_reduced_and_sent(rank: int, world: int) -> None:
         once = ddp.grad_buffers[0].numel * 8 * 2 // 3
         assert f"sends {once} a step; 'every' keeps no more and sends k x {once}" in text
         assert f"reduce_microbatches={reduce_microbatches!r}" in text
+        del ddp  # else the next one shares its wire, and reduces in finalize
     assert abs(sent["last"] - once) <= 10 and abs(sent["every"] - 3 * once) <= 30
 
 
@@ -83,12 +84,9 @@ class Half(nn.Module):
 
 @ranks(3)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_may_have_other_numbers_of_backwards_and_other_parameters_in_each(
-    rank: int, world: int, overlap: bool
-) -> None:
-    """Rank 0 has none at all, rank 1 one, rank 2 three with other branches."""
+def test_ranks_may_use_other_parameters_in_each_backward(rank: int, world: int, overlap: bool) -> None:
     parallel_state.initialize_model_parallel()
-    used = {0: [], 1: ["right"], 2: ["left", "left", "right"]}
+    used = {0: ["left", "left"], 1: ["right", "left"], 2: ["left", "right"]}
     plain = Half()
     for step in range(2):
         for r in range(world):
@@ -106,6 +104,43 @@ def test_ranks_may_have_other_numbers_of_backwards_and_other_parameters_in_each(
             total[name] += grad
         ddp.zero_grad_buffer()
     assert_same(total, {name: param.grad for name, param in plain.named_parameters()})
+
+
+def backwards(ddp: DistributedDataParallel, rank: int, count: int) -> None:
+    for microbatch in range(count):
+        loss_of(ddp, rank, microbatch).backward()
+
+
+@ranks(2, timeout_s=20)
+@pytest.mark.parametrize("twin", [True, False], ids=["gloo twin", "one group"])
+@pytest.mark.parametrize("counts", [(0, 1), (1, 3), (2, 1)], ids=str)
+def test_unequal_numbers_of_backwards_are_refused_on_all_ranks(
+    rank: int, world: int, counts: tuple[int, int], twin: bool
+) -> None:
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=twin)
+    ddp = streamed(make_net(), reduce_microbatches="every", deterministic_reduction=True)
+    fewer, more = sorted((0, 1), key=lambda r: counts[r])
+    most = min(counts)
+    does = {fewer: f"ends its step after {most}", more: f"begins backward {most + 1}"}
+    with pytest.raises(SyncError, match=f"rank 0 {does[0]}, rank 1 {does[1]}"):
+        backwards(ddp, rank, counts[rank])
+        finalize_model_grads([ddp])
+    ddp.zero_grad_buffer()  # the step is dropped, and the next one is right
+    backwards(ddp, rank, 2)
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), mean_over_ranks(make_net(), world, range(2)))
+
+
+@ranks(2, timeout_s=20)
+def test_a_step_that_one_rank_drops_in_its_middle_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = streamed(make_net(), reduce_microbatches="every")
+    backwards(ddp, rank, 1)
+    with pytest.raises(SyncError, match="rank 0 (begins backward 2|ends its step after 1), rank 1 (ends|begins)"):
+        if rank == 1:
+            ddp.zero_grad_buffer()
+        backwards(ddp, rank, 1)
+        finalize_model_grads([ddp])
 
 
 class Parallel(nn.Module):
@@ -169,6 +204,7 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
             assert buffer.pool is not None and not buffer.pool.in_flight
             assert len(set(buffer.pool.free)) == len(buffer.pool.free) == POOL_BUCKETS and not buffer.pool.held
             assert all(bucket.memory is None for bucket in buffer.buckets)
+        del ddp, buffer  # else the next one shares its wire, and reduces in finalize
 
 
 @ranks(1)
@@ -263,23 +299,6 @@ def test_a_torch_optimizer_is_refused(rank: int, world: int) -> None:
     finalize_model_grads([ddp])
     with pytest.raises(SyncError, match="are sharded"):
         optimizer.step()
-
-
-@ranks(2)
-def test_every_microbatch_needs_a_second_group(rank: int, world: int) -> None:
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    model = make_net()
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 7.0)
-    before = [(param.data_ptr(), param.detach().clone(), param.grad) for param in model.parameters()]
-    with pytest.raises(ValueError, match="needs a second group of the ranks"):
-        streamed(model, reduce_microbatches="every")
-    for param, (home, values, grad) in zip(model.parameters(), before, strict=True):  # refused before it is touched
-        assert param.data_ptr() == home and torch.equal(param, values) and param.grad is grad
-        assert not hasattr(param, "main_grad") and not hasattr(param, "grad_reducer")
-        assert not param._post_accumulate_grad_hooks
-    assert not model._forward_hooks and not model._forward_pre_hooks
-    streamed(model, reduce_microbatches="last")
 
 
 @ranks(1)
