@@ -228,6 +228,9 @@ NOT_RIGHT_YET: dict[str, Callable[[Case], bool]] = {
     "additions to a gradient that is sharded": lambda case: (
         "add decay by hand" in case.habits and not case.keeps_whole_gradients
     ),
+    "gradients that are sums until the optimizer's step": lambda case: (
+        any(case.edits) and case.keeps_whole_gradients and "scale_in_optimizer" in case.options
+    ),
     "momentum of a parameter that is first used in a later step": lambda case: (
         case.algorithm == "SGD with momentum and decay" and case.steps_by == "ours" and not case.uses_all
     ),
