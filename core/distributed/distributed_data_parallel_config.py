@@ -10,10 +10,13 @@ import torch
 from core.distributed.gradient_contract import GradSyncRule
 from core.distributed.simulated_wire import Wire
 from core.distributed.wire_format import WIRE_DTYPES
-from core.number_ranges import COUNT, check_ranges
+from core.number_ranges import COUNT, check_ranges, whole
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
-RANGES = {"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT}
+RANGES = {
+    **{"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT},
+    "check_weights_interval": whole(0),
+}
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,6 @@ class DistributedDataParallelConfig:
             raise ValueError(f"whole_param_shards {self.whole_param_shards!r} is not one of False, True, 'all'")
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
-        if self.check_weights_interval < 0:
-            raise ValueError(f"check_weights_interval is {self.check_weights_interval}; give 0 for never, or a number")
         if self.scale_in_optimizer and self.average_in_collective:
             raise ValueError(
                 "scale_in_optimizer leaves the division by the data ranks to the optimizer, and "

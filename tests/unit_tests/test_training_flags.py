@@ -36,6 +36,7 @@ MEANT: dict[str, set[str]] = {
     "optimizer.warmup_steps": {"0"},  # no warm-up
     "optimizer.loss_scale_window": {LARGE_FLOAT},  # the scale never grows
     **dict.fromkeys(("ddp.bucket_size", "ddp.num_buckets"), {LARGE_FLOAT}),  # one bucket; one for each parameter
+    "ddp.check_weights_interval": {"0", LARGE_FLOAT},  # never
     **dict.fromkeys(("model.hidden_dropout", "model.attention_dropout"), {"0"}),
     **dict.fromkeys(("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff"), NOT_NEGATIVE),
     "model.moe_expert_capacity_factor": POSITIVE,
