@@ -63,6 +63,7 @@ class Agreement:
         problems: Sequence[str] = (),
         dirty: bool = True,
         unasked: bool = False,
+        wants_whole: bool = False,
     ) -> None:
         self.control = control
         self.moment = moment
@@ -70,6 +71,7 @@ class Agreement:
         self.problems = problems
         self.flags: list[torch.Tensor] = []
         self.works: list[dist.Work | None] = []
+        self.gathers: set[dist.ProcessGroup] = set()  # data groups of which a rank wants whole gradients, once known
         for entry in control:
             late, trains, used = [0] * len(entry.buckets), b"", b""
             if moment is Moment.FINISH:
@@ -92,6 +94,8 @@ class Agreement:
                     -launches,
                     int(dirty),
                     int(unasked),
+                    int(wants_whole),
+                    int(any(bucket.carried is not None for bucket in entry.buckets)),
                     *late,
                 ],
                 dtype=torch.int64,
@@ -113,7 +117,7 @@ class Agreement:
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
             moment, minus_moment, model, minus_model, problem, unused, *more = flags.tolist()
-            digest, minus_digest, launches, minus_launches, dirty, unasked, *is_late = more
+            digest, minus_digest, launches, minus_launches, dirty, unasked, whole, carries, *is_late = more
             if moment != -minus_moment:  # what else differs follows from it
                 failure = self._unequal_backwards(entry)
                 continue
@@ -122,6 +126,14 @@ class Agreement:
                     f"no rank of data group {entry.name!r} had a gradient since the last finalize_model_grads, only a "
                     "forward; its gradients are lost. Call it once a step, and run evaluations under torch.no_grad()"
                 )
+            if whole and carries:
+                failure = failure or SyncError(
+                    f"force_all_reduce=True came on a rank of data group {entry.name!r} in a step that adds to "
+                    "gradients which an earlier finalize_model_grads has left sharded; ask for it in each one since "
+                    "zero_grad, or in none"
+                )
+            if whole:
+                self.gathers.update(bucket.groups.data for bucket in entry.buckets)
             if launches != -minus_launches:
                 failure = failure or SyncError(
                     f"the ranks of data group {entry.name!r} have launched {-minus_launches} to {launches} reductions; "

@@ -282,14 +282,13 @@ class Bucket:
                 self.used[index] = is_written
 
     @torch.no_grad()
-    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
+    def launch(self, collectives: Collectives, *, detach: bool = True) -> None:
         """Start the reduction over the data group. Every rank of it launches its buckets in the same order.
 
         detach: False where nothing but the reduction runs until it is waited for.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
-        self.full = force_all_reduce or not self.sharded
-        self.collect(detach=detach or not self.full)  # sharded ones stay detached
+        self.collect(detach=detach or self.sharded)  # sharded ones stay detached
         self.state = BucketState.IN_FLIGHT
         self.clock.mark(self.event, "launched_s")
         self.handle = self.reduce(self.grad, collectives)
@@ -388,6 +387,12 @@ class Bucket:
         self.add_instances(extra, collectives).wait()
         low, high = self.valid_range
         self.valid_grad.add_(extra[low:high])
+
+    def gather_whole(self, collectives: Collectives) -> None:
+        """Put together every rank's shard, so that the whole bucket is valid until the next step. Collective."""
+        if not self.full:
+            collectives.all_gather(self.grad, self.groups.shard).wait()
+            self.full = True
 
     def learn(self) -> None:
         """Expect next time what was seen this time, so that a bucket leaves as soon as its last gradient is there.

@@ -33,7 +33,7 @@ def finalize_model_grads(
     `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a number or a 0-dim or [1]
     tensor, valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: the groups
     that it has must be those that the model was wrapped with. force_all_reduce: leave whole gradients on every rank
-    even where they are sharded.
+    even where they are sharded; one rank of a data group that asks for it is enough.
 
     In order: the data-parallel reduction of every chunk, launching what backward has not; the sync rules, on each
     bucket as it becomes whole (see GradSyncRule); router expert bias; division by the global number of tokens; the
@@ -53,7 +53,7 @@ def finalize_model_grads(
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
         for chunk in reversed(chunks):
-            chunk.reducer.take_turn(force_all_reduce=force_all_reduce)
+            chunk.reducer.take_turn()
         for chunk in reversed(chunks):  # the order of backward
             chunk.reducer.start(force_all_reduce=force_all_reduce, detach=len(chunks) > 1)
         for chunk in chunks:

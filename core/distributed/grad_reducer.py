@@ -164,7 +164,7 @@ class GradReducer:
 
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
-        bucket.launch(self.collectives, force_all_reduce=self.force_all_reduce, detach=detach)
+        bucket.launch(self.collectives, detach=detach)
         self._count_launch(bucket)
 
     def _launch_rest(self, *, detach: bool = True) -> None:
@@ -309,14 +309,14 @@ class GradReducer:
         """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
         return self.open or self._emptied()
 
-    def take_turn(self, *, force_all_reduce: bool = False) -> None:
+    def take_turn(self) -> None:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
         if self.turn_taken or not self.has_new_step or self.unit()[0] is not self:
             return
         self.turn_taken = True
         if any(wire.shared for wire in self.wires):
             for member in self.unit():  # other ranks may wait in backward for what this one has not launched
-                member.start(force_all_reduce=force_all_reduce, early=True)
+                member.start(early=True)
         for wire in self.wires:
             refusal = wire.unequal_turns(self)
             if refusal is not None:
@@ -334,18 +334,6 @@ class GradReducer:
             self._refuse_spent()
             self.begin()
             self.begun_unasked = unasked
-        if force_all_reduce and any(bucket.carried is not None for bucket in self.order):
-            raise SyncError(
-                f"rank {dist.get_rank()}: force_all_reduce=True came in a step that adds to gradients which an earlier "
-                "finalize_model_grads has left sharded; ask for it in each one since zero_grad, or in none"
-            )
-        if force_all_reduce and self.next > 0 and not self.force_all_reduce and not self.streamed:
-            launched = next((b for b in self.order[: self.next] if b.sharded), None)
-            if launched is not None:
-                raise SyncError(
-                    f"force_all_reduce was asked for after backward had reduce-scattered {launched.event.name}; run "
-                    "the last backward under no_sync(), or turn overlap_grad_reduce off"
-                )
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
         if early and not self.wires_are_own:
             return
@@ -363,7 +351,7 @@ class GradReducer:
 
         then: called with each bucket as soon as it is whole, in launch order.
         """
-        self.take_turn(force_all_reduce=force_all_reduce)
+        self.take_turn()
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
             member.start(force_all_reduce=force_all_reduce, detach=member is not self)
         if not self.open:
@@ -386,10 +374,12 @@ class GradReducer:
             problems=self.problems(),
             dirty=self.dirty,
             unasked=self.begun_unasked,
+            wants_whole=self.force_all_reduce,
         )
         try:
             late = agreement.late_anywhere()
         except SyncError:
+            self.force_all_reduce = False
             self.drain()
             for bucket in self.order:
                 bucket.detach()
@@ -403,7 +393,7 @@ class GradReducer:
             bucket.complete()
             if id(bucket) in late:
                 bucket.add_late(bucket.late_gradients(), self.collectives)
-            if self.force_all_reduce and isinstance(bucket, StreamedBucket):
+            if bucket.groups.data in agreement.gathers:
                 bucket.gather_whole(self.collectives)
             if then is not None:
                 then(bucket)

@@ -262,8 +262,7 @@ class StreamedBucket(Bucket):
                 self.filled[index] = True
                 self.params[index].grad = None
 
-    def launch(self, collectives: Collectives, *, force_all_reduce: bool = False, detach: bool = True) -> None:
-        """Start the reduce-scatter. Whole gradients, where they are asked for, are gathered in the end."""
+    def launch(self, collectives: Collectives, *, detach: bool = True) -> None:
         super().launch(collectives)
         self.pool.in_flight.append(self)
 
@@ -327,12 +326,10 @@ class StreamedBucket(Bucket):
             self.shard.copy_(self.grad[low:high])
 
     def gather_whole(self, collectives: Collectives) -> None:
-        """Put together every rank's shard, so that the whole bucket is valid until the next step."""
         self._borrow()
         low, high = self.shard_range
         self.grad[low:high].copy_(self.shard)
-        collectives.all_gather(self.grad, self.groups.shard).wait()
-        self.full = True
+        super().gather_whole(collectives)
 
     @torch.no_grad()
     def follow_edits(self) -> str | None:
