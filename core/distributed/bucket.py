@@ -2,8 +2,8 @@
 
     ACCUMULATING --launch--> IN_FLIGHT --complete--> REDUCED --close--> FINAL --reset--> ACCUMULATING
 
-While a bucket is in flight its parameters' `.grad` is detached (None): a gradient that arrives late lands in a fresh
-tensor instead of racing with the wire, is noticed, and is reduced afterwards. No peer can silently lose or mix it.
+While a bucket is in flight its parameters' `.grad` is a GradPlaceholder: a gradient that arrives late is kept there
+instead of racing with the wire, is noticed, and is reduced afterwards. No peer can silently lose or mix it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core.distributed.collectives import Collectives, Handle, InFlight, Op
+from core.distributed.grad_placeholder import GradPlaceholder, SyncError
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
 from core.distributed.param_views import views_of
-from core.distributed.sharded_gradient import ShardedGradient, SyncError
 from core.distributed.step_clock import BucketEvent, HostClock
 
 __all__ = ["Bucket", "BucketGroups", "BucketState", "SyncError"]
@@ -87,11 +87,14 @@ class Bucket:
         if sharded:
             self._shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
         self.state = BucketState.ACCUMULATING
-        self.detached = False  # is `.grad` None of a gradient that was collected?
+        self.detached = False  # True while placeholders are in `.grad` of gradients that were collected
         self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
         # 1 for each parameter with a gradient in this step: on this rank, and once ranks have agreed on any of them.
         self.used = bytearray(len(params))
-        self.markers: list[ShardedGradient] = []  # `.grad` of each parameter while its reduced gradient is sharded
+        self.placeholders: list[GradPlaceholder] = []  # for each parameter, made when first needed
+        self.shown: Sequence[torch.Tensor] = ()  # what `attach` has last put into `.grad`: views or placeholders
+        self.placed = bytearray(len(params))  # 1 where the placeholder took the place of a gradient of this step
+        self.dropped: str | None = None  # a parameter whose gradient was dropped after its reduction had begun
         self.carried: torch.Tensor | None = None  # [shard], reduced gradients that this step adds to
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
@@ -144,31 +147,42 @@ class Bucket:
         return self.valid_grad[start - low : max(start, end) - low]
 
     def attach(self) -> None:
-        """Set every parameter's `.grad`: its view of the buffer, or a ShardedGradient where a shard alone is valid.
+        """Set every parameter's `.grad`: its view of the buffer, or a GradPlaceholder where a shard alone is valid, or
+        where the gradient is still to be scaled.
 
         After the reduction it is None for a parameter that no rank has used: torch's optimizers then leave it alone.
         """
         accumulating = self.state is BucketState.ACCUMULATING
-        for param, grad, used in zip(self.params, self._grads(), self.used, strict=True):
+        true = accumulating or (self.full and not self.scale_is_due)
+        self.shown = self.views if true else self._placeholders()
+        for param, grad, used in zip(self.params, self.shown, self.used, strict=True):
             wanted = grad if param.requires_grad and (used or accumulating) else None
             if param.grad is not wanted:
                 param.grad = wanted
 
-    def _grads(self) -> Sequence[torch.Tensor]:
-        """What `attach` sets `.grad` to."""
-        if self.full or self.state is BucketState.ACCUMULATING:
-            return self.views
-        if not self.markers:
+    def _placeholders(self) -> list[GradPlaceholder]:
+        if not self.placeholders:
             named = zip(self.params, self.contracts, strict=True)
-            self.markers = [ShardedGradient.of(param, contract.name, self.dtype) for param, contract in named]
-        return self.markers
+            self.placeholders = [GradPlaceholder.of(param, contract.name, self.dtype) for param, contract in named]
+        return self.placeholders
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        """What is in `.grad`: for a placeholder, what autograd has added to it."""
+        grad = self.params[index].grad
+        return grad.added if isinstance(grad, GradPlaceholder) else grad
+
+    def note_dropped(self) -> None:
+        """Note that the user has dropped a gradient which was collected: its reduction cannot be taken back."""
+        for index, (param, placed) in enumerate(zip(self.params, self.placed, strict=True)):
+            if placed and (param.grad is not self.placeholders[index] or self.placeholders[index].zeroed):
+                self.dropped = self.dropped or self.contracts[index].name
 
     @property
     def kept(self) -> bytes:
         """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
         if self.state is BucketState.ACCUMULATING:
             return bytes(len(self.params))
-        grads = zip(self.params, self._grads(), self.used, strict=True)
+        grads = zip(self.params, self.shown, self.used, strict=True)
         return bytes(used and param.grad is grad and not getattr(grad, "zeroed", False) for param, grad, used in grads)
 
     @torch.no_grad()
@@ -177,9 +191,9 @@ class Bucket:
 
         Gradients that are not sharded need no copy: autograd adds to them where they lie.
         """
-        for param, marker in zip(self.params, self.markers, strict=False):
-            if param.grad is marker:
-                param.grad = marker.take_added()
+        for param, placeholder in zip(self.params, self.placeholders, strict=False):
+            if param.grad is placeholder:
+                param.grad = placeholder.added
         if self.full or not any(kept):
             return
         low, high = self.shard_range
@@ -192,24 +206,27 @@ class Bucket:
     @torch.no_grad()
     def follow_edits(self) -> str | None:
         """Take over what the user did to `.grad` since the reduction; an edit that a shard cannot follow, in words."""
-        for index, (param, grad) in enumerate(zip(self.params, self._grads(), strict=True)):
+        hidden = self.shown is self.placeholders
+        for index, (param, grad) in enumerate(zip(self.params, self.shown, strict=True)):
             now = param.grad
-            if now is grad or not param.requires_grad or (now is None and not self.used[index]):
+            untouched = now is grad and getattr(now, "added", None) is None
+            if untouched or not param.requires_grad or (now is None and not self.used[index]):
                 continue
-            if not self.full:
-                what = "set to None" if now is None else "replaced"
+            if hidden:
+                what = "set to None" if now is None else "added to" if now is grad else "replaced"
                 return (
-                    f"the `.grad` of {self.contracts[index].name!r} was {what} after its gradient was reduced to "
-                    "shards, and cannot be followed. Drop gradients with zero_grad() of the optimizer; to edit them, "
-                    "call finalize_model_grads(..., force_all_reduce=True)"
+                    f"the `.grad` of {self.contracts[index].name!r} was {what} after finalize_model_grads, and its "
+                    "gradient is not there: it is sharded, or scaled in the optimizer. Drop gradients with zero_grad() "
+                    "of the optimizer; to edit them, call finalize_model_grads(..., force_all_reduce=True) and leave "
+                    "scale_in_optimizer False"
                 )
             self.used[index] = now is not None  # without a gradient it is not updated, as with torch
             self.views[index].zero_() if now is None else self.views[index].copy_(_dense(now))
             param.grad = None if now is None else self.views[index]
-        for index, marker in enumerate(self.markers):
-            if marker.zeroed and not self.full:
+        for index, placeholder in enumerate(self.placeholders if hidden else ()):
+            if placeholder.zeroed:
                 self.valid_part(index).zero_()
-                marker.zeroed = False
+                placeholder.reset()
         return None
 
     def reset(self, *, keep: bool = False) -> None:
@@ -220,8 +237,11 @@ class Bucket:
         kept = self.kept if keep else bytes(len(self.params))
         if keep:
             self._carry(kept)
-        for marker in self.markers:
-            marker.zeroed = False
+        for placeholder in self.placeholders:
+            placeholder.reset()
+        self.placed = bytearray(len(self.params))
+        self.dropped = None
+        self.detached = False
         self.used = bytearray(kept)
         self.state = BucketState.ACCUMULATING
         self.full = not self.sharded
@@ -251,9 +271,8 @@ class Bucket:
     def collect(self, *, detach: bool = True) -> None:
         """Bring every gradient into the buffer, wherever the user or autograd left it.
 
-        detach: `.grad` is None afterwards, so that what comes until the reduction is done is noticed.
+        detach: a placeholder is in `.grad` afterwards, so that what comes until the reduction is done is noticed.
         """
-        self.detached = detach
         self._note_written()
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
@@ -269,8 +288,8 @@ class Bucket:
                 view.copy_(_dense(grad))
                 self.used[index] = 1
                 param.grad = None
-            if detach:
-                param.grad = None
+        if detach:
+            self.detach()
 
     def _note_written(self) -> None:
         """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
@@ -295,11 +314,24 @@ class Bucket:
         self.clock.follow(self.event, self.handle)
 
     def detach(self) -> None:
-        """Nobody waits for the reduction yet after all: notice what comes until somebody does."""
-        if self.state is BucketState.IN_FLIGHT and not self.detached:
-            for param in self.params:
+        """Put placeholders into `.grad`, so that what comes until the reduction is done is noticed."""
+        if not self.detached:
+            for index, param in enumerate(self.params):
                 param.grad = None
+                if self.used[index]:
+                    self._place(index)
             self.detached = True
+
+    def _place(self, index: int) -> None:
+        """Put a placeholder into the `.grad` of `params[index]`, whose gradient is in the buffer."""
+        placeholder = self._placeholders()[index]
+        placeholder.reset()
+        self.placed[index] = 1
+        try:
+            self.params[index].grad = placeholder
+        except RuntimeError:  # it has another dtype or device since the wrap, which finalize refuses by name
+            self.params[index].grad = None
+            self.placed[index] = 0
 
     def note_done(self) -> bool:
         """Look whether the collective is done, and note when that was first seen."""
@@ -364,17 +396,15 @@ class Bucket:
 
     @property
     def has_late(self) -> bool:
-        """While in flight `.grad` was None: did a hook, or the user, put something there since the launch?"""
-        return self.detached and any(param.grad is not None for param in self.params)
+        """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
+        return self.detached and any(self._take(index) is not None for index in range(len(self.params)))
 
     def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        """(index, gradient) of what arrived while the bucket was in flight; detaches it."""
-        late = []
-        for index, param in enumerate(self.params):
-            if self.detached and param.grad is not None:
-                late.append((index, param.grad))
-                param.grad = None
-        return late
+        """(index, gradient) of what arrived while the bucket was in flight; forgotten here."""
+        found = [(index, self._take(index)) for index in range(len(self.params)) if self.detached]
+        for placeholder in self.placeholders:
+            placeholder.reset()
+        return [(index, grad) for index, grad in found if grad is not None]
 
     @torch.no_grad()
     def add_late(self, late: list[tuple[int, torch.Tensor]], collectives: Collectives) -> None:

@@ -72,7 +72,7 @@ class DistributedDataParallel(nn.Module):
 
     After `finalize_model_grads` gradients are the mean over the data-parallel ranks of what each rank's backwards
     added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded:
-    then only this rank's shard of `main_grad` is valid, and `param.grad` is a ShardedGradient, which refuses to be
+    then only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which refuses to be
     used. A parameter that no rank has used has no `.grad`, as with torch. Neither config is written to.
 
     Collective over all ranks that hold this chunk. Raises LayoutMismatch on all of them where ranks hold different

@@ -273,12 +273,8 @@ class GradReducer:
             )
 
     def _any_attached(self) -> bool:
-        return any(
-            param.grad is view
-            for bucket in self.order
-            if bucket.views  # streamed ones have none
-            for param, view in zip(bucket.params, bucket.views, strict=True)
-        )
+        """True if a whole reduced gradient is still in `.grad`."""
+        return any(bucket.full and any(bucket.kept) for bucket in self.order)
 
     def begin(self, *, keep: bool = True) -> None:
         """A new step: every bucket accumulates again. The memory is left as it is.
@@ -371,7 +367,7 @@ class GradReducer:
             Moment.FINISH,
             self.rounds,
             self.launches,
-            problems=self.problems(),
+            problems=[*self._dropped(), *self.problems()],
             dirty=self.dirty,
             unasked=self.begun_unasked,
             wants_whole=self.force_all_reduce,
@@ -398,6 +394,18 @@ class GradReducer:
             if then is not None:
                 then(bucket)
         return len(late)
+
+    def _dropped(self) -> list[str]:
+        """Gradients that the user has dropped too late, in words."""
+        for bucket in self.order:
+            bucket.note_dropped()
+        return [
+            f"the gradient of {bucket.dropped!r} was dropped through `.grad` (p.grad = None, or zero_grad of torch) "
+            "after its reduction had begun, and is in it. Use zero_grad_buffer() of the wrapped model, or zero_grad() "
+            "of its optimizer, or run the backward under no_sync()"
+            for bucket in self.order
+            if bucket.dropped is not None
+        ]
 
     def discard(self) -> None:
         """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import agree_max, control_device, gather_objects
+from core.distributed.grad_placeholder import GradPlaceholder
 from core.process_groups import ProcessGroups
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
@@ -45,6 +46,8 @@ class NonFiniteWatch:
         """Check the accumulated gradient of `bucket.params[index]`."""
         n = self.index[id(bucket), index]
         grad = bucket.params[index].grad
+        if isinstance(grad, GradPlaceholder):  # the bucket has left: this one came late
+            grad = grad.added
         self.arrivals[n] += 1
         self.backwards = max(self.backwards, self.arrivals[n])  # a parameter may have been left out of earlier ones
         microbatch = self.backwards - 1

@@ -229,6 +229,7 @@ class StreamedBucket(Bucket):
     @torch.no_grad()
     def collect(self, *, detach: bool = True) -> None:
         self.detached = True  # always: a gradient is moved out of `.grad`
+        self.note_dropped()
         self._borrow()
         self._move(range(len(self.params)))
         self.waiting = []
@@ -236,21 +237,19 @@ class StreamedBucket(Bucket):
 
     @torch.no_grad()
     def _move(self, indices: Iterable[int]) -> None:
-        """Add gradients to their views, or zero the views of those that never came; `.grad` is free for the next."""
+        """Add gradients to their views, or zero the views of those that never came."""
         fresh: list[int] = []
         for index in indices:
-            param = self.params[index]
-            grad = param.grad if param.requires_grad else None
+            grad = self._take(index) if self.params[index].requires_grad else None
             if grad is None:
-                param.grad = None
                 if not self.filled[index]:
+                    self.params[index].grad = None
                     self.views[index].zero_()
                     self.used[index] &= not self.empty  # it may have had one in an earlier microbatch
             elif grad.is_sparse or self.filled[index]:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 self.views[index].add_(dense) if self.filled[index] else self.views[index].copy_(dense)
-                self.filled[index] = True
-                param.grad = None
+                self._place(index)
             else:
                 fresh.append(index)
             if grad is not None:
@@ -259,8 +258,13 @@ class StreamedBucket(Bucket):
             grads = [self.params[index].grad for index in fresh]
             torch._foreach_copy_([self.views[index] for index in fresh], grads)
             for index in fresh:
-                self.filled[index] = True
-                self.params[index].grad = None
+                self._place(index)
+
+    def _place(self, index: int) -> None:
+        if self.placed[index] and self.params[index].grad is not self.placeholders[index]:
+            self.dropped = self.dropped or self.contracts[index].name
+        super()._place(index)
+        self.filled[index] = True
 
     def launch(self, collectives: Collectives, *, detach: bool = True) -> None:
         super().launch(collectives)
@@ -293,6 +297,7 @@ class StreamedBucket(Bucket):
     def next_round(self) -> None:
         """Accumulate again, on top of what the shard holds."""
         self.absorb()
+        self._empty_grads()
         self.may_fill = False
         self.past_events.append(self.event)
         self.event = self._new_event()
@@ -300,9 +305,19 @@ class StreamedBucket(Bucket):
         self.arrivals = [0] * len(self.params)
         self.pending = sum(count > 0 for count in self.expected)
 
+    def _empty_grads(self) -> None:
+        """Leave in `.grad` only what is not reduced yet."""
+        self.note_dropped()
+        for index, param in enumerate(self.params):
+            param.grad = self._take(index)
+        for placeholder in self.placeholders:
+            placeholder.reset()
+        self.placed = bytearray(len(self.params))
+
     def reduced_so_far(self) -> torch.Tensor | None:
         """A copy of what the rounds of this step have added up to; None before the first one is done. Waits."""
         self.absorb()
+        self._empty_grads()
         return None if self.empty else self.shard.clone()
 
     def restore(self, reduced: torch.Tensor) -> None:
@@ -347,6 +362,7 @@ class StreamedBucket(Bucket):
             )
         self.shard.mul_(factor)
         self.grad.mul_(factor)
-        for param in self.params:
-            if param.grad is not None and self.state is BucketState.ACCUMULATING:
-                param.grad.mul_(factor)
+        for index in range(len(self.params)):
+            grad = self._take(index)
+            if grad is not None and self.state is BucketState.ACCUMULATING:
+                grad.mul_(factor)

@@ -64,7 +64,17 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> b
 
 
 def step_only(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
-    """`optimizer.step()` as if it held the masters of these runs alone."""
+    """`optimizer.step()` as if it held the masters of these runs alone.
+
+    Runs that step for the first time go first and alone: torch's fused SGD cannot mix momentum that is there and not.
+    """
+    fresh: list[Run] = []
+    known: list[Run] = []
+    for run in runs:
+        (known if optimizer.state.get(run.master) else fresh).append(run)
+    if fresh and known:
+        step_only(optimizer, fresh)
+        runs = known
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     for group in groups:

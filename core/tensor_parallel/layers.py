@@ -438,10 +438,14 @@ def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: 
     if group is not None:
         input = gather_first(input, group)
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
-    if parameter.grad is not None:
+    if type(parameter.grad) is Tensor:
         _add_product(parameter.grad, grad, input)
-    else:
-        parameter.grad = (grad.t() @ input).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+        return
+    product = (grad.t() @ input).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = product
+    else:  # the wrapper's placeholder, which keeps what comes after the reduction has begun
+        parameter.grad.add_(product.detach())
 
 
 def _add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:

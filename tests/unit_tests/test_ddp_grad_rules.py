@@ -163,34 +163,25 @@ def clip_by_torch(model: nn.Module) -> None:
 def test_edits_of_whole_gradients_reach_the_step(rank: int, world: int, edit: Any) -> None:
     parallel_state.initialize_model_parallel()
     for strategy in STRATEGIES:
-        for scale_in_optimizer in (False, True):
-            if edit is clip_by_torch and scale_in_optimizer:
-                continue  # torch's clipping would see sums
-            model = make_net()
-            plain = copy.deepcopy(model)
-            ddp = wrap(
-                model,
-                data_parallel_sharding_strategy=strategy,
-                bucket_size=30,
-                scale_in_optimizer=scale_in_optimizer,
-            )
-            optimizer = get_megatron_optimizer(
-                OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.0), [ddp], config_overrides={}
-            )
-            reference = torch.optim.SGD(plain.parameters(), lr=0.5, weight_decay=0.1, momentum=0.9)
-            before = weights(plain)
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(ddp, rank, step).backward()
-                finalize_model_grads([ddp], force_all_reduce=True)
-                edit(ddp.module)
-                optimizer.step()
-                for name, grad in mean_over_ranks(plain, world, (step,)).items():
-                    plain.get_parameter(name).grad = grad.clone()
-                edit(plain)
-                reference.step()
-            assert_same(weights(model), weights(plain))
-            assert all((weights(plain)[name] - before[name]).norm() > 1e-4 for name in before if "second" not in name)
+        model = make_net()
+        plain = copy.deepcopy(model)
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=30)
+        config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.0)
+        optimizer = get_megatron_optimizer(config, [ddp], config_overrides={})
+        reference = torch.optim.SGD(plain.parameters(), lr=0.5, weight_decay=0.1, momentum=0.9)
+        before = weights(plain)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            finalize_model_grads([ddp], force_all_reduce=True)
+            edit(ddp.module)
+            optimizer.step()
+            for name, grad in mean_over_ranks(plain, world, (step,)).items():
+                plain.get_parameter(name).grad = grad.clone()
+            edit(plain)
+            reference.step()
+        assert_same(weights(model), weights(plain))
+        assert all((weights(plain)[name] - before[name]).norm() > 1e-4 for name in before if "second" not in name)
 
 
 def clip_value(model: nn.Module) -> None:
@@ -207,24 +198,106 @@ def copy_gradient(model: nn.Module) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("use", [clip_by_torch, clip_value, in_place, times_ten, log_norms, copy_gradient])
-def test_a_sharded_gradient_refuses_to_be_used_by_name(rank: int, world: int, use: Any) -> None:
+def test_a_gradient_that_is_not_there_refuses_to_be_used_by_name(rank: int, world: int, use: Any) -> None:
+    """Sharded, still to be scaled, or in flight."""
     parallel_state.initialize_model_parallel()
-    for strategy in ("optim", "optim_grads"):
-        ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy)
+    cases = [
+        {"data_parallel_sharding_strategy": "optim"},
+        {"data_parallel_sharding_strategy": "optim_grads"},
+        {"scale_in_optimizer": True},
+        {"overlap_grad_reduce": True},
+    ]
+    for options in cases:
+        ddp = wrap(make_net(), **options)
         expected = mean_over_ranks(ddp.module, world)
         loss_of(ddp, rank, 0).backward()
-        finalize_model_grads([ddp])
+        if "overlap_grad_reduce" not in options:
+            finalize_model_grads([ddp])
         assert ddp.module.second.weight.grad.shape == ddp.module.second.weight.shape
-        with pytest.raises(SyncError, match=r"of the gradient of '.*weight', which is sharded.*force_all_reduce=True"):
+        with pytest.raises(SyncError, match=r"gradient of '.*(weight|bias)', which is not in `.grad` now"):
             use(ddp.module)
+        if "overlap_grad_reduce" in options:
+            finalize_model_grads([ddp])
+        for bucket in ddp.reducer.order:
+            bucket.scale_gradients(bucket.take_scale())
         assert_same(whole_grads(ddp), expected)
+
+
+def by_torch(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+
+
+def to_zeros(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def one_by_hand(model: nn.Module) -> None:
+    model.second.weight.grad = None
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("drop", "dropped_on"), [(by_torch, (0, 1)), (by_torch, (1,)), (to_zeros, (0, 1)), (one_by_hand, (1,))]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+        {"data_parallel_sharding_strategy": "optim_grads"},
+        {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": "every"},
+    ],
+)
+def test_a_gradient_dropped_after_its_reduction_has_begun_is_refused_on_all_ranks(
+    rank: int, world: int, options: dict[str, Any], drop: Any, dropped_on: tuple[int, ...]
+) -> None:
+    """It cannot be taken back; zero_grad_buffer() drops it, and training goes on."""
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), **options)
+    expected = mean_over_ranks(ddp.module, world, (1,))
+    loss_of(ddp, rank, 0).backward()
+    if rank in dropped_on:
+        drop(ddp.module)
+    loss_of(ddp, rank, 1).backward()
+    with pytest.raises(SyncError, match="was dropped through `.grad`.*after its reduction had begun"):
+        finalize_model_grads([ddp])
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, 1).backward()
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), expected)
+
+
+@ranks(2)
+def test_a_hook_of_the_users_that_runs_after_the_launch_is_refused(rank: int, world: int) -> None:
+    """Registered after the wrap it runs after ours, which may have launched the bucket; before the wrap it is right."""
+    parallel_state.initialize_model_parallel()
+
+    def halve(param: torch.Tensor) -> None:
+        param.grad.mul_(0.5)
+
+    for options in ({"overlap_grad_reduce": True}, {"data_parallel_sharding_strategy": "optim_grads"}):
+        for before in (True, False):
+            model = nn.Linear(1, 1, bias=False)
+            if before:
+                model.weight.register_post_accumulate_grad_hook(halve)
+            ddp = wrap(model, **options)
+            if before:
+                ddp(torch.full((1, 1), 2.0)).sum().backward()
+                finalize_model_grads([ddp], force_all_reduce="overlap_grad_reduce" not in options)
+                assert model.weight.grad.item() == 1.0
+            else:
+                model.weight.register_post_accumulate_grad_hook(halve)
+                with pytest.raises(SyncError, match="mul_.* was asked of the gradient of 'weight'"):
+                    ddp(torch.full((1, 1), 2.0)).sum().backward()
+                ddp.zero_grad_buffer()
+            del ddp
 
 
 @ranks(2)
 def test_an_edit_that_a_shard_cannot_follow_is_refused_on_all_ranks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy in ("optim", "optim_grads"):
-        for value in (None, torch.ones((), dtype=torch.float64)):
+        for edit in ("set to None", "replaced", "added to"):
             model = make_net()
             before = weights(model)
             ddp = wrap(model, data_parallel_sharding_strategy=strategy)
@@ -233,8 +306,13 @@ def test_an_edit_that_a_shard_cannot_follow_is_refused_on_all_ranks(rank: int, w
             finalize_model_grads([ddp])
             if rank == 1:
                 weight = ddp.module.second.weight
-                weight.grad = None if value is None else value.expand(weight.shape).clone()
-            with pytest.raises(SyncError, match=r"rank 1: the step was not made: the `.grad` of 'second.weight' was"):
+                if edit == "added to":
+                    weight.grad.add_(1.0)
+                else:
+                    weight.grad = None if edit == "set to None" else torch.ones_like(weight)
+            with pytest.raises(
+                SyncError, match=f"rank 1: the step was not made: the `.grad` of 'second.weight' was {edit}"
+            ):
                 optimizer.step()
             assert_same(weights(model), before)
 
@@ -351,3 +429,25 @@ def test_a_copy_frozen_on_one_tensor_parallel_rank_is_refused_on_all(rank: int, 
             SyncError, match=r"'second.weight' is frozen on ranks \[[13]\] and trained on .* group 'tp'"
         ):
             finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_momentum_of_a_parameter_that_is_first_used_later_starts_then(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in STRATEGIES:
+        model = Branches()
+        plain = copy.deepcopy(model)
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+        config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.9, lr=0.1, weight_decay=0.3, clip_grad=0.0)
+        optimizer = get_megatron_optimizer(config, [ddp], config_overrides={})
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
+        data = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        for used in ((0,), (0, 1), (1, 2), (0, 1, 2)):
+            optimizer.zero_grad()
+            ddp(data, used).backward()
+            finalize_model_grads([ddp])
+            optimizer.step()
+            reference.zero_grad()
+            plain(data, used).backward()
+            reference.step()
+        assert_same(weights(model), weights(plain), rtol=1e-9)

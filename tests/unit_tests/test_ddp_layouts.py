@@ -11,7 +11,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
-from core.distributed.sharded_gradient import ShardedGradient
+from core.distributed.grad_placeholder import GradPlaceholder
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, check_steps, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
@@ -122,7 +122,7 @@ def test_rank_shards_of_every_bucket_are_equal_parts_of_the_gradient(rank: int, 
         part = bucket.layout.numel // world
         mine = slice(rank * part, (rank + 1) * part)
         assert torch.allclose(bucket.grad[mine], flat[mine], rtol=1e-10, atol=1e-12)
-        assert all(isinstance(param.grad, ShardedGradient) for param in bucket.params)
+        assert all(isinstance(param.grad, GradPlaceholder) for param in bucket.params)
 
 
 class Mixed(nn.Module):
@@ -226,7 +226,7 @@ def test_gradients_are_views_of_the_buffer_and_main_grad_is_grad(rank: int, worl
         assert all(param.grad is param.main_grad and param.main_grad.norm() > 0 for param in ddp.parameters())
         finalize_model_grads([ddp])
         whole = strategy == "no_shard"
-        sharded = (isinstance(param.grad, ShardedGradient) for param in ddp.parameters())
+        sharded = (isinstance(param.grad, GradPlaceholder) for param in ddp.parameters())
         assert all((param.grad is param.main_grad) for param in ddp.parameters()) if whole else all(sharded)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
-from core.distributed.sharded_gradient import ShardedGradient
+from core.distributed.grad_placeholder import GradPlaceholder
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
@@ -171,7 +171,7 @@ def test_force_all_reduce_leaves_whole_gradients_on_every_rank(rank: int, world:
                 assert_same({name: param.main_grad for name, param in ddp.module.named_parameters()}, expected)
                 assert all(param.grad is param.main_grad for param in ddp.parameters())
             else:  # asked for once, and not for ever
-                assert all(isinstance(param.grad, ShardedGradient) for param in ddp.parameters())
+                assert all(isinstance(param.grad, GradPlaceholder) for param in ddp.parameters())
             assert_same(whole_grads(ddp), expected)
 
 
