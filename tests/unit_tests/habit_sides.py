@@ -23,7 +23,7 @@ from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
 from core.optimizer import get_megatron_optimizer
-from tests.unit_tests.habit_cases import Case, draw, optimizer_config, torch_optimizer
+from tests.unit_tests.habit_cases import Case, draw, drops_by_ours, optimizer_config, torch_optimizer
 from tests.unit_tests.habit_models import Data, build
 from tests.unit_tests.training_habits import train
 
@@ -268,6 +268,11 @@ class Refusal:
         return named and self.applies(case)
 
 
+def reduces_in_backward(case: Case) -> bool:
+    """True if buckets may leave before finalize_model_grads."""
+    return "overlap_grad_reduce" in case.options or "optim_grads" in case.sharding or case.steps_by == "booster"
+
+
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
 UNEQUAL = ("more microbatches on rank 0", "no backward on one rank", "no forward on one rank")
 REFUSALS = (
@@ -288,10 +293,24 @@ REFUSALS = (
         "while gradients of the last step, already reduced, are still there. Call zero_grad_buffer",
     ),
     Refusal(
-        "gradients that are sharded are edited or read",
-        lambda case: any(case.edits) and not case.keeps_whole_gradients,
-        "which is sharded: each rank holds a part of it. Clip with the optimizer of get_megatron_optimizer"
-        "|set to None after its gradient was reduced to shards, and cannot be followed",
+        "gradients that are sharded, or still to be scaled, are edited or read",
+        lambda case: any(case.edits) and (not case.keeps_whole_gradients or "scale_in_optimizer" in case.options),
+        "which is not in `.grad` now: its reduction has begun, or it is sharded"
+        "|(set to None|replaced|added to) after finalize_model_grads, and its gradient is not there",
+    ),
+    Refusal(
+        "gradients are dropped in torch's ways when their reduction has begun",
+        lambda case: (
+            not case.habits.isdisjoint(("dropped and begun again", "a backward that raises"))
+            and not drops_by_ours(case)
+            and reduces_in_backward(case)
+        ),
+        "was dropped through `.grad` .* after its reduction had begun",
+    ),
+    Refusal(
+        "a hook of the user's edits a gradient whose reduction has begun",
+        lambda case: "a hook after accumulation" in case.habits and reduces_in_backward(case),
+        "which is not in `.grad` now: its reduction has begun",
     ),
     Refusal(
         "every microbatch is reduced, and ranks have different numbers of them",
@@ -302,11 +321,6 @@ REFUSALS = (
         "parameters are moved out of the buffers",
         lambda case: "vector_to_parameters" in case.habits and case.sharding != "no_shard",
         "moved out of the buffers since the wrap",
-    ),
-    Refusal(
-        "whole gradients are asked for when backward has reduced to shards",
-        lambda case: case.whole_gradients and "overlap_grad_reduce" in case.options,
-        "force_all_reduce was asked for after backward had reduce-scattered",
     ),
 )
 
