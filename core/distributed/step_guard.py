@@ -40,8 +40,8 @@ class StepGuard:
             return
         if any(not bucket.full for bucket in self.reducer.order) and not self.reducer.open:
             raise SyncError(
-                f"{type(optimizer).__name__} holds parameters whose gradients are sharded: their `.grad` is None, and "
-                "it would train nothing. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "
+                f"{type(optimizer).__name__} holds parameters whose gradients are sharded, so that `.grad` holds none "
+                "for it. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "
                 "force_all_reduce=True)"
             )
         reason = self.not_ready()
