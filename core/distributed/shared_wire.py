@@ -9,11 +9,14 @@ all ranks make in the same order: they ask each other whose turn it is. Chunks o
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 if TYPE_CHECKING:
     from core.distributed.grad_reducer import GradReducer
-    from core.distributed.socket_channel import SocketChannel
+    from core.distributed.socket_channel import Posted, SocketChannel
 
 
 class SharedWire:
@@ -59,7 +62,7 @@ class SharedWire:
         """Keep its connections when it is dropped: another rank may not be done with them. Till `quiesce`, or till the
         communicator goes.
         """
-        cut = weakref.finalize(self, _cut, [channel.wire], channel.posted)
+        cut = weakref.finalize(self, _cut, channel.wire, channel.posted)
         self._channels[self._channels_made] = weakref.ref(channel), cut
         self._channels_made += 1
 
@@ -164,12 +167,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timedelta(minutes=30) if options is None else options._timeout
 
 
-def _cut(wires: list[dist.ProcessGroupGloo], posted: deque[Any]) -> None:
-    """End a channel's communicator, which has to be aborted, or its end waits for what is under way; then let go of
-    the memory.
+def _cut(wire: dist.ProcessGroupGloo, posted: deque[Posted]) -> None:
+    """Let go of a channel's communicator when its messages have come or failed. Does not wait for that.
+
+    A gloo communicator waits for its messages when it goes, and nothing aborts them. In the garbage collector this rank
+    would wait for others, which may wait for this one elsewhere. So no reference may be the last one till then.
     """
-    wires.pop().abort()
-    posted.clear()
+    try:
+        _thread.start_new_thread(_let_go, (wire, posted))
+    except RuntimeError:  # the program ends, and in Python 3.12 no thread begins then: the communicator stays
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire))
+
+
+def _let_go(wire: dist.ProcessGroupGloo, posted: deque[Posted]) -> None:
+    while posted:
+        with contextlib.suppress(RuntimeError):  # the other rank has let go of it, or the message has timed out
+            posted[0].work.wait()
+        posted.popleft()
 
 
 def _parameter_of(model: GradReducer | None) -> str:

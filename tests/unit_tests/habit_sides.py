@@ -325,11 +325,6 @@ REFUSALS = (
 )
 
 
-# Errors, and with them the models of refused cases: a step that is given up leaves messages under way, and the end of
-# their communicator waits for them.
-KEPT: list[Exception] = []
-
-
 def outcome(case: Case, rank: int, plain: Sequence[Plain] | None = None) -> str:
     """'equal', 'refused: ...' in allowed words, or what is wrong."""
     try:
@@ -339,7 +334,6 @@ def outcome(case: Case, rank: int, plain: Sequence[Plain] | None = None) -> str:
     try:
         ours = our_training(case, rank)
     except Exception as error:
-        KEPT.append(error)
         text = f"{type(error).__name__}: {error}"
         if any(refusal.covers(case, error) for refusal in REFUSALS):
             return f"refused: {text}"

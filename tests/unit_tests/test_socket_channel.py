@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -343,6 +345,29 @@ def test_a_model_that_some_ranks_have_begun_to_reduce_when_another_one_is_wrappe
     assert_same(whole_grads(second), mean_of_layers(2, [4] * world), rtol=1e-12)
 
 
+@ranks(2, timeout_s=20)
+def test_the_garbage_collector_does_not_wait_for_a_rank_that_still_has_the_model(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(Layers(1), **in_backward("optim"))
+    (channel,) = ddp.collectives.exchanges.values()
+    posted = channel.posted
+    if rank == 0:
+        ddp(4, rank).backward()
+        assert posted, "what the other rank does not answer"
+        del ddp, channel
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+    dist.barrier()
+    if rank == 1:
+        del ddp, channel
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+    deadline = time.monotonic() + 10
+    while posted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not posted, "messages end, and their memory is free, when all ranks have dropped the model"
+
+
 # --- ranks that fail ---------------------------------------------------------------------------------------------
 
 
@@ -396,5 +421,42 @@ def test_a_rank_that_dies_is_named_long_before_the_timeout(tmp_path: Path) -> No
         for message in messages:
             assert message.startswith("rank 0: rank 1 has ended, or did not come to a reduction of group [0, 1]")
     finally:
+        for process in processes:
+            process.kill()
+
+
+def _end_with_messages_under_way(rank: int, store: str, threads_begin: bool, ended: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    collectives = Collectives()
+    collectives.reduce_scatter(torch.zeros(8), dist.group.WORLD).wait()
+    if rank == 1:
+        ended.wait(60)
+        os._exit(0)
+    if not threads_begin:
+        mock.patch.object(_thread, "start_new_thread", side_effect=RuntimeError("interpreter shutdown")).start()
+    collectives.reduce_scatter(torch.zeros(8), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("threads_begin", [True, False])
+def test_a_program_ends_though_another_rank_does_not_answer_its_last_messages(
+    tmp_path: Path, threads_begin: bool
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ended = context.Event()
+    processes = [
+        context.Process(
+            target=_end_with_messages_under_way, args=(rank, str(tmp_path / "store"), threads_begin, ended)
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        processes[0].join(45)
+        assert processes[0].exitcode == 0, "it has ended while the other one still ran"
+        assert processes[1].is_alive()
+    finally:
+        ended.set()
         for process in processes:
             process.kill()
