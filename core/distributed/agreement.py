@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from core.distributed.bucket import Bucket, SyncError
 from core.distributed.collectives import agree_max, control_device, gather_objects
+from core.distributed.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,10 @@ class Agreement:
         Raises SyncError on all ranks of a data group alike if one reports a problem, if a parameter was frozen on some
         of them only, or if they are at different moments.
         """
-        for work in self.works:
+        for entry, work in zip(self.control, self.works, strict=True):
             if work is not None:
-                work.wait()
+                with waiting("the agreement of data group", entry.group, entry.name):
+                    work.wait()
         late: set[int] = set()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for entry, flags in zip(self.control, self.flags, strict=True):
@@ -191,7 +193,8 @@ def members_of(buckets: Sequence[Bucket]) -> list[Member]:
 def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
     """Count a parameter as used on every rank of a group where one of them has used it. Collective."""
     used = torch.tensor([bucket.used[i] for bucket, i in members], dtype=torch.int64, device=control_device(group))
-    agree_max(used, group).wait()
+    with waiting("the parameters that are used", group):
+        agree_max(used, group).wait()
     for (bucket, i), flag in zip(members, used.tolist(), strict=True):
         bucket.used[i] = flag
 

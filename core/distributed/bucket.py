@@ -22,6 +22,7 @@ from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
 from core.distributed.param_views import views_of
 from core.distributed.step_clock import BucketEvent, HostClock
+from core.distributed.waiting import waiting
 
 __all__ = ["Bucket", "BucketGroups", "BucketState", "SyncError"]
 
@@ -359,7 +360,7 @@ class Bucket:
         self.note_done()
         self.clock.mark(self.event, "wait_start_s")
         if not self.full and self.groups.replica is not None:
-            self.handle.wait()
+            self.wait()
             self.clock.end(self.event)
             low, high = self.shard_range
             self._launch_across_instances(self.grad[low:high], collectives)
@@ -376,12 +377,22 @@ class Bucket:
         self.clock.follow(self.event, self.handle)
         self.clock.mark(self.event, "wait_start_s")
 
+    def step(self) -> bool:
+        """Do the next part of the reduction; False where `wait` is all that is left."""
+        with waiting("the reduction of", self.groups.data, self.name):
+            return self.handle.step()
+
+    def wait(self) -> None:
+        """Wait for what is in flight."""
+        with waiting("the reduction of", self.groups.data, self.name):
+            self.handle.wait()
+
     def complete(self) -> None:
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
         if not self.event.has("wait_end_s"):  # else backward has waited for it, to have its memory
             self.note_done()
-            self.handle.wait()
+            self.wait()
             self.clock.end(self.event)
         self.handle = Handle()
         self.pending_scale = self._due_scale

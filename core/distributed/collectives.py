@@ -18,6 +18,7 @@ from core.distributed.host_channel import HostChannel
 from core.distributed.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.shared_wire import timeout_of
 from core.distributed.socket_channel import SocketChannel
+from core.distributed.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
 
@@ -293,5 +294,6 @@ def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's picklable value, in group order. For wrap time and for failures, never for a step."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with waiting("the findings", group):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -157,7 +157,6 @@ class DistributedDataParallel(nn.Module):
         self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
         self.param_sync = ParamSync(order, on_wire(Collectives(channels=plain.channels)))
         self.stages_checked = False
-        self.finalized = 0  # times
         self.step_guard = StepGuard(self, self.reducer)
         self._hook_params(order)
         self._check_initial_weights()

@@ -17,6 +17,7 @@ from core.distributed.grad_sync import agree_on_copies, check_stages, sync_acros
 from core.distributed.guards import check_finite, check_replicas
 from core.distributed.model_chunks import models_of
 from core.distributed.shared_wire import link_chunks
+from core.distributed.waiting import waiting
 from core.distributed.weight_copies import refuse_unequal, unequal_across_stages
 from core.process_groups import ProcessGroups
 
@@ -48,7 +49,16 @@ def finalize_model_grads(
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64)
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
+    with chunks[0].reducer.named("finalize_model_grads"):
+        _reduce_and_guard(chunks, num_tokens, force_all_reduce)
+    for chunk in chunks:
+        chunk.reducer.close()
 
+
+def _reduce_and_guard(
+    chunks: Sequence[DistributedDataParallel], num_tokens: torch.Tensor | None, force_all_reduce: bool
+) -> None:
+    groups, config = chunks[0].groups, chunks[0].config
     if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"):
@@ -73,8 +83,6 @@ def finalize_model_grads(
             for bucket in chunk.reducer.order:
                 bucket.leave_scale(total.reciprocal())
     _guard(chunks, groups)
-    for chunk in chunks:
-        chunk.reducer.close()
 
 
 def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
@@ -209,7 +217,8 @@ def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups
     if not routers:
         return
     counts = torch.cat([router.local_tokens_per_expert for router in routers])
-    chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp")).wait()
+    with waiting("the counts of the router's experts", groups.require("tp_dp_cp")):
+        chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp")).wait()
     sizes = [router.local_tokens_per_expert.numel() for router in routers]
     for router, tokens in zip(routers, counts.split(sizes), strict=True):
         underloaded = tokens.float().mean() - tokens.float()
@@ -226,8 +235,10 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
     # One dtype on all ranks; exact up to 2**53 tokens, and the weights of a loss mask need not be whole.
     total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.float64)
     if groups.size("pp") > 1:
-        chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
-    chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
+        with waiting("num_tokens", groups.require("pp")):
+            chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
+    with waiting("num_tokens", groups.require("dp_cp")):
+        chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
     return divisor_of_tokens(total)
 
 
@@ -239,14 +250,14 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
 def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
     """Compare the copies of one model's weights: across stages in its first step, all of them at the interval."""
     first, config = parts[0], parts[0].ddp_config
-    first.finalized += 1
-    is_due = config.check_weights_interval > 0 and first.finalized % config.check_weights_interval == 0
-    if not is_due and (first.finalized > 1 or config.initial_weights == "ignore"):
+    step = first.reducer.steps + 1
+    is_due = config.check_weights_interval > 0 and step % config.check_weights_interval == 0
+    if not is_due and (step > 1 or config.initial_weights == "ignore"):
         return
     findings = [part.unequal_weights() for part in parts] if is_due else []
     findings.append(unequal_across_stages([part.plan for part in parts], groups))
     finding = next((found for found in findings if found is not None), None)
-    refuse_unequal(finding, groups, at_wrap=False, trained=first.finalized > 1)
+    refuse_unequal(finding, groups, at_wrap=False, trained=step > 1)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.collectives import agree_max, control_device, gather_objects
+from core.distributed.waiting import waiting
 
 
 class LayoutMismatch(RuntimeError):
@@ -82,7 +83,8 @@ def same_on_all(value: Any, group: dist.ProcessGroup, *, failed: bool = False) -
     words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
     mine = torch.tensor(words, dtype=torch.int64, device=control_device(group))
     bounds = torch.cat([mine, -mine, mine.new_tensor([failed])])
-    agree_max(bounds, group).wait()
+    with waiting("a comparison", group):
+        agree_max(bounds, group).wait()
     low, high, any_failed = (-bounds[4:8], bounds[:4], bounds[8])
     return torch.equal(low, high) and not bool(any_failed)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -106,6 +107,7 @@ class GradReducer:
         self.dirty = False  # has a gradient of this step arrived?
         self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
         self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
+        self.steps = 0  # finalized, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.forward_seen = False  # did a training forward run since the step was closed?
         self.begun_unasked = False  # was this step begun because of that forward alone, with gradients sharded?
@@ -156,7 +158,7 @@ class GradReducer:
         In backward. Where gradients are sharded it waits until an earlier bucket is reduced on all ranks, if that one
         holds the memory.
         """
-        with naming_lost_ranks(self.channels, "a reduction in backward"):
+        with self.named("backward"):
             for member in self.unit():
                 while member.synced_backward and member.next_is_ready:
                     member._launch_next()
@@ -203,7 +205,7 @@ class GradReducer:
         self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
         if not self.wires_are_own or (self.rounds and not self.backward_watched):
             return  # what comes outside of a backward joins the round that is open
-        with naming_lost_ranks(self.channels, "a round that begins"):
+        with self.named("backward"):
             if self.rounds:
                 self._launch_rest()  # of a backward that failed: other ranks wait for it
             self.agreed_rounds = self.rounds
@@ -224,8 +226,12 @@ class GradReducer:
         """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
         self.backward_watched = False
         if self.open and self.wires_are_own:
-            with naming_lost_ranks(self.channels, "a round that ends"):
+            with self.named("backward"):
                 self._launch_rest()
+
+    def named(self, call: str) -> AbstractContextManager[None]:
+        """Surrounds a call of the user that waits for other ranks, to say who did not come."""
+        return naming_lost_ranks(call, self.steps + 1, self.channels)
 
     def _agree(self, moment: Moment) -> Agreement:
         return Agreement(self.control, moment, self.rounds, self.launches)
@@ -353,7 +359,7 @@ class GradReducer:
         if not self.open:
             return
         begun = time.perf_counter()
-        with naming_lost_ranks(self.channels, "the reduction of gradients"):
+        with self.named("finalize_model_grads"):
             late = self._complete(then)
         self._learn()
         self.open = self.forward_seen = False
@@ -376,7 +382,8 @@ class GradReducer:
             late = agreement.late_anywhere()
         except SyncError:
             self.force_all_reduce = False
-            self.drain()
+            with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
+                self.drain()
             for bucket in self.order:
                 bucket.detach()
             raise
@@ -384,7 +391,7 @@ class GradReducer:
             bucket.join_instances(self.collectives)
         in_steps = self.order
         while in_steps:  # all buckets a step at a time: between steps ranks wait for each other
-            in_steps = [bucket for bucket in in_steps if bucket.handle.step()]
+            in_steps = [bucket for bucket in in_steps if bucket.step()]
         for bucket in self.order:
             bucket.complete()
             if id(bucket) in late:
@@ -413,9 +420,10 @@ class GradReducer:
         How many buckets backward launched differs between ranks, so all of them launch the rest: a collective that is
         left over on one rank would be paired with another step's.
         """
-        if self.open and self.synced_backward:
-            self.start()
-        self.drain()
+        with self.named("zero_grad_buffer"):
+            if self.open and self.synced_backward:
+                self.start()
+            self.drain()
         self.begin(keep=False)
         self.turn_taken = False
 
@@ -423,7 +431,7 @@ class GradReducer:
         """Wait for whatever is in flight, before its memory is used otherwise."""
         for bucket in self.order:
             if bucket.state is BucketState.IN_FLIGHT:
-                bucket.handle.wait()
+                bucket.wait()
 
     def attach(self) -> None:
         """Put reduced gradients back into `.grad`, or say there that they are sharded."""
@@ -437,6 +445,7 @@ class GradReducer:
             bucket.close()
         self.attach()
         self.turn_taken = False
+        self.steps += 1
 
     def _emptied(self) -> bool:
         """True if the closed step is over though no gradient has arrived on this rank since: other ranks may wait.

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from core.distributed.agreement import Member, share_used, unequal_freeze
 from core.distributed.bucket import Bucket, SyncError
 from core.distributed.collectives import Collectives, InFlight, agree_max, control_device, gather_objects
 from core.distributed.fingerprint import LayoutMismatch, check_same_tables
 from core.distributed.gradient_contract import STAGE_CROSSING, GradSyncRule
+from core.distributed.waiting import waiting
 from core.process_groups import ProcessGroups
 
 IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
@@ -30,12 +32,14 @@ class PendingSync:
     """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
 
     handle: InFlight
+    group: dist.ProcessGroup
     parts: list[torch.Tensor]
     flat: torch.Tensor | None
 
     def wait(self) -> None:
         """Complete the collective and put the result where the gradients lie."""
-        self.handle.wait()
+        with waiting("a sync rule", self.group):
+            self.handle.wait()
         if self.flat is not None:
             for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
                 part.copy_(reduced)
@@ -124,7 +128,7 @@ class GradSync:
                 alone = len(parts) == 1
                 flat = parts[0] if alone else torch.cat(parts)
                 handle = self.collectives.all_reduce(flat, group, rule.op)
-                self.pending.append(PendingSync(handle, parts, None if alone else flat))
+                self.pending.append(PendingSync(handle, group, parts, None if alone else flat))
 
     def wait(self) -> None:
         """Complete what `launch` started."""
@@ -161,7 +165,8 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
                 first.div_(1 + len(others))
             handles.append(chunks[0].collectives.all_reduce(first, group, rule.op))
         for handle, (first, *others) in zip(handles, copies.values(), strict=True):
-            handle.wait()
+            with waiting("the sync rule", group, rule.name):
+                handle.wait()
             for other in others:
                 other.copy_(first)
 
@@ -187,7 +192,8 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
         digest = zlib.crc32(bytes(bucket.params[i].requires_grad for bucket, i in members))
         unused = any(not bucket.used[i] for bucket, i in members)
         flags = torch.tensor([unused, failure is not None, digest, -digest], device=control_device(group))
-        agree_max(flags, group).wait()
+        with waiting("the agreement on copies over group", group, name):
+            agree_max(flags, group).wait()
         any_unused, any_failure, highest, minus_lowest = flags.tolist()
         if highest != -minus_lowest:
             failure = unequal_freeze(members, group, f"group {name!r}")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import agree_max, control_device, gather_objects
 from core.distributed.grad_placeholder import GradPlaceholder
+from core.distributed.waiting import waiting
 from core.process_groups import ProcessGroups
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
@@ -98,7 +99,8 @@ def first_of_all(
     anywhere = int(finding is not None)
     for group in reach:
         flag = torch.tensor([anywhere], dtype=torch.int64, device=control_device(group))
-        agree_max(flag, group).wait()
+        with waiting("the guards", group):
+            agree_max(flag, group).wait()
         anywhere = int(flag[0])
     if not anywhere:
         return None

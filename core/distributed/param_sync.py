@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from core.distributed.bucket import Bucket
 from core.distributed.collectives import Collectives, InFlight
 from core.distributed.step_clock import BucketEvent
+from core.distributed.waiting import waiting
 from core.distributed.weak_link import WeakLink
 
 
@@ -53,7 +54,8 @@ class ParamSync:
             bucket, handle, event = entry
             bucket.clock.look(event, handle)
             bucket.clock.mark(event, "wait_start_s")
-            handle.wait()
+            with waiting("the parameters of", bucket.groups.shard, bucket.name):
+                handle.wait()
             self.pending.pop(bucket_id, None)  # not before: whoever saves the weights takes up an interrupted wait
             bucket.clock.end(event)
             self.finished[bucket_id] = event

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from core.distributed.waiting import waiting
+
 if TYPE_CHECKING:
     from core.distributed.grad_reducer import GradReducer
     from core.distributed.socket_channel import Posted, SocketChannel
@@ -109,7 +111,8 @@ class SharedWire:
         assert self._questions is not None, "quiesce connects the ranks before anybody asks"
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._questions.allreduce([flags], options).wait()
+        with waiting("the question which model is reduced", self.ranks):
+            self._questions.allreduce([flags], options).wait()
 
     def unequal_turns(self, reducer: GradReducer) -> str | None:
         """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from core.distributed.collectives import Collectives, InFlight, agree_max
 from core.distributed.host_memory import HostMemory
+from core.distributed.waiting import waiting
 
 
 class SmallExchange:
@@ -42,15 +43,17 @@ class SmallExchange:
         values: overwritten perhaps. A largest among NaN is not defined.
         """
         if self.memory is not None:
-            rows = self._rows_of_all(values)
+            with waiting("the gradient norm", self.group):
+                rows = self._rows_of_all(values)
             return torch.cat([rows[:, :maxima].amax(0), rows[:, maxima:].sum(0)]) if maxima else rows.sum(0)
         works: list[InFlight | dist.Work] = []
         if maxima:
             works.append(agree_max(values[:maxima], self.group))
         if maxima < values.numel():
             works.append(self.collectives.all_reduce(values[maxima:], self.group))
-        for work in works:
-            work.wait()
+        with waiting("the gradient norm", self.group):
+            for work in works:
+                work.wait()
         return values
 
     def _rows_of_all(self, values: torch.Tensor) -> torch.Tensor:

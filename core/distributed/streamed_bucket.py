@@ -282,7 +282,7 @@ class StreamedBucket(Bucket):
             return
         self.note_done()
         self.clock.mark(self.event, "wait_start_s")
-        self.handle.wait()
+        self.wait()
         self.handle = Handle()
         self.pool.in_flight.remove(self)
         low, high = self.shard_range

@@ -10,6 +10,7 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from core.distributed.bucket import Bucket, BucketState, SyncError
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.grad_buffer import GradBuffer
+from core.distributed.grad_reducer import GradReducer
+from core.distributed.lost_ranks import naming_lost_ranks
 from core.distributed.model_chunks import models_of
 from core.distributed.param_sync import ParamSync
 from core.optimizer.algorithms import algorithm_needs_shapes
@@ -54,6 +57,7 @@ class ModelChunk(Protocol):
     grad_buffers: list[GradBuffer]
     expert_parallel_buffers: list[GradBuffer]
     param_sync: ParamSync
+    reducer: GradReducer
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step."""
@@ -156,16 +160,21 @@ class MegatronOptimizer:
         """
         problem = self._take_gradients()
         self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
-        self._stats = self.meter.measure(
-            count_zeros=self.config.log_num_zeros_in_grad,
-            loss_scale=self._scale,
-            settings=self._settings(),
-            problem=problem,
-        )
+        with self._named():
+            self._stats = self.meter.measure(
+                count_zeros=self.config.log_num_zeros_in_grad,
+                loss_scale=self._scale,
+                settings=self._settings(),
+                problem=problem,
+            )
         self._clip = {}
         if self.grad_scaler is not None:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
+
+    def _named(self) -> AbstractContextManager[None]:
+        reducer = self.model_chunks[0].reducer
+        return naming_lost_ranks("optimizer.step", reducer.steps, reducer.channels)
 
     def _settings(self) -> Settings:
         """What all ranks must step with alike."""
@@ -192,7 +201,8 @@ class MegatronOptimizer:
             masters.take_over_edits()
             masters.bucket.take_scale()
             masters.bucket.spent = True
-        self._update(factors)
+        with self._named():
+            self._update(factors)
         self.note_step(skipped=False)
         self.skip_log.made(self._scale)
         return True

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
+from core.distributed.lost_ranks import naming_lost_ranks
+from core.distributed.waiting import waiting
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -114,6 +116,7 @@ class PipelineRunner:
         self.syncs = [self._sync_of(position) for position in range(len(self.chunks))]
         self.events: list[StageEvent] = []  # of the last step, in order
         self._built: tuple[Any, Any, list[Stage]] | None = None
+        self.steps = 0
         self._begin([])
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -136,6 +139,7 @@ class PipelineRunner:
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
         self._begin(microbatches)
         self.events.clear()
+        self.steps += 1
         try:
             for sync, stage in zip(self.syncs, stages, strict=True):
                 sync.begin()
@@ -143,7 +147,11 @@ class PipelineRunner:
             for param_sync in self.param_syncs[:2]:
                 param_sync()
             # The target only numbers the microbatches: the last stage's output is its loss already.
-            with auxiliary_loss_scale(self._weight_of_a_loss()):
+            with (
+                auxiliary_loss_scale(self._weight_of_a_loss()),
+                naming_lost_ranks(f"PipelineRunner.step with {len(microbatches)} microbatches", self.steps),
+                waiting("the activations or gradients of a microbatch", self.group),
+            ):
                 schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
         finally:
             for sync in self.syncs:
@@ -223,7 +231,8 @@ class PipelineRunner:
         if self.losses:
             totals[0] = torch.stack(self.losses).double().sum()
             totals[1] = sum(torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None)
-        dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
+        with naming_lost_ranks("PipelineRunner.step", self.steps), waiting("the loss", self.group):
+            dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
         loss = totals[0] / (divisor_of_tokens(totals[1]) if self.per_token else len(self.microbatches))
         return StepOutcome(loss, totals[1] if self.per_token else None, self.losses, self.reports)
 

@@ -23,21 +23,21 @@ CLOSED = "Connection closed by peer [127.0.0.1]:1. This is typically caused by a
 
 
 def fail(error: Exception, pids: list[int]) -> None:
-    with naming_lost_ranks(channels_of(3, 8, pids=pids)[0][:1], "the reduction of gradients"):
+    with naming_lost_ranks("finalize_model_grads", 3, channels_of(3, 8, pids=pids)[0][:1]):
         raise error
 
 
 def test_a_process_that_has_ended_is_named_and_other_errors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(lost_ranks, "LOOK_S", 0.1)
+    monkeypatch.setattr(lost_ranks, "GRACE_S", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
     here = os.getpid()
     with pytest.raises(PeerLost) as found:
         fail(RuntimeError(CLOSED), [here, here, ended.pid])
     assert str(found.value).startswith(
-        f"rank 0: rank 2 (process {ended.pid}) of this host has ended, which stopped the reduction of gradients "
-        "(Connection closed by peer [127.0.0.1]:1). The output"
+        "rank 0 waited in finalize_model_grads (step 3), which failed (Connection closed by peer [127.0.0.1]:1); "
+        f"rank 2 (process {ended.pid}) has ended. Did a rank get fewer batches"
     )
     assert str(found.value.__cause__) == CLOSED
     for error in (SyncError("frozen"), ValueError("of the user"), RuntimeError(CLOSED)):
@@ -47,7 +47,7 @@ def test_a_process_that_has_ended_is_named_and_other_errors_are_left_alone(monke
     with pytest.raises(SyncError) as kept:
         fail(SyncError("frozen"), [here, here, ended.pid])
     assert str(kept.value) == "frozen"
-    with naming_lost_ranks([], "nothing"):
+    with naming_lost_ranks("nothing", 1):
         pass
 
 
@@ -93,4 +93,4 @@ def test_the_others_say_which_rank_was_killed(strategy: str, tmp_path: Path) -> 
     killed = (tmp_path / "killed").read_text()
     for rank in (0, 2):
         raised = (tmp_path / f"raised {rank}").read_text()
-        assert raised.startswith(f"PeerLost True: rank {rank}: ") and f"rank 1 (process {killed})" in raised
+        assert raised.startswith(f"PeerLost True: rank {rank} waited") and f"rank 1 (process {killed})" in raised
