@@ -94,3 +94,44 @@ def test_the_others_say_which_rank_was_killed(strategy: str, tmp_path: Path) -> 
     for rank in (0, 2):
         raised = (tmp_path / f"raised {rank}").read_text()
         assert raised.startswith(f"PeerLost True: rank {rank} waited") and f"rank 1 (process {killed})" in raised
+
+
+def leave_out_a_step(rank: int, world: int, folder: str) -> None:
+    """Rank 1 leaves out an optimizer.step; what a rank raises goes into a file."""
+    from core import parallel_state
+    from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel()
+    config = DistributedDataParallelConfig(share_host_memory=False)
+    model = DistributedDataParallel(None, config, torch.nn.Linear(100, 4))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    try:
+        for step in range(2):
+            model.zero_grad_buffer()
+            model(torch.ones(100)).sum().backward()
+            finalize_model_grads([model])
+            if step == 1 or rank == 0:
+                optimizer.step()
+    except RuntimeError as error:
+        (Path(folder) / f"raised {rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_gloo_ends_for_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:
+    """The norm of one rank meets the other's next bucket: see "When a rank does not come" in architecture.md."""
+    context = multiprocessing.get_context("forkserver")
+    job = [context.Process(target=leave_out_a_step, args=(rank, 2, str(tmp_path))) for rank in range(2)]
+    for process in job:
+        process.start()
+    for process in job:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in job] == [-signal.SIGABRT, 0]
+    raised = (tmp_path / "raised 1").read_text()
+    assert raised.startswith("SyncError: rank 1 waited ") and "in finalize_model_grads (step 2, ranks [0, 1])" in raised
+    assert "; rank 0 did not come. Did a rank get fewer batches" in raised
