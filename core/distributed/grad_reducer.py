@@ -462,9 +462,8 @@ class GradReducer:
         return not any(any(bucket.kept) for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
-        now = time.perf_counter()
         self.report = StepReport(
-            exposed_ms=(now - begun) * 1e3,
+            exposed_ms=(time.perf_counter() - begun) * 1e3,
             late_buckets=late,
             events=[event for bucket in self.order for event in bucket.events],
         )
