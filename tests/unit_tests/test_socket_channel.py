@@ -445,9 +445,7 @@ def test_a_program_ends_though_another_rank_does_not_answer_its_last_messages(
     context = multiprocessing.get_context("spawn")
     ended = context.Event()
     processes = [
-        context.Process(
-            target=_end_with_messages_under_way, args=(rank, str(tmp_path / "store"), threads_begin, ended)
-        )
+        context.Process(target=_end_with_messages_under_way, args=(rank, str(tmp_path / "store"), threads_begin, ended))
         for rank in range(2)
     ]
     for process in processes:
