@@ -8,9 +8,11 @@ instead of racing with the wire, is noticed, and is reduced afterwards. No peer 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from core.distributed.step_clock import BucketEvent, HostClock
 from core.distributed.waiting import waiting
 
 __all__ = ["Bucket", "BucketGroups", "BucketState", "SyncError"]
+
+
+_GRAD, _REQUIRES_GRAD, _TOUCHED = map(attrgetter, ("grad", "requires_grad", "touched"))
 
 
 class BucketState(Enum):
@@ -156,6 +161,8 @@ class Bucket:
         accumulating = self.state is BucketState.ACCUMULATING
         true = accumulating or (self.full and not self.scale_is_due)
         self.shown = self.views if true else self._placeholders()
+        if self._untouched(self.shown) and 0 not in self.used and all(map(_REQUIRES_GRAD, self.params)):
+            return
         for param, grad, used in zip(self.params, self.shown, self.used, strict=True):
             wanted = grad if param.requires_grad and (used or accumulating) else None
             if param.grad is not wanted:
@@ -167,13 +174,25 @@ class Bucket:
             self.placeholders = [GradPlaceholder.of(param, contract.name, self.dtype) for param, contract in named]
         return self.placeholders
 
+    def _untouched(self, grads: Sequence[torch.Tensor]) -> bool:
+        """True if each of these is in its parameter's `.grad`, and nothing was added to a placeholder. One C pass."""
+        in_place = all(map(operator.is_, map(_GRAD, self.params), grads))
+        return in_place and not any(map(_TOUCHED, self.placeholders))
+
     def _take(self, index: int) -> torch.Tensor | None:
         """What is in `.grad`: for a placeholder, what autograd has added to it."""
         grad = self.params[index].grad
-        return grad.added if isinstance(grad, GradPlaceholder) else grad
+        return grad.added if type(grad) is GradPlaceholder else grad
+
+    def _forget_touches(self) -> None:
+        if any(map(_TOUCHED, self.placeholders)):
+            for placeholder in self.placeholders:
+                placeholder.reset()
 
     def note_dropped(self) -> None:
         """Note that the user has dropped a gradient which was collected: its reduction cannot be taken back."""
+        if 1 not in self.placed or self._untouched(self.placeholders):
+            return
         for index, (param, placed) in enumerate(zip(self.params, self.placed, strict=True)):
             if placed and (param.grad is not self.placeholders[index] or self.placeholders[index].zeroed):
                 self.dropped = self.dropped or self.contracts[index].name
@@ -207,6 +226,8 @@ class Bucket:
     @torch.no_grad()
     def follow_edits(self) -> str | None:
         """Take over what the user did to `.grad` since the reduction; an edit that a shard cannot follow, in words."""
+        if self._untouched(self.shown):
+            return None
         hidden = self.shown is self.placeholders
         for index, (param, grad) in enumerate(zip(self.params, self.shown, strict=True)):
             now = param.grad
@@ -238,8 +259,7 @@ class Bucket:
         kept = self.kept if keep else bytes(len(self.params))
         if keep:
             self._carry(kept)
-        for placeholder in self.placeholders:
-            placeholder.reset()
+        self._forget_touches()
         self.placed = bytearray(len(self.params))
         self.dropped = None
         self.detached = False
@@ -317,19 +337,18 @@ class Bucket:
     def detach(self) -> None:
         """Put placeholders into `.grad`, so that what comes until the reduction is done is noticed."""
         if not self.detached:
-            for index, param in enumerate(self.params):
-                param.grad = None
-                if self.used[index]:
+            for index, used in enumerate(self.used):
+                if used:
                     self._place(index)
+                else:
+                    self.params[index].grad = None
             self.detached = True
 
     def _place(self, index: int) -> None:
         """Put a placeholder into the `.grad` of `params[index]`, whose gradient is in the buffer."""
-        placeholder = self._placeholders()[index]
-        placeholder.reset()
         self.placed[index] = 1
         try:
-            self.params[index].grad = placeholder
+            self.params[index].grad = self._placeholders()[index]
         except RuntimeError:  # it has another dtype or device since the wrap, which finalize refuses by name
             self.params[index].grad = None
             self.placed[index] = 0
@@ -413,8 +432,7 @@ class Bucket:
     def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """(index, gradient) of what arrived while the bucket was in flight; forgotten here."""
         found = [(index, self._take(index)) for index in range(len(self.params)) if self.detached]
-        for placeholder in self.placeholders:
-            placeholder.reset()
+        self._forget_touches()
         return [(index, grad) for index, grad in found if grad is not None]
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ class GradPlaceholder(torch.Tensor):
     of_param: str  # its name
     added: torch.Tensor | None  # what autograd has added since
     zeroed: bool
+    touched: bool  # True if either has happened
 
     @classmethod
     def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype) -> GradPlaceholder:
@@ -38,7 +39,7 @@ class GradPlaceholder(torch.Tensor):
 
     def reset(self) -> None:
         """Forget what was added, and that it was zeroed."""
-        self.added, self.zeroed = None, False
+        self.added, self.zeroed, self.touched = None, False, False
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +47,7 @@ class GradPlaceholder(torch.Tensor):
             return args[0]
         if func is torch.ops.aten.zero_.default:
             args[0].reset()
-            args[0].zeroed = True
+            args[0].zeroed = args[0].touched = True
             return args[0]
         if func is torch.ops.aten._foreach_zero_.default:
             for tensor in args[0]:
@@ -58,6 +59,7 @@ class GradPlaceholder(torch.Tensor):
             if marker.added is None:
                 marker.added = torch.zeros(marker.shape, dtype=marker.dtype, device=marker.device)
             marker.added.add_(grad)
+            marker.touched = True
             return marker
         raise SyncError(next(value for value in _tensors(args) if type(value) is cls).refusal(func.__name__))
 

@@ -264,6 +264,8 @@ class StreamedBucket(Bucket):
         if self.placed[index] and self.params[index].grad is not self.placeholders[index]:
             self.dropped = self.dropped or self.contracts[index].name
         super()._place(index)
+        if self.placeholders[index].touched:
+            self.placeholders[index].reset()  # what was added to it is in the view
         self.filled[index] = True
 
     def launch(self, collectives: Collectives, *, detach: bool = True) -> None:
@@ -310,8 +312,7 @@ class StreamedBucket(Bucket):
         self.note_dropped()
         for index, param in enumerate(self.params):
             param.grad = self._take(index)
-        for placeholder in self.placeholders:
-            placeholder.reset()
+        self._forget_touches()
         self.placed = bytearray(len(self.params))
 
     def reduced_so_far(self) -> torch.Tensor | None:
