@@ -69,6 +69,7 @@ def explain(
     """
     weight = _weight_of_auxiliary(parts)
     if weight is not None:
+        weight = 0.0 if abs(weight) < SAME else weight  # round-off
         reason = _name_auxiliary(weight, sizes.get("cp", 1), microbatches)
         return f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss{reason}", ()
     classes = _representatives(parts)
