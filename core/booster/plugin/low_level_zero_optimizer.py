@@ -178,15 +178,12 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         done = all(bucket.state is BucketState.FINAL for bucket in reducer.order)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or reducer.launches == self._stepped_at:
-            try:
-                finalize_model_grads([self.model])
-            except SyncError as error:
-                if not done or arrived:
-                    raise
+            if done and not reducer.has_new_step:
                 raise SyncError(
                     "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
                     "booster.backward(loss, optimizer) before each step"
-                ) from error
+                )
+            finalize_model_grads([self.model])
         self.found_inf = self.engine.measure()
         self._grad_norm = self.engine.measured_norm
         self._ready = True
