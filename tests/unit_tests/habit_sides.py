@@ -274,7 +274,8 @@ def reduces_in_backward(case: Case) -> bool:
 
 
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
-UNEQUAL = ("more microbatches on rank 0", "no backward on one rank", "no forward on one rank")
+# A backward that raises is dropped: it may be on one rank only, where the others do not use the parameter concerned.
+UNEQUAL = ("more microbatches on rank 0", "no backward on one rank", "no forward on one rank", "a backward that raises")
 REFUSALS = (
     Refusal(
         "a step of our optimizer begins on the gradients of the one before",
