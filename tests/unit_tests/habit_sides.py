@@ -23,7 +23,14 @@ from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
 from core.optimizer import get_megatron_optimizer
-from tests.unit_tests.habit_cases import Case, draw, drops_by_ours, optimizer_config, torch_optimizer
+from tests.unit_tests.habit_cases import (
+    Case,
+    draw,
+    drops_by_ours,
+    optimizer_config,
+    reduces_in_backward,
+    torch_optimizer,
+)
 from tests.unit_tests.habit_models import Data, build
 from tests.unit_tests.training_habits import train
 
@@ -266,11 +273,6 @@ class Refusal:
         """True if this error is a right answer to this case."""
         named = isinstance(error, self.error) and re.search(self.words, str(error)) is not None
         return named and self.applies(case)
-
-
-def reduces_in_backward(case: Case) -> bool:
-    """True if buckets may leave before finalize_model_grads."""
-    return "overlap_grad_reduce" in case.options or "optim_grads" in case.sharding or case.steps_by == "booster"
 
 
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
