@@ -152,7 +152,7 @@ class Agreement:
             if problem:
                 failure = self._reported(entry)
             if digest != -minus_digest:
-                failure = unequal_freeze(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
+                failure = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
             if unused:
                 share_used(members_of(entry.buckets), entry.group)
             late.update(id(bucket) for bucket, flag in zip(entry.buckets, is_late, strict=True) if flag)
@@ -199,18 +199,31 @@ def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
         bucket.used[i] = flag
 
 
-def unequal_freeze(members: Sequence[Member], group: dist.ProcessGroup, group_name: str) -> SyncError:
-    """The error for copies that only some ranks of a group train, naming the first. Collective.
+def unequal_copies(
+    members: Sequence[Member], group: dist.ProcessGroup, group_name: str, alike: Sequence[int] = ()
+) -> SyncError:
+    """The error for copies that only some ranks of a group train, or have used, naming the first. Collective.
 
-    members: the copies in the order that all ranks share; a copy on another stage may have another name.
+    members: the copies in the order that all ranks share; a copy on another stage may have another name. alike: 1 for
+    each member that must have been used on all ranks or on none.
     """
-    mine = [(bucket.contracts[i].name, bucket.params[i].requires_grad) for bucket, i in members]
+    mine = [
+        (bucket.contracts[i].name, bucket.params[i].requires_grad, not must or bucket.used[i] == 1)
+        for (bucket, i), must in zip(members, alike or bytes(len(members)), strict=True)
+    ]
     ranks = dist.get_process_group_ranks(group)
     everyone = gather_objects(mine, group)
-    copies = next(column for column in zip(*everyone, strict=True) if len({trains for _, trains in column}) > 1)
-    name = next(name for name, trains in copies if not trains)
-    here = [rank for rank, (_, trains) in zip(ranks, copies, strict=True) if not trains]
+    copies = next(column for column in zip(*everyone, strict=True) if len({about[1:] for about in column}) > 1)
+    by_rank = dict(zip(ranks, copies, strict=True))
+    frozen = [rank for rank, (_, trains, _) in by_rank.items() if not trains]
+    if 0 < len(frozen) < len(ranks):
+        return SyncError(
+            f"parameter {by_rank[frozen[0]][0]!r} is frozen on ranks {frozen} and trained on the other ranks of "
+            f"{group_name} {ranks}; its copies would drift apart. Set requires_grad alike on all of them"
+        )
+    unused = [rank for rank, (*_, used) in by_rank.items() if not used]
     return SyncError(
-        f"parameter {name!r} is frozen on ranks {here} and trained on the other ranks of {group_name} {ranks}; its "
-        "copies would drift apart. Set requires_grad alike on all of them"
+        f"parameter {by_rank[unused[0]][0]!r} got no gradient on ranks {unused} and one on the other ranks of "
+        f"{group_name} {ranks}, and no rule adds them; its copies would drift apart. If its gradient is partial there, "
+        "declare it: declare_gradient(param, partial_over=...)"
     )

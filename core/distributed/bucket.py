@@ -102,6 +102,8 @@ class Bucket:
         self.placed = bytearray(len(params))  # 1 where the placeholder took the place of a gradient of this step
         self.dropped: str | None = None  # a parameter whose gradient was dropped after its reduction had begun
         self.carried: torch.Tensor | None = None  # [shard], reduced gradients that this step adds to
+        self.carries = bytes(len(params))  # 1 for each parameter of which `carried` holds a gradient
+        self.reductions = 0  # that were completed, ever
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
@@ -216,6 +218,7 @@ class Bucket:
                 param.grad = placeholder.added
         if self.full or not any(kept):
             return
+        self.carries = kept
         low, high = self.shard_range
         self.carried = torch.zeros_like(self.owned_grad)
         for slot, keep in zip(self.layout.slots, kept, strict=True):
@@ -251,12 +254,19 @@ class Bucket:
                 placeholder.reset()
         return None
 
+    def take_edits(self) -> None:
+        """`follow_edits`; raises SyncError for one that cannot be followed."""
+        problem = self.follow_edits()
+        if problem is not None:
+            raise SyncError(f"rank {dist.get_rank()}: {problem}")
+
     def reset(self, *, keep: bool = False) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
         kept = self.kept if keep else bytes(len(self.params))
+        self.carried, self.carries = None, bytes(len(self.params))
         if keep:
             self._carry(kept)
         self._forget_touches()
@@ -302,7 +312,7 @@ class Bucket:
                 param.grad_added_to_main_grad = False
             if not param.requires_grad or (grad is None and not written):
                 view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
-                self.used[index] = 0
+                self.used[index] = self.carries[index]
             elif grad is None:
                 continue
             elif grad is not view:
@@ -416,6 +426,7 @@ class Bucket:
         self.handle = Handle()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
+        self.reductions += 1
 
     def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
         """Second half of a sharded reduction over several optimizer instances: the same shard, across instances."""
@@ -464,6 +475,8 @@ class Bucket:
         """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
         if self.carried is not None:
             self.carried.mul_(factor)
+        if self.state in (BucketState.REDUCED, BucketState.FINAL):
+            self.take_edits()
         self._multiply(factor)
 
     def _multiply(self, factor: float | torch.Tensor) -> None:

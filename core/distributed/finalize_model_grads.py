@@ -82,6 +82,7 @@ def _reduce_and_guard(
         for chunk in chunks:
             for bucket in chunk.reducer.order:
                 bucket.leave_scale(total.reciprocal())
+            chunk.reducer.needs_zero = True  # what a later backward adds would be divided by other tokens
     _guard(chunks, groups)
 
 
@@ -201,6 +202,8 @@ def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> Non
     if chunk.reducer.open:
         chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
     else:  # the user, or a schedule, has called finish_grad_sync: the rules are what is left
+        for bucket in chunk.reducer.order:
+            bucket.take_edits()
         for bucket in chunk.reducer.order:
             chunk.grad_sync.launch(bucket)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core.distributed.agreement import Member, share_used, unequal_freeze
+from core.distributed.agreement import Member, share_used, unequal_copies
 from core.distributed.bucket import Bucket, SyncError
 from core.distributed.collectives import Collectives, InFlight, agree_max, control_device, gather_objects
 from core.distributed.fingerprint import LayoutMismatch, check_same_tables
@@ -118,6 +118,14 @@ class GradSync:
             members.sort(key=lambda member: self.position[member[0].contracts[member[1]].name])
         return found
 
+    def summed(self, group: str) -> list[tuple[Bucket, set[int]]]:
+        """For each bucket the parameters that a rule reduces over this group."""
+        found: dict[int, tuple[Bucket, set[int]]] = {}
+        for rule, served in zip(self.rules, self.served, strict=True):
+            for bucket, i in served if rule.group == group else ():
+                found.setdefault(id(bucket), (bucket, set()))[1].add(i)
+        return list(found.values())
+
     def launch(self, bucket: Bucket) -> None:
         """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
         for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
@@ -174,7 +182,8 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
 def agree_on_copies(chunks: Sequence[GradSync]) -> None:
     """Treat copies of a parameter alike: one that any rank has used counts as used on all.
 
-    Raises SyncError on every rank of the model if a copy is frozen on some ranks only. Collective, once a step, over
+    Raises SyncError on every rank of the model if a copy is frozen on some ranks only, or if it was used on some only
+    and no rule adds the gradients. Collective, once a step, over
     each group of copies; the tensor-parallel group and then that of all stages carry an error to the others.
     """
     groups = chunks[0].groups
@@ -189,14 +198,21 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
         for first, *others in alike:
             first[0].used[first[1]] |= any(bucket.used[i] for bucket, i in others)
         members = [first for first, *_ in alike]
-        digest = zlib.crc32(bytes(bucket.params[i].requires_grad for bucket, i in members))
+        summed = {id(bucket): indices for chunk in chunks for bucket, indices in chunk.summed(name)}
+        must = [i not in summed.get(id(bucket), ()) for bucket, i in members]  # used on all ranks, or on none
+        digest = zlib.crc32(
+            bytes(
+                2 * bucket.params[i].requires_grad + (bucket.used[i] and alone)
+                for (bucket, i), alone in zip(members, must, strict=True)
+            )
+        )
         unused = any(not bucket.used[i] for bucket, i in members)
         flags = torch.tensor([unused, failure is not None, digest, -digest], device=control_device(group))
         with waiting("the agreement on copies over group", group, name):
             agree_max(flags, group).wait()
         any_unused, any_failure, highest, minus_lowest = flags.tolist()
         if highest != -minus_lowest:
-            failure = unequal_freeze(members, group, f"group {name!r}")
+            failure = unequal_copies(members, group, f"group {name!r}", must)
         elif any_failure:
             told = gather_objects(None if failure is None else str(failure), group)
             failure = failure or SyncError(next(message for message in told if message is not None))

@@ -245,7 +245,8 @@ class StreamedBucket(Bucket):
                 if not self.filled[index]:
                     self.params[index].grad = None
                     self.views[index].zero_()
-                    self.used[index] &= not self.empty  # it may have had one in an earlier microbatch
+                    if self.empty:  # else it may have had one in an earlier microbatch
+                        self.used[index] = self.carries[index]
             elif grad.is_sparse or self.filled[index]:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 self.views[index].add_(dense) if self.filled[index] else self.views[index].copy_(dense)
@@ -318,6 +319,11 @@ class StreamedBucket(Bucket):
     def reduced_so_far(self) -> torch.Tensor | None:
         """A copy of what the rounds of this step have added up to; None before the first one is done. Waits."""
         self.absorb()
+        if self.carried is not None:
+            raise SyncError(
+                "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
+                "first finalize_model_grads of a step, or after optimizer.step()"
+            )
         self._empty_grads()
         return None if self.empty else self.shard.clone()
 
@@ -326,6 +332,8 @@ class StreamedBucket(Bucket):
         self._expect(BucketState.ACCUMULATING, "restored")
         self.shard.copy_(reduced)
         self.empty = False
+        for index in range(len(self.params)):  # which parameters have had a gradient is seen in it
+            self.used[index] |= bool(self.valid_part(index).any())
 
     # -- the end of a step ------------------------------------------------------------------------------------------
 

@@ -66,7 +66,8 @@ class ChainedOptimizer(MegatronOptimizer):
         self.step_was_skipped = False
         self.skip_log = SkipLog()
         self._scale = 1.0
-        self._stats = self._spent = None
+        self._stats = self._spent = self._measured_of = None
+        self._limits = []
         self._clip = {}
 
     def _check(self) -> None:

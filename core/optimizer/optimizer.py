@@ -121,6 +121,8 @@ class MegatronOptimizer:
         self._scale = 1.0  # of the loss, when the gradients were measured
         self.note_step(skipped=False)
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
+        self._measured_of: list[int] | None = None  # their `_reductions`
+        self._limits: list[float] = []  # that this step's norm was asked to be clipped to
         self._spent: GradStats | None = None  # of those that the last step was made of
         self._clip: dict[str | None, float] = {}  # norm group -> coefficient
 
@@ -143,9 +145,9 @@ class MegatronOptimizer:
         Raises SyncError when `finalize_model_grads` has not made the gradients ready, and on every rank where ranks
         would step with different learning rates, decay or limits.
         """
-        found_inf = self.prepare_grads()
+        self.prepare_grads()
         stats = self._measured()
-        if found_inf or stats.norm > self.config.grad_norm_skip_threshold:
+        if not stats.finite or stats.norm > self.config.grad_norm_skip_threshold:
             self._skip(stats)
             return False, None, None
         norm = self.clip_grad_norm(self.config.clip_grad)
@@ -159,7 +161,11 @@ class MegatronOptimizer:
         Collective: every rank of the job, once a step.
         """
         problem = self._take_gradients()
-        self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+        again = self._measured_of == self._reductions()
+        if not again:
+            self._measured_of = self._reductions()
+            self._scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
+            self._limits = []
         with self._named():
             self._stats = self.meter.measure(
                 count_zeros=self.config.log_num_zeros_in_grad,
@@ -167,8 +173,8 @@ class MegatronOptimizer:
                 settings=self._settings(),
                 problem=problem,
             )
-        self._clip = {}
-        if self.grad_scaler is not None:
+        self._set_clip()
+        if self.grad_scaler is not None and not again:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
 
@@ -184,17 +190,28 @@ class MegatronOptimizer:
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Have the step scale gradients to a norm of `clip_grad` at most; 0 for no limit. Returns the norm before it.
 
-        Gradients of a norm group are scaled by that group's norm. Memory is not touched: the step reads it once.
+        Gradients of a norm group are scaled by that group's norm. Memory is not touched: the step reads it once. Of
+        several limits, OptimizerConfig.clip_grad among them, the lowest counts.
         """
+        self._limits.append(clip_grad)
+        self._set_clip()
+        return self._measured().norm
+
+    def _set_clip(self) -> None:
         stats = self._measured()
         names: tuple[str | None, ...] = (None, *stats.separate_norms)
-        self._clip = {name: clip_coefficient(clip_grad, stats.norm_of(name)) for name in names}
-        return stats.norm
+        self._clip = {
+            name: min((clip_coefficient(limit, stats.norm_of(name)) for limit in self._limits), default=1.0)
+            for name in names
+        }
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
         self._spent, self._stats = self._measured(), None
+        problem = self._take_gradients()
+        if problem is not None:
+            raise SyncError(f"rank {dist.get_rank()}: {problem}")
         self._follow_freezing()  # here, beside the next look at every parameter: thousands are far apart in memory
         factors = self._factors(self._spent)
         for masters in self.masters:
@@ -291,6 +308,11 @@ class MegatronOptimizer:
             for param, contract in zip(bucket.params, bucket.contracts, strict=True)
         }
 
+    def _reductions(self) -> list[int]:
+        """Counts that tell these gradients from those before them; finalized steps for a stage without parameters."""
+        steps = [chunk.reducer.steps for chunk in self.model_chunks]
+        return steps + [masters.bucket.reductions for masters in self.masters]
+
     def _take_gradients(self) -> str | None:
         """Take over edits of `.grad`; one that cannot be followed, in words. Raises SyncError if a reduction is due."""
         for masters in self.masters:
@@ -301,7 +323,8 @@ class MegatronOptimizer:
                     f"{bucket.layout.describe()} already, which may have multiplied them by its factor; a second step "
                     "would do so again. Run zero_grad, backward and finalize_model_grads before the next one"
                 )
-            whole = bucket.state is BucketState.REDUCED and not any(contract.rules for contract in bucket.contracts)
+            rules_due = any(contract.rules for contract in bucket.contracts) or bucket.carried is not None
+            whole = bucket.state is BucketState.REDUCED and not rules_due
             if bucket.state is not BucketState.FINAL and not whole:
                 raise SyncError(
                     f"rank {dist.get_rank()}: optimizer.step() came while {bucket.layout.describe()} was "
