@@ -115,8 +115,10 @@ def draw(seed: int, world: int) -> Plan:
     for rank in range(world):
         for chunk in range(plan.chunks):
             for name, _, _ in plan.stages[place(plan, rank)["pp"]]:
-                if rng.random() < 0.15:
-                    plan.skipped.add((rank, chunk, name))
+                # Alike on tensor-parallel ranks: a copy that only some of them have used is refused.
+                block = max(plan.tp, plan.expt_tp)
+                if rank % block == 0 and rng.random() < 0.15:
+                    plan.skipped.update((rank + other, chunk, name) for other in range(block))
     return plan
 
 
