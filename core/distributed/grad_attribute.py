@@ -182,4 +182,4 @@ class GradAttribute(ABC):
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
     """A gradient as it lies in a buffer, if it is sparse."""
-    return grad.todense() if grad.is_sparse else grad
+    return grad.to_dense() if grad.is_sparse else grad

@@ -438,7 +438,8 @@ def _end_with_messages_under_way(rank: int, store: str, threads_begin: bool, end
     collectives.reduce_scatter(torch.zeros(8), dist.group.WORLD)
 
 
-@pytest.mark.parametrize("threads_begin", [True, False])
+# False, what Python 3.12 does, has ended in gloo's own abort on a busy machine.
+@pytest.mark.parametrize("threads_begin", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_program_ends_though_another_rank_does_not_answer_its_last_messages(
     tmp_path: Path, threads_begin: bool
 ) -> None:
