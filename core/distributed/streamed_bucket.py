@@ -19,6 +19,7 @@ from torch import nn
 
 from core.distributed.bucket import Bucket, BucketGroups, BucketState, SyncError
 from core.distributed.collectives import Collectives, Handle
+from core.distributed.grad_attribute import dense
 from core.distributed.gradient_contract import GradientContract
 from core.distributed.param_layout import BucketLayout
 
@@ -248,8 +249,8 @@ class StreamedBucket(Bucket):
                     if self.empty:  # else it may have had one in an earlier microbatch
                         self.used[index] = self.carries[index]
             elif grad.is_sparse or self.filled[index]:
-                dense = grad.to_dense() if grad.is_sparse else grad
-                self.views[index].add_(dense) if self.filled[index] else self.views[index].copy_(dense)
+                whole = dense(grad)
+                self.views[index].add_(whole) if self.filled[index] else self.views[index].copy_(whole)
                 self._place(index)
             else:
                 fresh.append(index)
