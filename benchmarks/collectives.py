@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.report import add_json, machine, write_json
-from core.distributed.collectives import Collectives
-from core.distributed.host_memory import HostMemory
-from core.distributed.shared_wire import timeout_of
-from core.distributed.socket_channel import SocketChannel
+from core.distributed.reduce.shared_wire import timeout_of
+from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.socket_channel import SocketChannel
 
 Run = Callable[[], None]
 MIB = 2**20

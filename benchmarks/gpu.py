@@ -200,7 +200,7 @@ def rates(flops: int, seconds: float, peak: float | None) -> dict[str, Any]:
 
 def _own_backends(device: torch.device) -> list[str]:
     """torch's fused kernels, and the Triton kernel where it runs."""
-    from core.optimizer.backends import choose
+    from core.optimizer.algorithms.backends import choose
 
     try:
         choose("adam", device, torch.float32, gpu_optimizer.TRITON)

@@ -2,8 +2,8 @@
 
 Two ranks train a small model whose layers stand for layers on a device: their forward and backward sleep, so that the
 processor is free meanwhile, as it is while a GPU computes; the gradients, the reductions and the wrapper are real. The
-wire is simulated too (core/distributed/simulated_wire.py): latency + bytes / bandwidth a collective, one after another.
-So the curve is about overlap, and not about two ranks that share this machine's cores.
+wire is simulated too (core/distributed/wire/simulated_wire.py): latency + bytes / bandwidth a collective, one after
+another. So the curve is about overlap, and not about two ranks that share this machine's cores.
 
 Each point counts only if its losses are those of one process on the batches of both ranks, and of every other point.
 Points of one ratio are measured in turns.
@@ -29,9 +29,9 @@ from torch import nn
 from benchmarks.report import add_json, circumstances, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.bucket_advisor import advise_bucket_size, fit_wire, record_backward, sent_per_byte
-from core.distributed.overlap_report import measure_overlap
-from core.distributed.simulated_wire import Wire
+from core.distributed.measure.bucket_advisor import advise_bucket_size, fit_wire, record_backward, sent_per_byte
+from core.distributed.measure.overlap_report import measure_overlap
+from core.distributed.wire.simulated_wire import Wire
 from core.training.step_trace import StepTrace
 
 RANKS = 2

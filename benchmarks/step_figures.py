@@ -136,11 +136,11 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
 def formula_ratio(stage: Stage, ranks: int) -> float:
     """Parameters, gradients and Adam's two moments in fp32 a rank, over the bytes of the parameters."""
     if stage == "optim_grads_params":
-        return 4 / ranks  # everything sharded, which core.optimizer.memory does not have yet
+        return 4 / ranks  # everything sharded, which core.optimizer.masters.memory does not have yet
     import torch
 
     from core.optimizer import OptimizerConfig
-    from core.optimizer.memory import bytes_per_parameter
+    from core.optimizer.masters.memory import bytes_per_parameter
 
     strategy = "no_shard" if stage == "none" else stage
     row = bytes_per_parameter(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.distributed.gradient_contract import DEFAULT_RULES, GradientContract, GradSyncRule, read_contract
+from core.distributed.contract.gradient_contract import DEFAULT_RULES, GradientContract, GradSyncRule, read_contract
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 from core.rank_grid import RankGrid, group_ranks

@@ -1,12 +1,12 @@
 """The gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
 
-from core.distributed.bucket import SyncError
+from core.distributed.buffer.bucket import SyncError
+from core.distributed.contract.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.finalize_model_grads import finalize_model_grads
-from core.distributed.fingerprint import LayoutMismatch
-from core.distributed.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
-from core.distributed.guards import NonFiniteGradientError, ReplicaDriftError
+from core.distributed.guard.finite import NonFiniteGradientError, ReplicaDriftError
+from core.distributed.guard.same_model import LayoutMismatch
 
 __all__ = [
     "ContractError",

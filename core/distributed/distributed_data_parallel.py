@@ -15,37 +15,37 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed.agreement import ControlGroup
-from core.distributed.bucket import Bucket, BucketGroups, SyncError
-from core.distributed.collectives import Collectives, control_device
-from core.distributed.collector_pause import collector_paused
-from core.distributed.describe import describe_model
+from core.collector_pause import collector_paused
+from core.distributed.buffer.bucket import Bucket, BucketGroups, SyncError
+from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.streamed_bucket import StreamedBucket
+from core.distributed.contract.gradient_contract import GradientContract, divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.fingerprint import Facts, check_same
-from core.distributed.fused_kernels import check_declared, ignore_dummies
-from core.distributed.grad_buffer import GradBuffer
-from core.distributed.grad_reducer import GradReducer, StepReport
-from core.distributed.grad_sync import GradSync
-from core.distributed.gradient_contract import GradientContract, divisor_of
-from core.distributed.guards import Finding, LargeGradientWatch, NonFiniteWatch
-from core.distributed.model_plan import (
+from core.distributed.guard.agreement import ControlGroup
+from core.distributed.guard.finite import Finding, LargeGradientWatch, NonFiniteWatch
+from core.distributed.guard.model_watch import ModelWatch
+from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
+from core.distributed.guard.same_model import Facts, check_same
+from core.distributed.guard.step_guard import StepGuard
+from core.distributed.layout.model_plan import (
     ModelPlan,
     option_table,
     plan_model,
     replica_group_name,
     shard_group_name,
 )
-from core.distributed.model_watch import ModelWatch
-from core.distributed.overlap_report import OverlapReport
-from core.distributed.param_sync import ParamSync, finish_gathers
-from core.distributed.shared_wire import SharedWire
-from core.distributed.simulated_wire import over_wire
-from core.distributed.step_clock import resolve
-from core.distributed.step_guard import StepGuard
-from core.distributed.streamed_bucket import StreamedBucket
-from core.distributed.weak_link import WeakLink
-from core.distributed.weight_copies import broadcast_weights, refuse_unequal, unequal_within_stage
-from core.distributed.wire_format import gradient_collectives
+from core.distributed.measure.describe import describe_model
+from core.distributed.measure.overlap_report import OverlapReport
+from core.distributed.measure.step_clock import resolve
+from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
+from core.distributed.reduce.grad_reducer import GradReducer, StepReport
+from core.distributed.reduce.param_gatherer import ParamSync, finish_gathers
+from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.sync_rules import GradSync
+from core.distributed.reduce.weak_link import WeakLink
+from core.distributed.wire.collectives import Collectives, control_device
+from core.distributed.wire.formats import gradient_collectives
+from core.distributed.wire.simulated_wire import over_wire
 from core.process_groups import ProcessGroups
 
 HOOK = "core.distributed"

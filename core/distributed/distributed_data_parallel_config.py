@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from core.distributed.gradient_contract import GradSyncRule
-from core.distributed.simulated_wire import Wire
-from core.distributed.wire_format import WIRE_DTYPES
+from core.distributed.contract.gradient_contract import GradSyncRule
+from core.distributed.wire.formats import WIRE_DTYPES
+from core.distributed.wire.simulated_wire import Wire
 from core.number_ranges import COUNT, check_ranges, whole
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
@@ -68,7 +68,7 @@ class DistributedDataParallelConfig:
         gloo, and reduce there instead of through sockets. Groups that span hosts do not. A forked process shares them
         as well: it has no snapshot of them, and its parent sees what it writes there.
     simulated_wire: for measuring overlap on a CPU: `Wire(latency_s, bytes_per_s)`; no collective of this model is done
-        earlier than on such a network, and a wait for it sleeps (core/distributed/simulated_wire.py).
+        earlier than on such a network, and a wait for it sleeps (core/distributed/wire/simulated_wire.py).
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """

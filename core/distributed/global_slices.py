@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from core.distributed.boxes import Box, Index, Split, split_boxes, whole_shape
-from core.distributed.gradient_contract import data_group_of, shared_copies
+from core.distributed.contract.gradient_contract import data_group_of, shared_copies
 
 TRANSPARENT = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # modules torch puts around others: no names
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed.bucket import Bucket, SyncError
-from core.distributed.collectives import Collectives
-from core.distributed.grad_reducer import GradReducer
-from core.distributed.gradient_contract import ContractError, GradientContract, data_group_of
+from core.distributed.buffer.bucket import Bucket, SyncError
+from core.distributed.contract.gradient_contract import ContractError, GradientContract, data_group_of
+from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
 from core.gradient_handler.registry import GRADIENT_HANDLER

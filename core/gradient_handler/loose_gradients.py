@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.collectives import Collectives, agree_max, control_device, gather_objects
-from core.distributed.fingerprint import check_same_tables
-from core.distributed.grad_sync import PendingSync, pack
+from core.distributed.guard.same_model import check_same_tables
+from core.distributed.reduce.sync_rules import PendingSync, pack
+from core.distributed.wire.collectives import Collectives, agree_max, control_device, gather_objects
 
 IN_FLIGHT = 2  # collectives at a time, and so packed copies of gradients at a time
 GRAD_DTYPES = (

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.distributed.gradient_contract import declare_gradient
+from core.distributed.contract.gradient_contract import declare_gradient
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import InitMethod, normal_init

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from core.distributed.gradient_contract import declare_gradient
+from core.distributed.contract.gradient_contract import declare_gradient
 from core.moe.auxiliary_loss import MoEAuxLossAutoScaler
 from core.moe.routing import balance_scores, choose, drop_overflow, expert_capacity, load_balancing_loss, z_loss
 from core.process_groups import ProcessGroups

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from core.distributed.collector_pause import collector_paused
+from core.collector_pause import collector_paused
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
-from core.optimizer.clip_grads import everybody, longest_chain, other_ranks
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.model_check import check_model, check_whole_params, split_parameter
-from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
-from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
-from core.optimizer.param_groups import (
+from core.optimizer.groups.model_check import check_model, check_whole_params, split_parameter
+from core.optimizer.groups.param_groups import (
     CUT_OK,
     Condition,
     Overrides,
@@ -24,8 +20,12 @@ from core.optimizer.param_groups import (
     get_standard_config_overrides,
     overrides_of_conditions,
 )
-from core.optimizer.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
-from core.optimizer.rule_names import frozen_params, repeated_name, trainable_params
+from core.optimizer.groups.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
+from core.optimizer.groups.rule_names import frozen_params, repeated_name, trainable_params
+from core.optimizer.norm.clip_grads import everybody, longest_chain, other_ranks
+from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups

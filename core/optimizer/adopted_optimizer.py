@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives
-from core.optimizer.algorithms import algorithm_needs_shapes, resolve
-from core.optimizer.clip_grads import everybody
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.wire.collectives import Collectives
+from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
 from core.optimizer.cpu_offload import OffloadedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.master_weights import Run
-from core.optimizer.model_check import check_model, split_parameter
+from core.optimizer.groups.model_check import check_model, split_parameter
+from core.optimizer.groups.param_groups import ParamGroups
+from core.optimizer.masters.master_weights import Run
+from core.optimizer.norm.clip_grads import everybody
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.param_groups import ParamGroups
 
 if TYPE_CHECKING:
     from core.distributed.distributed_data_parallel import DistributedDataParallel

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from core.optimizer.clip_grads import GradMeter
+from core.optimizer.norm.clip_grads import GradMeter
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import Entry
-from core.optimizer.skip_log import SkipLog
+from core.optimizer.step.skip_log import SkipLog
 
 # What they must agree on to decide together.
 COMMON = (

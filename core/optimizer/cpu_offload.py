@@ -24,7 +24,7 @@ from torch import nn
 from core.optimizer.optimizer_config import OptimizerConfig
 
 if TYPE_CHECKING:
-    from core.optimizer.master_weights import Run
+    from core.optimizer.masters.master_weights import Run
 
 logger = logging.getLogger(__name__)
 

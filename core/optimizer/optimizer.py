@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.bucket import Bucket, BucketState, SyncError
+from core.distributed.buffer.bucket import Bucket, BucketState, SyncError
+from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.grad_buffer import GradBuffer
-from core.distributed.grad_reducer import GradReducer
-from core.distributed.lost_ranks import naming_lost_ranks
-from core.distributed.model_chunks import models_of
-from core.distributed.param_sync import ParamSync
-from core.optimizer.algorithms import algorithm_needs_shapes
-from core.optimizer.clip_grads import GradMeter, GradStats, clip_coefficient
-from core.optimizer.fused_kernel import plain_fused_adam
-from core.optimizer.inner_optimizer import inner_optimizer
-from core.optimizer.inner_step import step_kept_runs, step_runs
+from core.distributed.guard.lost_ranks import naming_lost_ranks
+from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.reduce.model_chunks import models_of
+from core.distributed.reduce.param_gatherer import ParamSync
+from core.optimizer.algorithms.inner_optimizer import inner_optimizer
+from core.optimizer.algorithms.names import algorithm_needs_shapes
+from core.optimizer.algorithms.one_pass import OnePassAdam
+from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
-from core.optimizer.master_weights import BucketMasters, Run
-from core.optimizer.one_pass import OnePassAdam
+from core.optimizer.masters.master_weights import BucketMasters, Run
+from core.optimizer.masters.scratch import Scratch, scratch_numel
+from core.optimizer.norm.clip_grads import GradMeter, GradStats, clip_coefficient
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
     Entry,
@@ -41,10 +41,10 @@ from core.optimizer.optimizer_state import (
     run_entries,
     save_groups,
 )
-from core.optimizer.param_groups import ParamGroups
-from core.optimizer.scratch import Scratch, scratch_numel
-from core.optimizer.skip_log import SkipLog
-from core.optimizer.step_settings import Settings, settings_of
+from core.optimizer.step.fused_kernel import plain_fused_adam
+from core.optimizer.step.inner_step import step_kept_runs, step_runs
+from core.optimizer.step.skip_log import SkipLog
+from core.optimizer.step.step_settings import Settings, settings_of
 from core.process_groups import ProcessGroups
 
 

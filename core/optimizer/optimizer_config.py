@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Range, check_ranges
-from core.optimizer.algorithms import Algorithm, label
+from core.optimizer.algorithms.names import Algorithm, label
 
 BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single", "triton")
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "none")
@@ -36,8 +36,8 @@ class OptimizerConfig:
 
     optimizer: 'adam', 'sgd', 'lion', 'muon' (with muon_scalar_optimizer for what is no matrix), or a torch.optim class
         or the name of one, made with `optimizer_kwargs`. See optimizer_algorithms.md for the options of each.
-    optimizer_backend: whose kernels run Adam and SGD; 'auto' takes the fastest there is (core.optimizer.backends).
-        'triton' makes Adam's step one pass over memory, the parameters included, on a GPU (core.optimizer.one_pass).
+    optimizer_backend: whose kernels run Adam and SGD; 'auto' takes the fastest there is (algorithms/backends.py).
+        'triton' makes Adam's step one pass over memory, the parameters included, on a GPU (algorithms/one_pass.py).
     lr, min_lr: the learning rate groups start with, and the one a scheduler ends at; lr must be set.
     decoupled_lr, decoupled_min_lr: those of parameters that are tagged is_embedding_or_output_parameter.
     apply_wd_to_qk_layernorm: let the norms of queries and keys decay, vectors though they are.

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from core import huge_pages
-from core.optimizer.master_weights import BucketMasters, Run, Slice, is_per_element
-from core.optimizer.stored_values import CopiedValues, PlainValues, RemainderValues
+from core.optimizer.masters.master_weights import BucketMasters, Run, Slice, is_per_element
+from core.optimizer.masters.stored_values import CopiedValues, PlainValues, RemainderValues
 
 if TYPE_CHECKING:
     from core.optimizer.optimizer import MegatronOptimizer

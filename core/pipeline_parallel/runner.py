@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
-from core.distributed.lost_ranks import naming_lost_ranks
-from core.distributed.waiting import waiting
+from core.distributed.guard.lost_ranks import naming_lost_ranks
+from core.distributed.wire.waiting import waiting
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only

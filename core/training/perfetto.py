@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.distributed.overlap_report import exposed_seconds
+from core.distributed.measure.overlap_report import exposed_seconds
 from core.training.step_trace import StepTrace
 
 MAIN_ROW = 0

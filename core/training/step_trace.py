@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from core.distributed.overlap_report import OverlapReport
-from core.distributed.step_clock import BucketEvent, resolve
+from core.distributed.measure.overlap_report import OverlapReport
+from core.distributed.measure.step_clock import BucketEvent, resolve
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from core.context_parallel import (
     context_parallel_group,
     visible_tokens,
 )
-from core.distributed.gradient_contract import declare_gradient
+from core.distributed.contract.gradient_contract import declare_gradient
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from core.tensor_parallel.initialization import normal_init

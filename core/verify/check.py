@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.distributed.guards import ReplicaDriftError, check_replicas
+from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.pipeline_parallel import PipelineRunner
 from core.process_groups import ProcessGroups
 from core.verify.causes import cause_of_bias, cause_of_gradient

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
 from core.distributed.boxes import Box, Index
-from core.distributed.bucket import Bucket
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.global_slices import GlobalSlice, buffer_slices, global_slices
-from core.distributed.gradient_contract import GradientContract
 
 BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
 

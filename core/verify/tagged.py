@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core.context_parallel import positions_on_rank
-from core.distributed.gradient_contract import DECLARATION
+from core.distributed.contract.gradient_contract import DECLARATION
 from core.models import GPTModel
 from core.moe import Experts
 from core.process_groups import ProcessGroups

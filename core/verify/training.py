@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.distributed.guards import ReplicaDriftError
+from core.distributed.guard.finite import ReplicaDriftError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.gathered import Held
 from core.verify.gpt import DTYPES, build_whole, global_batch, groups_of, job_of, token_mean, token_sum, wrapper_config

@@ -29,6 +29,7 @@ def rst_inline(text):
 
 def paragraph_to_rst(text, arguments):
     """A paragraph as it is, or cut where it begins to explain an argument, one list item each."""
+
     def explains(found):
         return all(name in arguments or name.startswith("*") for name in found[1].split(", "))
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.distributed.bucket import Bucket
-from core.distributed.collectives import Collectives, Handle, InFlight, Op, scale_now
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
 from tests.unit_tests.reference import whole_grads
 
 ODD = (19, 17)  # shards cut through it, and none of them evenly

@@ -11,7 +11,7 @@ import pytest
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.distributed.gradient_contract import DEFAULT_RULES, ContractError
+from core.distributed.contract.gradient_contract import DEFAULT_RULES, ContractError
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks

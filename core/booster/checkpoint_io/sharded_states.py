@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.collectives import Collectives, gather_objects
+from core.distributed.wire.collectives import Collectives, gather_objects
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import MASTER, Entry
 

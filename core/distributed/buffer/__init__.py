@@ -1,0 +1,1 @@
+"""The memory of gradients: buffers, the buckets they are cut into, and what stands in `.grad`."""

@@ -1,0 +1,227 @@
+"""Guards: the last look at gradients before the optimizer. Each makes all ranks take the same decision."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.grad_placeholder import GradPlaceholder
+from core.distributed.wire.collectives import agree_max, control_device, gather_objects
+from core.distributed.wire.waiting import waiting
+from core.process_groups import ProcessGroups
+
+LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
+UNSEEN = 2**31 - 1
+
+Finding = tuple[int, int, str]  # (order of importance, rank, what): the smallest of all ranks is told to all
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A NaN or an infinity stood in a gradient on some rank; raised on all ranks."""
+
+
+class ReplicaDriftError(RuntimeError):
+    """Gradients or weights that must be equal on several ranks are not."""
+
+
+class NonFiniteWatch:
+    """Remembers for each parameter in which microbatch its gradient stopped being finite.
+
+    `look` runs in the hook of every parameter: five small operations on the device, and no synchronisation with it.
+    """
+
+    def __init__(self, order: Sequence[Bucket]) -> None:
+        self.order = list(order)
+        self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(order))}
+        self.names = [bucket.contracts[i].name for bucket, i in _all_params(order)]
+        device = self.order[0].device if self.order else torch.device("cpu")
+        self.first_bad = torch.full((len(self.names),), UNSEEN, dtype=torch.int64, device=device)
+        self.arrivals = [0] * len(self.names)
+        self.backwards = 0
+
+    def look(self, bucket: Bucket, index: int) -> None:
+        """Check the accumulated gradient of `bucket.params[index]`."""
+        n = self.index[id(bucket), index]
+        grad = bucket.params[index].grad
+        if isinstance(grad, GradPlaceholder):  # the bucket has left: this one came late
+            grad = grad.added
+        self.arrivals[n] += 1
+        self.backwards = max(self.backwards, self.arrivals[n])  # a parameter may have been left out of earlier ones
+        microbatch = self.backwards - 1
+        if grad is None or grad.numel() == 0:
+            return
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        finite = torch.isfinite(torch.linalg.vector_norm(values, ord=float("inf")))
+        first = self.first_bad[n]
+        first.copy_(torch.where(finite, first, first.clamp(max=microbatch)))
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.first_bad.fill_(UNSEEN)
+        self.arrivals = [0] * len(self.names)
+        self.backwards = 0
+
+    def first(self) -> tuple[str, int] | None:
+        """(parameter, microbatch) of this rank's earliest non-finite gradient; None when all were finite."""
+        if not self.names or int(self.first_bad.min()) == UNSEEN:
+            return None
+        n = int(self.first_bad.argmin())
+        return self.names[n], int(self.first_bad[n])
+
+
+def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
+    """Raise NonFiniteGradientError on every rank if a gradient was or became non-finite on any of them.
+
+    Collective: every rank of the job.
+    """
+    finding = first_of_all(_find_bad(watches), groups)
+    if finding is None:
+        return
+    _, rank, message = finding
+    raise NonFiniteGradientError(
+        f"rank {rank}: {message}. No rank may step on it; zero the gradients and skip the batch, or look for the cause "
+        "on that rank (learning rate, loss scale, a division by zero)"
+    )
+
+
+def first_of_all(
+    finding: Finding | None, groups: ProcessGroups, names: Sequence[str] = ("dp_cp", "tp", "pp")
+) -> Finding | None:
+    """The smallest finding of any rank; None where no rank has one.
+
+    Collective over the named groups in turn: the data, the tensor and the pipeline group together reach every rank.
+    """
+    reach = [groups.require(name) for name in names if groups.size(name) > 1]
+    anywhere = int(finding is not None)
+    for group in reach:
+        flag = torch.tensor([anywhere], dtype=torch.int64, device=control_device(group))
+        with waiting("the guards", group):
+            agree_max(flag, group).wait()
+        anywhere = int(flag[0])
+    if not anywhere:
+        return None
+    findings = [finding]
+    for group in reach:
+        findings = [item for gathered in gather_objects(findings, group) for item in gathered]
+    return min(item for item in findings if item is not None)
+
+
+def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
+    """(0 where backward made it, 1 where it came later; rank; what), so that the minimum over ranks is the cause."""
+    rank = dist.get_rank()
+    for watch in watches:
+        bad = watch.first()
+        if bad is not None:
+            return 0, rank, f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
+    buckets = [bucket for watch in watches for bucket in watch.order]
+    if not buckets or bool(torch.isfinite(torch.stack([_largest(bucket) for bucket in buckets])).all()):
+        return None
+    for watch in watches:
+        for bucket, i in _all_params(watch.order):
+            part = bucket.valid_part(i)
+            if part.numel() and not bool(torch.isfinite(part).all()):
+                return (
+                    1,
+                    rank,
+                    (
+                        f"the gradient of {bucket.contracts[i].name!r} became non-finite after backward, "
+                        f"in its reduction in {part.dtype} or before it"
+                    ),
+                )
+    return None
+
+
+def _largest(bucket: Bucket) -> torch.Tensor:
+    """Largest magnitude among the valid gradients of a bucket, 0-dim fp32: not finite if one of them is not."""
+    if bucket.valid_grad.numel() == 0:
+        return torch.zeros((), device=bucket.device)
+    return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(torch.float32)
+
+
+class LargeGradientWatch:
+    """Warns when a bucket's reduced gradient is LARGE_FACTOR times larger than in any step before."""
+
+    def __init__(self, order: Sequence[Bucket]) -> None:
+        self.order = list(order)
+        self.largest: list[float] = [0.0] * len(self.order)
+
+    def look(self) -> None:
+        """Compare this step's norms with the largest ones so far. Reads one number a bucket from the device."""
+        for n, bucket in enumerate(self.order):
+            precise = torch.promote_types(bucket.dtype, torch.float32)
+            norm = float(torch.linalg.vector_norm(bucket.valid_grad, dtype=precise)) * float(bucket.pending_scale)
+            if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
+                warnings.warn(
+                    f"rank {dist.get_rank()}: the gradient norm of {bucket.event.name} is {norm:.3g}, "
+                    f"{norm / self.largest[n]:.0f} times the largest one before ({self.largest[n]:.3g})",
+                    stacklevel=3,
+                )
+            self.largest[n] = max(self.largest[n], norm)
+
+
+def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
+    """Raise ReplicaDriftError on all ranks if the copies of a parameter in some group got different gradients.
+
+    order: the buckets of all chunks of this rank, as copies may lie in other chunks on other ranks. Compared are, for
+    each parameter and each group that replicates it, a norm and a random projection of the valid slice, in fp64.
+    Data-parallel replicas are compared where gradients are not sharded. Collective: every rank of the job.
+    """
+    by_group: dict[str, list[tuple[Bucket, int]]] = {}
+    for bucket, i in _all_params(order):
+        contract = bucket.contracts[i]
+        for name in contract.replicated_over:
+            by_group.setdefault(name, []).append((bucket, i))
+        if bucket.full:
+            by_group.setdefault(contract.data_group, []).append((bucket, i))
+    drift: Finding | None = None
+    for name in sorted(by_group):
+        if groups.size(name) > 1:
+            found = _compare_over(name, by_group[name], groups.require(name))
+            # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
+            drift = drift or (None if found is None else (0, dist.get_rank(), found))
+    drift = first_of_all(drift, groups)
+    if drift is not None:
+        raise ReplicaDriftError(drift[2])
+
+
+def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
+    """The first difference in words."""
+    sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 3]
+    everyone = gather_objects(sketches.cpu(), group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks[1:], everyone[1:], strict=True):
+        for n, (bucket, i) in enumerate(served):
+            tolerance = 1e-2 if bucket.dtype.itemsize == 2 else 1e-5
+            norms = float(everyone[0][n, 0]), float(other[n, 0])
+            off = (other[n] - everyone[0][n]).abs()
+            elsewhere = bool(off[2] > 1e-9)
+            if elsewhere or bool((off[:2] > tolerance * max(norms)).any()):
+                also = ", and elements that are not finite are not the same ones" if elsewhere else ""
+                return (
+                    f"the gradient of {bucket.contracts[i].name!r} differs between ranks {ranks[0]} and {rank} of "
+                    f"group {name!r} {ranks}: norms {norms[0]:.6g} and {norms[1]:.6g}{also}. Both "
+                    "hold a copy of this parameter; a reduction is missing in its contract (see ddp.describe()), or "
+                    "the ranks saw different inputs"
+                )
+    return None
+
+
+def _sketch(part: torch.Tensor) -> torch.Tensor:
+    """[norm, projection on a fixed random direction of unit length, the same projection of a mark for every NaN, Inf
+    and -Inf] in fp64. The first two leave out what is not finite: all copies may have it alike, and NaN equals nothing.
+    """
+    values = part.detach().to(torch.float64)
+    generator = torch.Generator().manual_seed(values.numel())
+    direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64)
+    direction = (direction / max(1.0, float(direction.norm()))).to(values.device)
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))
+    return torch.stack([torch.linalg.vector_norm(finite), finite @ direction, marks @ direction])
+
+
+def _all_params(order: Sequence[Bucket]) -> list[tuple[Bucket, int]]:
+    return [(bucket, i) for bucket in order for i in range(len(bucket.params))]

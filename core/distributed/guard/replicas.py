@@ -1,0 +1,184 @@
+"""Copies of weights: are they equal on all ranks that hold them? Asked at the start, and at an interval where wished.
+
+Small parameters are compared, and sent, many at a time. Buffers of modules (running statistics) are no copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.contract.gradient_contract import STAGE_CROSSING
+from core.distributed.guard.finite import Finding, ReplicaDriftError, first_of_all
+from core.distributed.guard.same_model import LayoutMismatch, checksum, same_on_all
+from core.distributed.layout.model_plan import ModelPlan
+from core.distributed.wire.collectives import Collectives, gather_objects
+from core.process_groups import ProcessGroups
+
+DATA_GROUPS = ("dp_cp", "expt_dp")
+DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
+REMEDIES = {
+    DATA: "Seed all data ranks alike, load the same checkpoint, or wrap with initial_weights='broadcast'",
+    WITHIN_STAGE: "Each of these ranks holds a copy: draw it from a seed that they share (the model-parallel seed is "
+    "for split parameters only), load the same checkpoint, or wrap with initial_weights='broadcast'. If each holds "
+    "another slice, set tensor_model_parallel = True on the parameter",
+    ACROSS_STAGES: "Stages hold copies of one weight: draw them from one seed or load the same checkpoint before the "
+    "first step; initial_weights='broadcast' does not reach across stages",
+}
+SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
+PACK_NUMEL = 2**20  # elements of small ones that are copied together
+
+
+def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut parameters into lists of one dtype: a large one alone, small ones up to PACK_NUMEL elements together.
+
+    Goes by sizes and dtypes only, so ranks with the same model get the same lists.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    for alike in by_dtype.values():
+        pack: list[torch.Tensor] = []
+        filled = 0
+        for param in alike:
+            numel = param.numel()
+            if numel > SMALL_NUMEL:
+                yield [param]
+                continue
+            pack.append(param)
+            filled += numel
+            if filled > PACK_NUMEL:
+                yield pack
+                pack, filled = [], 0
+        if pack:
+            yield pack
+
+
+def first_unequal(
+    named: Iterable[tuple[str, Sequence[torch.Tensor]]],
+    group: dist.ProcessGroup,
+    group_name: str,
+    memory: Iterable[torch.Tensor] | None = None,
+) -> str | None:
+    """The first parameter whose copies are not equal on all ranks of a group, in words. Collective over `group`.
+
+    named: (name, the copies that this rank holds), in one order on all ranks; names may differ between stages. memory:
+    the tensors in which the first copies lie, where those are fewer. A hash travels; the checksums of each parameter
+    only when hashes differ.
+    """
+    named, rank, ranks = list(named), dist.get_rank(), dist.get_process_group_ranks(group)
+    firsts = [copies[0] for _, copies in named] if memory is None else memory
+    with torch.inference_mode():  # a view of each that autograd keeps no account of
+        sums = [checksum(_flat(pack)) for pack in packs_of(firsts)]
+    several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
+    if same_on_all((sums, several), group):
+        return None
+    everyone = gather_objects([(name, _sums(copies, rank)) for name, copies in named], group)
+    for held in itertools.zip_longest(*everyone, fillvalue=("nothing", ())):
+        name, expected = held[0]
+        others = {rank: other for rank, (other, found) in zip(ranks, held, strict=True) if found != expected}
+        if others:
+            there = next(iter(others.values()))
+            return (
+                f"parameter {name!r} has other values on ranks {list(others)}"
+                f"{'' if there == name else f' (there it is {there!r})'} than on rank {ranks[0]} of group "
+                f"{group_name!r} {ranks}"
+            )
+    return (
+        f"weights have other values on some of the ranks {ranks} of group {group_name!r}. Which parameter differs "
+        "cannot be said: the checksums of each are equal, those of many together are not"
+    )
+
+
+def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
+    """The checksum of equal copies; where a rank's own copies differ, something that no other rank has."""
+    sums = {checksum(copy) for copy in copies}
+    return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
+
+
+def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+    """(group, parameters of which each of its ranks holds a copy), the same groups in one order on all ranks."""
+    others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
+    for name in dict.fromkeys((*DATA_GROUPS, *others)):
+        if groups.size(name) > 1:
+            yield name, plan.of_group(name) if name in DATA_GROUPS else plan.copies_over(name)
+
+
+def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups, buffers: Sequence[GradBuffer]) -> Finding | None:
+    """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups."""
+    finding: Finding | None = None
+    for name, held in _within_stage(plan, groups):
+        memory = [b.param_data for b in buffers if b.layout.key.data_group == name and b.param_data is not None]
+        if memory:  # all that trains lies there
+            memory += [param for key, param in held.items() if key in plan.frozen]
+        named = ((key, [param]) for key, param in held.items())
+        found = first_unequal(named, groups.require(name), name, memory or None)
+        # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
+        if found is not None and finding is None:
+            finding = DATA if name in DATA_GROUPS else WITHIN_STAGE, dist.get_rank(), found
+    return finding
+
+
+def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> Finding | None:
+    """The first weight whose copies on several pipeline stages are not equal. Collective over groups across stages.
+
+    plans: of one model's chunks on this rank, in the model's order; a weight of one name in several is one weight.
+    """
+    finding: Finding | None = None
+    for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):  # as in check_stages
+        if groups.size(name) == 1:
+            continue
+        held: dict[str, list[torch.Tensor]] = {}
+        for plan in plans:
+            for key, param in plan.copies_over(name).items():
+                held.setdefault(key, []).append(param)
+        found = first_unequal(held.items(), groups.require(name), name)
+        if found is not None and finding is None:
+            finding = ACROSS_STAGES, dist.get_rank(), found
+    return finding
+
+
+def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
+    """Raise what any rank has found, on all of them. Collective; at the wrap over one stage, later over the job."""
+    finding = first_of_all(finding, groups, ("dp_cp", "tp") if at_wrap else ("dp_cp", "tp", "pp"))
+    if finding is None:
+        return
+    kind, _, found = finding
+    if trained:
+        raise ReplicaDriftError(
+            f"{found}: a rank left out an optimizer's step, wrote to its weights alone, or has damaged memory. Restart "
+            "from a checkpoint that was saved before, after a check of its weights"
+        )
+    raise LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
+
+
+@torch.no_grad()
+def broadcast_weights(plan: ModelPlan, groups: ProcessGroups, collectives: Collectives) -> None:
+    """Make the copies of a model chunk within its stage equal to those of each group's first rank. Collective."""
+    for name, held in _within_stage(plan, groups):
+        _broadcast(held.values(), groups.require(name), collectives)
+
+
+def _broadcast(params: Iterable[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives) -> None:
+    for pack in packs_of(params):
+        if len(pack) == 1 and pack[0].is_contiguous():
+            collectives.broadcast(pack[0].data, group)
+            continue
+        flat = _flat(pack)
+        collectives.broadcast(flat, group)
+        if dist.get_rank(group) > 0:
+            for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
+                param.data.copy_(part.view_as(param))
+
+
+@torch.no_grad()
+def _flat(pack: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(pack) == 1:
+        return pack[0].reshape(-1)
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(pack)  # a reshape of each in Python takes twice as long
+    return flat

@@ -1,0 +1,126 @@
+"""What of a step's communication was hidden behind computing: pure arithmetic over the marks of its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.distributed.measure.step_clock import BucketEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One kind of communication of one step on this rank, in milliseconds.
+
+    flight_ms: at least one collective was in flight; time in which several were counts once. exposed_ms: the main
+    thread (on CUDA: the model's stream) waited for one. seen_late_ms: by so much at most flight_ms is too long, because
+    the end of a collective that nobody waited for is noticed at the next look (0 on CUDA).
+    """
+
+    flight_ms: float = 0.0
+    exposed_ms: float = 0.0
+    seen_late_ms: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time in flight, the part that nobody waited for; 0 where nothing was in flight."""
+        return _share(self.exposed_ms, self.flight_ms)
+
+    @property
+    def hidden_share_at_least(self) -> float:
+        """The same if every collective had ended right after the last look that found it on its way."""
+        return _share(self.exposed_ms, self.flight_ms - self.seen_late_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapReport:
+    """A step's reductions, and the parameter gathers that were waited for last, each in the order of their launch."""
+
+    reductions: tuple[BucketEvent, ...]
+    gathers: tuple[BucketEvent, ...] = ()
+
+    @property
+    def of_reductions(self) -> Overlap:
+        """Of the gradients' collectives."""
+        return measure_overlap(self.reductions)
+
+    @property
+    def of_gathers(self) -> Overlap:
+        """Of the parameters' collectives."""
+        return measure_overlap(self.gathers)
+
+    def table(self) -> str:
+        """Totals, then one line a collective; times in ms since the first thing that happened to its kind."""
+        lines = [f"{'':<12}{'in flight ms':>14}{'seen late ms':>14}{'exposed ms':>12}{'hidden':>8}{'at least':>10}"]
+        kinds = [("reductions", self.reductions), ("gathers", self.gathers)]
+        kinds = [(name, events) for name, events in kinds if events]
+        for name, events in kinds:
+            total = measure_overlap(events)
+            lines.append(
+                f"{name:<12}{total.flight_ms:>14.2f}{total.seen_late_ms:>14.2f}{total.exposed_ms:>12.2f}"
+                f"{total.hidden_share:>8.0%}{total.hidden_share_at_least:>10.0%}"
+            )
+        for name, events in kinds:
+            title = f"{name} of"
+            lines += ["", f"{title:<14}{'KiB':>10}{'ready':>9}{'launched':>10}{'done':>9}{'waited':>9}{'exposed':>9}"]
+            origin = min((t for e in events for t in (e.ready_s, e.launched_s) if t is not None), default=0.0)
+            exposed = exposed_seconds(events)
+            for event, exposed_s in zip(events, exposed, strict=True):
+                times = [event.ready_s, event.launched_s, event.done_s, event.wait_end_s]
+                cells = ["-" if t is None else f"{1e3 * (t - origin):.2f}" for t in times]
+                label = f"bucket {event.bucket}"
+                lines.append(
+                    f"{label:<14}{event.nbytes / 1024:>10.1f}{cells[0]:>9}{cells[1]:>10}{cells[2]:>9}{cells[3]:>9}"
+                    f"{1e3 * exposed_s:>9.2f}"
+                )
+        return "\n".join(lines)
+
+
+def measure_overlap(events: Sequence[BucketEvent]) -> Overlap:
+    """Add up the collectives of one step; those that were never launched or never ended count nothing."""
+    longest, shortest = [], []
+    for event in events:
+        if event.launched_s is not None and event.done_s is not None:
+            longest.append((event.launched_s, event.done_s))
+            shortest.append((event.launched_s, _earliest_end(event, event.launched_s, event.done_s)))
+    flight_s = covered(longest)
+    return Overlap(
+        flight_ms=1e3 * flight_s,
+        exposed_ms=1e3 * sum(exposed_seconds(events)),
+        seen_late_ms=1e3 * (flight_s - covered(shortest)),
+    )
+
+
+def _earliest_end(event: BucketEvent, launched_s: float, done_s: float) -> float:
+    """It cannot have ended before a look that found it on its way; unlooked at, it may have right after its launch."""
+    if event.end_is_exact:
+        return done_s
+    return launched_s if event.in_flight_s is None else event.in_flight_s
+
+
+def exposed_seconds(events: Sequence[BucketEvent]) -> list[float]:
+    """For each event the time waited for it alone: a wait begins at the earliest when the one before it ends."""
+    exposed = [0.0] * len(events)
+    waited_till = float("-inf")
+    waits = [
+        (event.wait_end_s, event.wait_start_s, index)
+        for index, event in enumerate(events)
+        if event.wait_end_s is not None and event.wait_start_s is not None
+    ]
+    for end_s, start_s, index in sorted(waits):
+        exposed[index] = max(0.0, end_s - max(start_s, waited_till))
+        waited_till = max(waited_till, end_s)
+    return exposed
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of [start, end) intervals; those that end before they start are empty."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _share(exposed_ms: float, flight_ms: float) -> float:
+    return min(1.0, max(0.0, 1.0 - exposed_ms / flight_ms)) if flight_ms > 0 else 0.0

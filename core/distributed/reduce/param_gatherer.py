@@ -1,0 +1,73 @@
+"""ParamSync: gathers the shards of updated parameters within the optimizer's step.
+
+A gather never outlives the step. Parameters are plain tensors that anybody may read or write at any time, and no hook
+sees all of that: see "Why parameters are not gathered under the forward" in docs/source/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.autograd.graph import increment_version
+
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.measure.step_clock import BucketEvent
+from core.distributed.reduce.weak_link import WeakLink
+from core.distributed.wire.collectives import Collectives, InFlight
+from core.distributed.wire.waiting import waiting
+
+
+class ParamSync:
+    """The parameter gathers of one wrapped model chunk with sharded buckets."""
+
+    def __init__(self, order: Sequence[Bucket], collectives: Collectives) -> None:
+        self.order = list(reversed(order))  # the forward's order
+        self.collectives = collectives
+        self.pending: dict[int, tuple[Bucket, InFlight, BucketEvent]] = {}  # by id(bucket): the gathers in flight
+        self.finished: dict[int, BucketEvent] = {}  # by id(bucket): the gather that was last waited for
+
+    def gather(self) -> None:
+        """Gather every bucket's parameters over its shard group, and wait. Collective."""
+        for bucket in self.order:
+            self.start_bucket(bucket)
+        self.finish()
+
+    def start_bucket(self, bucket: Bucket) -> None:
+        """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
+        self._wait_for(id(bucket))
+        if bucket.param_data is not None:
+            event = BucketEvent(bucket.layout.index, bucket.name, bucket.param_data.nbytes)
+            bucket.clock.mark(event, "launched_s")
+            handle = self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
+            bucket.clock.follow(event, handle)
+            self.pending[id(bucket)] = bucket, handle, event
+
+    def finish(self) -> None:
+        """Complete every gather in flight."""
+        for bucket_id in list(self.pending):
+            self._wait_for(bucket_id)
+
+    def _wait_for(self, bucket_id: int) -> None:
+        entry = self.pending.get(bucket_id)
+        if entry is not None:
+            bucket, handle, event = entry
+            bucket.clock.look(event, handle)
+            bucket.clock.mark(event, "wait_start_s")
+            with waiting("the parameters of", bucket.groups.shard, bucket.name):
+                handle.wait()
+            self.pending.pop(bucket_id, None)  # not before: whoever saves the weights takes up an interrupted wait
+            bucket.clock.end(event)
+            self.finished[bucket_id] = event
+            increment_version(bucket.params)
+
+    def events(self) -> list[BucketEvent]:
+        """Of each bucket the gather that was last waited for, in the order of their launch."""
+        return [self.finished[id(bucket)] for bucket in self.order if id(bucket) in self.finished]
+
+
+def finish_gathers(sync_of: WeakLink[ParamSync], *_: Any) -> None:
+    """Complete what is in flight, if there is still a wrapper. A hook of modules, whose arguments are not needed."""
+    sync = sync_of()
+    if sync is not None:
+        sync.finish()

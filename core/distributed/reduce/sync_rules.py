@@ -1,0 +1,266 @@
+"""GradSync: runs the sync rules that are left once a bucket is whole over its data group.
+
+Within a stage all members of a rule's group have the same layout, so a rule's part of a bucket is packed into a few
+collectives as soon as that bucket is whole. Across stages only the order of the served parameters is shared, so there
+each parameter travels alone. Where gradients are sharded, only the slice that this rank owns travels.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.buffer.bucket import Bucket, SyncError
+from core.distributed.contract.gradient_contract import STAGE_CROSSING, GradSyncRule
+from core.distributed.guard.agreement import Member, share_used, unequal_copies
+from core.distributed.guard.same_model import LayoutMismatch, check_same_tables
+from core.distributed.wire.collectives import Collectives, InFlight, agree_max, control_device, gather_objects
+from core.distributed.wire.waiting import waiting
+from core.process_groups import ProcessGroups
+
+IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
+PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements
+
+
+@dataclass(slots=True)
+class PendingSync:
+    """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
+
+    handle: InFlight
+    group: dist.ProcessGroup
+    parts: list[torch.Tensor]
+    flat: torch.Tensor | None
+
+    def wait(self) -> None:
+        """Complete the collective and put the result where the gradients lie."""
+        with waiting("a sync rule", self.group):
+            self.handle.wait()
+        if self.flat is not None:
+            for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
+                part.copy_(reduced)
+
+
+def pack(parts: Sequence[torch.Tensor], limit: int | None = None) -> list[list[torch.Tensor]]:
+    """Cut slices into the lists that travel together: a large one alone, small ones up to `limit` elements.
+
+    limit: PACK_NUMEL by default.
+    """
+    limit = PACK_NUMEL if limit is None else limit
+    packs: list[list[torch.Tensor]] = []
+    room = 0
+    for part in parts:
+        if part.numel() == 0:
+            continue
+        if part.numel() >= min(IN_PLACE_NUMEL, limit):
+            packs.append([part])
+            room = 0
+        elif part.numel() <= room:
+            packs[-1].append(part)
+            room -= part.numel()
+        else:
+            packs.append([part])
+            room = limit - part.numel()
+    return packs
+
+
+class GradSync:
+    """The rules of one wrapped model chunk, planned once."""
+
+    def __init__(
+        self,
+        order: Sequence[Bucket],
+        rules: Sequence[GradSyncRule],
+        groups: ProcessGroups,
+        collectives: Collectives,
+        registration: Sequence[str],
+    ) -> None:
+        self.registration = registration
+        self.order = list(order)
+        self.groups = groups
+        self.collectives = collectives
+        self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
+        self.pending: list[PendingSync] = []
+        # rule index -> [(bucket, index of the parameter)], and for rules within a stage the same by bucket.
+        self.served = [
+            [(bucket, i) for bucket in order for i, contract in enumerate(bucket.contracts) if rule.serves(contract)]
+            for rule in self.rules
+        ]
+        self.within: dict[int, list[tuple[GradSyncRule, list[int]]]] = {}
+        for rule, served in zip(self.rules, self.served, strict=True):
+            if rule.group in STAGE_CROSSING:
+                continue
+            by_bucket: dict[int, list[int]] = {}
+            for bucket, i in served:
+                by_bucket.setdefault(id(bucket), []).append(i)
+            for bucket_id, indices in by_bucket.items():
+                self.within.setdefault(bucket_id, []).append((rule, indices))
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """The place of each name in registration order."""
+        return {name: position for position, name in enumerate(self.registration)}
+
+    @functools.cached_property
+    def copies(self) -> dict[str, list[Member]]:
+        """For each group the parameters of which other ranks of it hold copies, in registration order."""
+        found: dict[str, list[Member]] = {}
+        for bucket in self.order:
+            for i, contract in enumerate(bucket.contracts):
+                served_over = (rule.group for rule in self.rules if rule.serves(contract))
+                for name in dict.fromkeys((*contract.replicated_over, *served_over)):
+                    found.setdefault(name, []).append((bucket, i))
+        for members in found.values():
+            members.sort(key=lambda member: self.position[member[0].contracts[member[1]].name])
+        return found
+
+    def summed(self, group: str) -> list[tuple[Bucket, set[int]]]:
+        """For each bucket the parameters that a rule reduces over this group."""
+        found: dict[int, tuple[Bucket, set[int]]] = {}
+        for rule, served in zip(self.rules, self.served, strict=True):
+            for bucket, i in served if rule.group == group else ():
+                found.setdefault(id(bucket), (bucket, set()))[1].add(i)
+        return list(found.values())
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
+        for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
+            if position > 0:
+                self.wait()  # two rules may serve one parameter: the second one needs the first one's result
+            group = self.groups.require(rule.group)
+            for parts in pack([bucket.valid_part(i) for i in indices]):
+                alone = len(parts) == 1
+                flat = parts[0] if alone else torch.cat(parts)
+                handle = self.collectives.all_reduce(flat, group, rule.op)
+                self.pending.append(PendingSync(handle, group, parts, None if alone else flat))
+
+    def wait(self) -> None:
+        """Complete what `launch` started."""
+        for sync in self.pending:
+            sync.wait()
+        self.pending.clear()
+
+    def crossing(self, rule: GradSyncRule) -> list[tuple[str, torch.Tensor]]:
+        """(name, valid slice) of every parameter that a stage-crossing rule serves here, in registration order."""
+        if rule not in self.rules:
+            return []
+        served = self.served[self.rules.index(rule)]
+        named = [(bucket.contracts[i].name, bucket.valid_part(i)) for bucket, i in served]
+        return sorted(named, key=lambda item: self.position[item[0]])
+
+
+def sync_across_stages(chunks: Sequence[GradSync]) -> None:
+    """Run the stage-crossing rules over all model chunks of this rank. Collective over each rule's group.
+
+    Copies of a parameter in several virtual pipeline chunks (equal names) are added first, and all get the result.
+    """
+    rules = list(dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group in STAGE_CROSSING))
+    for rule in rules:
+        copies: dict[str, list[torch.Tensor]] = {}
+        for chunk in chunks:
+            for name, part in chunk.crossing(rule):
+                copies.setdefault(name, []).append(part)
+        group = chunks[0].groups.require(rule.group)
+        handles = []
+        for first, *others in copies.values():
+            for other in others:
+                first.add_(other)
+            if rule.op == "mean" and others:
+                first.div_(1 + len(others))
+            handles.append(chunks[0].collectives.all_reduce(first, group, rule.op))
+        for handle, (first, *others) in zip(handles, copies.values(), strict=True):
+            with waiting("the sync rule", group, rule.name):
+                handle.wait()
+            for other in others:
+                other.copy_(first)
+
+
+def agree_on_copies(chunks: Sequence[GradSync]) -> None:
+    """Treat copies of a parameter alike: one that any rank has used counts as used on all.
+
+    Raises SyncError on every rank of the model if a copy is frozen on some ranks only, or if it was used on some only
+    and no rule adds the gradients. Collective, once a step, over
+    each group of copies; the tensor-parallel group and then that of all stages carry an error to the others.
+    """
+    groups = chunks[0].groups
+    of_rules = {rule.group for chunk in chunks for rule in chunk.rules} - {"tp", "pp"}
+    names = [*sorted(of_rules), "expt_tp", "tp", "pp"]
+    failure: SyncError | None = None
+    for name in dict.fromkeys(names):
+        if groups.size(name) == 1:
+            continue
+        group = groups.require(name)
+        alike = _copies_over(chunks, name)
+        for first, *others in alike:
+            first[0].used[first[1]] |= any(bucket.used[i] for bucket, i in others)
+        members = [first for first, *_ in alike]
+        summed = {id(bucket): indices for chunk in chunks for bucket, indices in chunk.summed(name)}
+        must = [i not in summed.get(id(bucket), ()) for bucket, i in members]  # used on all ranks, or on none
+        digest = zlib.crc32(
+            bytes(
+                2 * bucket.params[i].requires_grad + (bucket.used[i] and alone)
+                for (bucket, i), alone in zip(members, must, strict=True)
+            )
+        )
+        unused = any(not bucket.used[i] for bucket, i in members)
+        flags = torch.tensor([unused, failure is not None, digest, -digest], device=control_device(group))
+        with waiting("the agreement on copies over group", group, name):
+            agree_max(flags, group).wait()
+        any_unused, any_failure, highest, minus_lowest = flags.tolist()
+        if highest != -minus_lowest:
+            failure = unequal_copies(members, group, f"group {name!r}", must)
+        elif any_failure:
+            told = gather_objects(None if failure is None else str(failure), group)
+            failure = failure or SyncError(next(message for message in told if message is not None))
+        if any_unused:
+            share_used(members, group)
+        for first, *others in alike:
+            for bucket, i in others:
+                bucket.used[i] = first[0].used[first[1]]
+    if failure is not None:
+        raise failure
+
+
+def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
+    """The parameters with copies in an order that all ranks of the group share, each with its copies on this rank:
+    several where virtual pipeline chunks hold one parameter under one name.
+    """
+    alike: dict[tuple[int, str], list[Member]] = {}
+    for number, chunk in enumerate(chunks):
+        for bucket, i in chunk.copies.get(name, ()):
+            key = 0 if name in STAGE_CROSSING else number, bucket.contracts[i].name
+            alike.setdefault(key, []).append((bucket, i))
+    return list(alike.values())
+
+
+def check_stages(chunks: Sequence[GradSync]) -> None:
+    """Do all stages bring the same copies to each stage-crossing rule? Asked once, before the rules first run.
+
+    Raises LayoutMismatch on every stage, naming the first difference. Collective over every such group; the one of all
+    stages comes last and carries what an earlier one found to the stages between.
+    """
+    failure: Exception | None = None
+    for group_name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):
+        if chunks[0].groups.size(group_name) < 2:
+            continue
+        rules = [rule for chunk in chunks for rule in chunk.rules if rule.group == group_name]
+        table = [
+            f"copy {number} for {rule.name!r} of {numel} elements"
+            for rule in dict.fromkeys(rules)
+            for number, numel in enumerate(_copies(chunks, rule))
+        ]
+        try:
+            check_same_tables(table, chunks[0].groups.require(group_name), group_name, failure)
+        except LayoutMismatch as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _copies(chunks: Sequence[GradSync], rule: GradSyncRule) -> list[int]:
+    sizes = {name: part.numel() for chunk in chunks for name, part in chunk.crossing(rule)}
+    return list(sizes.values())

@@ -1,0 +1,97 @@
+"""What gradients look like on the wire where that is not what they look like in memory.
+
+A bucket is copied into the dtype that travels, reduced there, and copied back when its handle is waited for. Sums are
+made in the wire's dtype, by the backend (in fp32 with ordered collectives); 8-bit floats are added in fp32, in blocks
+of 256 with a scale each (core/fp8_communication.py says how far off they are).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from core import fp8_communication
+from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
+
+FP8 = torch.float8_e4m3fn
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
+
+
+def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:
+    """What buckets are reduced with: `plain`, or with its traffic counted together another format of theirs."""
+    if dtype is None:
+        return plain
+    if dtype is FP8:
+        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic)
+    return CastingCollectives(dtype, plain)
+
+
+class CastingCollectives(Collectives):
+    """Reductions of floating tensors in another dtype; gathers and broadcasts as they are."""
+
+    def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
+        super().__init__(ordered=plain.ordered, traffic=plain.traffic, exchanges=plain.exchanges)
+        self.dtype = dtype
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """Reduce a copy in the wire's dtype; the tensor changes when the handle is waited for."""
+        if tensor.dtype is self.dtype or dist.get_world_size(group) == 1:
+            return super().all_reduce(tensor, group, op, scale=scale)
+        scale_now(tensor, scale)
+        wire = tensor.to(self.dtype)
+        return _copied_back(super().all_reduce(wire, group, op), wire, tensor)
+
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if full.dtype is self.dtype or size == 1:
+            return super().reduce_scatter(full, group, op, scale=scale)
+        scale_now(full, scale)
+        wire = full.to(self.dtype)
+        part = slice(rank * (full.numel() // size), (rank + 1) * (full.numel() // size))
+        return _copied_back(super().reduce_scatter(wire, group, op), wire[part], full[part])
+
+
+class EightBitCollectives(Collectives):
+    """Reductions of floating tensors as 8-bit numbers with scales. They block: nothing overlaps them."""
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """Done when it returns."""
+        size = dist.get_world_size(group)
+        if op == "max" or size == 1 or tensor.numel() == 0:
+            return super().all_reduce(tensor, group, op, scale=scale)
+        scale_now(tensor, scale)
+        self.traffic.count(2 * (size - 1) / size * _packed_bytes(tensor))
+        fp8_communication.all_reduce(tensor, group, mean=op == "mean")
+        return Handle()
+
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """Done when it returns."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        scale_now(full, scale)
+        if size == 1 or full.numel() == 0:
+            return Handle()
+        self.traffic.count((size - 1) / size * _packed_bytes(full))
+        part = full.numel() // size
+        fp8_communication.reduce_scatter(full[rank * part : (rank + 1) * part], full, group, mean=op == "mean")
+        return Handle()
+
+
+def _copied_back(handle: InFlight, wire: torch.Tensor, home: torch.Tensor) -> InFlight:
+    return Handle(finish=lambda: _copy(wire, home), first=handle, keep=(wire, home))
+
+
+def _copy(wire: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(wire)
+
+
+def _packed_bytes(tensor: torch.Tensor) -> float:
+    return tensor.numel() * (1 + 4 / fp8_communication.BLOCK)

@@ -1,0 +1,131 @@
+"""A simulated wire: real collectives whose handles are done no earlier than a network of chosen speed would be.
+
+For measuring overlap on one machine, whose ranks have no network between them and no device that computes while the
+processor is free. Results are those of the real collectives. One wire a wrapped model: a transfer begins when it is
+launched and the one before it has ended, as on one NIC, and takes latency + bytes / bandwidth; the bytes are those that
+`Traffic` counts for the collective. A wait sleeps, so that the processor is free meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A network as two numbers: seconds that each collective takes whatever its size, and bytes a second of a rank."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"latency_s is {self.latency_s}; a wire's latency is finite and at least 0")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; a wire's bandwidth is above 0 (math.inf: no limit)")
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds that one collective occupies the wire, of which this rank sends `nbytes`."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+class WireQueue:
+    """The transfers of one wire, in launch order; each begins when the one before it has ended."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.wire = wire
+        self.clock = clock
+        self.sleep = sleep
+        self.free_s = -math.inf  # when the last transfer ends
+
+    def send(self, nbytes: float) -> Transfer:
+        """Queue a collective of which this rank sends `nbytes`, launched now."""
+        self.free_s = max(self.clock(), self.free_s) + self.wire.transfer_s(nbytes)
+        return Transfer(self, self.free_s)
+
+
+class Transfer(dist.Work):
+    """One collective on a simulated wire, as a backend's work: done when its time has come."""
+
+    def __init__(self, queue: WireQueue, done_s: float) -> None:
+        super().__init__()
+        self.queue = queue
+        self.done_s = done_s
+
+    def is_completed(self) -> bool:
+        """Has its time come?"""
+        return self.queue.clock() >= self.done_s
+
+    def wait(self, *_timeout: object) -> bool:
+        """Sleep until its time has come."""
+        while (left_s := self.done_s - self.queue.clock()) > 0:
+            self.queue.sleep(left_s)
+        return True
+
+
+class SimulatedCollectives(Collectives):
+    """`inner`, with each collective that sends something also on a simulated wire. Counts in `inner`'s traffic."""
+
+    def __init__(self, inner: Collectives, queue: WireQueue) -> None:
+        super().__init__(ordered=inner.ordered, traffic=inner.traffic)
+        self.inner = inner
+        self.queue = queue
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """As `inner`; done no earlier than on the wire."""
+        return self._on_wire(lambda: self.inner.all_reduce(tensor, group, op, scale=scale))
+
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
+    ) -> InFlight:
+        """As `inner`; done no earlier than on the wire."""
+        return self._on_wire(lambda: self.inner.reduce_scatter(full, group, op, scale=scale))
+
+    def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+        """As `inner`; done no earlier than on the wire."""
+        return self._on_wire(lambda: self.inner.all_gather(full, group))
+
+    def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+        """As `inner`; returns no earlier than on the wire."""
+
+        def send() -> Handle:
+            self.inner.broadcast(tensor, group, source)
+            return Handle()
+
+        self._on_wire(send).wait()
+
+    def _on_wire(self, launch: Callable[[], InFlight]) -> InFlight:
+        bytes_before, calls_before = self.traffic.bytes_sent, self.traffic.collectives
+        handle = launch()
+        if self.traffic.collectives == calls_before:  # a group of one rank, or an empty tensor: nothing travels
+            return handle
+        transfer = self.queue.send(self.traffic.bytes_sent - bytes_before)
+        return Handle((transfer,), first=handle)
+
+
+def over_wire(wire: Wire | None, device: torch.device) -> Callable[[Collectives], Collectives]:
+    """What puts the collectives of one model on one wire; what leaves them as they are where `wire` is None."""
+    if wire is None:
+        return lambda collectives: collectives
+    if device.type != "cpu":
+        raise ValueError(
+            f"simulated_wire makes the host sleep, which says nothing about a model on {device}: its streams go on. "
+            "Measure the real network there, and leave simulated_wire out"
+        )
+    queue = WireQueue(wire)
+    return lambda collectives: SimulatedCollectives(collectives, queue)

@@ -1,0 +1,315 @@
+"""GradAccumOptimizer: scales each loss once, and steps, clips and reduces once a cycle of microbatches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.distributed_data_parallel import DistributedDataParallel
+from core.distributed.finalize_model_grads import finalize_model_grads
+from core.distributed.wire.collectives import Collectives, control_device
+from core.gradient_accumulation.cycle import Accumulation, AccumulationError, StandIn, shared_state
+from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.optimizer_state import plain_numbers
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
+    """Scales each loss by 1 / `accumulate_size`; `step`, `zero_grad` and clipping do nothing until a step is due.
+
+    optim: a torch optimizer, one of `get_megatron_optimizer`, or one with ColossalAI's `backward` and
+    `clip_grad_by_norm`. model: its wrappers (torch's and core's DistributedDataParallel) are kept under no_sync,
+    forward included, for all microbatches but the last; core's is finalized at the boundary unless the loop has done
+    so. state: shared with the other wrappers. data_group: the ranks whose tokens are counted together; by default those
+    of torch's DistributedDataParallel, else this rank alone.
+    """
+
+    _inner = "optim"
+
+    def __init__(
+        self,
+        optim: Any,
+        accumulate_size: int,
+        model: nn.Module | None = None,
+        *,
+        state: Accumulation | None = None,
+        data_group: Callable[[], dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.accumulation = shared_state(state, accumulate_size)
+        self.optim = optim
+        self.model = model
+        modules = [] if model is None else list(model.modules())
+        self._ours = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._torchs = [module for module in modules if isinstance(module, TorchDDP)]
+        self._data_group = data_group
+        self._norm: Any = None
+        self._held = False
+        self._no_sync = ExitStack()
+        weakref.finalize(self, self._no_sync.close)  # a model that outlives us reduces again
+        self.accumulation.on_change = _weakly(self._follow)
+        self.accumulation.finalize = _weakly(self._finalize)
+        self._follow()
+
+    @property
+    def accumulate_size(self) -> int:
+        """Microbatches a step."""
+        return self.accumulation.size
+
+    @property
+    def accumulate_step(self) -> int:
+        """Microbatches accumulated in this cycle."""
+        return self.accumulation.count
+
+    @property
+    def is_due(self) -> bool:
+        """Will the next `step` update the parameters?"""
+        return self.accumulation.is_due
+
+    def backward(self, loss: torch.Tensor, num_tokens: float | torch.Tensor | None = None) -> None:
+        """Accumulate the gradient of loss / accumulate_size: the loss is a mean over its microbatch.
+
+        num_tokens: the loss is a sum over so many tokens instead. It is not scaled; at the boundary gradients are
+        divided by the tokens of the whole cycle and data group, so that microbatches may differ in size.
+        """
+        tokens = self._begin(num_tokens)
+        scaled = loss / self.accumulation.size if tokens is None else loss
+        if hasattr(self.optim, "backward"):
+            self.optim.backward(scaled)
+        elif hasattr(self.optim, "scale_loss"):
+            self.optim.scale_loss(scaled).backward()
+        else:
+            scaled.backward()
+        self.accumulation.backward_done(tokens)
+
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: float | torch.Tensor | None = None
+    ) -> None:
+        """Go on with a gradient from elsewhere (the next pipeline stage), whose loss has been scaled there already."""
+        tokens = self._begin(num_tokens)
+        if hasattr(self.optim, "backward_by_grad"):
+            self.optim.backward_by_grad(tensor, grad)
+        else:
+            torch.autograd.backward(tensor, grad)
+        self.accumulation.backward_done(tokens)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner optimizer's step when one is due, and its answer; None otherwise."""
+        if not self.accumulation.is_due:
+            self.accumulation.stepped()
+            return None
+        self._settle()
+        result = self.optim.step(*args, **kwargs)
+        refused = isinstance(result, tuple) and bool(result) and result[0] is False
+        skipped = refused or bool(getattr(self.optim, "step_was_skipped", False))
+        self._norm = None
+        self.accumulation.updated(made=not skipped)
+        return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zero gradients at the beginning of a cycle; do nothing in the middle of one."""
+        if self.accumulation.count == 0:
+            self.optim.zero_grad(*args, **kwargs)
+
+    def discard(self) -> None:
+        """Drop the gradients of this cycle and begin a new one. On all ranks alike."""
+        self._norm = None
+        self.accumulation.begin()
+        for wrapper in self._ours:
+            wrapper.zero_grad_buffer()  # which waits for what is on its way
+        self.optim.zero_grad()
+
+    def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip the whole gradient when a step is due, once; the norm before it, or None when none is due.
+
+        A `max_norm` of 0 or less clips nothing. Raises ValueError where the norm can only be known by the optimizer.
+        """
+        if not self.accumulation.is_due or max_norm <= 0:
+            return None
+        if self._norm is None:
+            self._check_clipping()
+            self._settle()
+            if hasattr(self.optim, "clip_grad_by_norm"):
+                self._norm = self.optim.clip_grad_by_norm(max_norm)
+            else:
+                params = self._params() if model is None else list(model.parameters())
+                self._norm = nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return self._norm
+
+    def clip_grad_by_norm(self, max_norm: float) -> Any:
+        """ColossalAI's other name for `clip_grad_norm`, with the same condition."""
+        return self.clip_grad_norm(self.model, max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, with this rank's place in the cycle and its partial gradients beside it."""
+        state = self.accumulation
+        if state.reduced or state.handled or (state.is_due and self._ours):
+            raise AccumulationError(
+                "a step is due and its gradients may be on their way to other ranks; save after optimizer.step(), or "
+                "before the last microbatch of a cycle"
+            )
+        gradients: dict[str, torch.Tensor] = {}
+        reduced: list[dict[str, torch.Tensor]] = [{} for _ in self._ours]
+        if state.count > 0:
+            reduced = [wrapper.reduced_so_far() for wrapper in self._ours]  # first: it may take gradients out of .grad
+            named = self._named_params()
+            gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
+        return {
+            **plain_numbers(self.optim.state_dict()),
+            "accumulation": {
+                "size": state.size,
+                "count": state.count,
+                "tokens": state.tokens,
+                "schedule_due": state.schedule_due,
+                "gradients": gradients,
+                "reduced": reduced,
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called, in the middle of a cycle too. Also takes the inner optimizer's alone.
+
+        Each rank loads its own. Raises ValueError, before anything is changed, when the size or the parameters differ.
+        """
+        inner = dict(state_dict)
+        saved = inner.pop("accumulation", None) or {"count": 0, "gradients": {}, "size": self.accumulation.size}
+        named = self._named_params()
+        if saved["count"] and saved["size"] != self.accumulation.size:
+            raise ValueError(
+                f"the saved state is {saved['count']} microbatches into a cycle of {saved['size']}, and "
+                f"accumulate_size is {self.accumulation.size}; save at the end of a cycle, or load with the same size"
+            )
+        unknown = [name for name in saved["gradients"] if name not in named]
+        if unknown:
+            raise ValueError(f"the saved partial gradients name {unknown[0]!r}, which this model does not have")
+        for wrapper, reduced in zip(self._ours, saved.get("reduced") or [{}] * len(self._ours), strict=True):
+            wrapper.zero_grad_buffer()
+            wrapper.restore_reduced(reduced)
+        self.optim.load_state_dict(inner)
+        for name, param in named.items():
+            _restore_gradient(param, saved["gradients"].get(name))
+        self._norm = None
+        self.accumulation.count = saved["count"]
+        self.accumulation.tokens = saved.get("tokens")
+        self.accumulation.schedule_due = bool(saved.get("schedule_due", False))
+        self.accumulation.reduced = False
+        self.accumulation.handled.clear()
+        self.accumulation.stepped()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a GradAccumOptimizer is not copied or pickled; save its state_dict()")
+
+    def _begin(self, num_tokens: float | torch.Tensor | None) -> float | None:
+        state = self.accumulation
+        state.expect_backward()
+        if state.count > 0 and (num_tokens is None) != (state.tokens is None):
+            raise AccumulationError(
+                "some microbatches of this cycle gave num_tokens and others did not; their gradients would be scaled "
+                "differently. Give it for all of them or for none"
+            )
+        return None if num_tokens is None else float(num_tokens)  # exact up to 2**53
+
+    # -- the boundary -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Reduce in the last microbatch only. torch's wrapper decides in forward, so this is set before it."""
+        if self.accumulation.is_last:
+            self._no_sync.close()
+            self._held = False
+        elif not self._held:
+            for wrapper in (*self._ours, *self._torchs):
+                self._no_sync.enter_context(wrapper.no_sync())
+            self._held = True
+
+    def _settle(self) -> None:
+        """Once a cycle, before clipping or the step: make the accumulated gradient whole and scaled."""
+        state = self.accumulation
+        if len(state.handled) < state.handlers:
+            raise AccumulationError(
+                f"{state.handlers - len(state.handled)} of {state.handlers} gradient handlers did not run before the "
+                "step that is due; call handle_gradient() of each after backward, before clipping and step()"
+            )
+        self._finalize()
+        if state.tokens is not None and not state.reduced:
+            self._divide_by_tokens(state.tokens)
+        state.reduced = True
+
+    def _finalize(self) -> None:
+        if any(wrapper.reducer.open for wrapper in self._ours):
+            tokens = self.accumulation.tokens
+            finalize_model_grads(self._ours, None if tokens is None else torch.tensor(tokens, dtype=torch.float64))
+
+    def _divide_by_tokens(self, tokens: float) -> None:
+        """Turn the mean over ranks of sums over tokens into the mean over all tokens of the data group."""
+        total, size = tokens, 1
+        group = self._token_group()
+        if group is not None and dist.get_world_size(group) > 1:
+            size = dist.get_world_size(group)
+            summed = torch.tensor(tokens, dtype=torch.float64, device=control_device(group))
+            Collectives().all_reduce(summed, group).wait()
+            total = float(summed)
+        finalized = {id(param) for wrapper in self._ours for param in wrapper.parameters()}
+        grads = [p.grad for p in self._params() if p.grad is not None and id(p) not in finalized]
+        if grads:
+            torch._foreach_mul_(grads, size / (total or 1.0))
+
+    def _token_group(self) -> dist.ProcessGroup | None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if self._data_group is not None:
+            return self._data_group()
+        return self._torchs[0].process_group if self._torchs else None
+
+    def _check_clipping(self) -> None:
+        if getattr(self.optim, "clips_whole_gradient", False):
+            return
+        if isinstance(self.optim, MegatronOptimizer):
+            raise ValueError(
+                "this optimizer clips inside step(), by a norm over all ranks; set OptimizerConfig(clip_grad=...) and "
+                "leave clip_grad_norm out"
+            )
+        for wrapper in self._ours:
+            split = any(wrapper.groups.size(name) > 1 for name in ("tp", "pp", "ep"))
+            if split or wrapper.ddp_config.sharded:
+                raise ValueError(
+                    "each rank holds a part of the gradient here, and a norm of parts clips wrongly; use "
+                    "get_megatron_optimizer with OptimizerConfig(clip_grad=...)"
+                )
+
+    def _params(self) -> list[nn.Parameter]:
+        return list(self._named_params().values())
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
+        if self.model is not None:
+            return dict(self.model.named_parameters())
+        params = (param for group in self.optim.param_groups for param in group["params"])
+        return {str(number): param for number, param in enumerate(params)}
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Call a bound method while its object lives."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = held()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _restore_gradient(param: nn.Parameter, saved: torch.Tensor | None) -> None:
+    if param.grad is not None and saved is not None:
+        param.grad.copy_(saved)  # it may be a view of a buffer
+    elif saved is not None:
+        if saved.dtype != param.dtype:
+            param.grad_dtype = saved.dtype
+        param.grad = saved.detach().clone().to(param.device)
+    elif getattr(param, "main_grad", None) is None:
+        param.grad = None

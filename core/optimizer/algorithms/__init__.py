@@ -1,0 +1,1 @@
+"""The algorithms by name, and whose kernels run them."""

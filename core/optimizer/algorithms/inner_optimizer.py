@@ -1,0 +1,116 @@
+"""The inner optimizer: the torch optimizer that does the arithmetic on master weights.
+
+It sees master weights as runs: long flat tensors, each a stretch of one or many parameters, for algorithms that work
+element by element; one whole parameter in its shape for those that do not (algorithms.py). Where groups have several
+algorithms, they are members of one CombinedOptimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from core.optimizer.algorithms.backends import make_with_backend
+from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
+from core.optimizer.algorithms.lion import Lion
+from core.optimizer.algorithms.muon import Muon, layouts_of
+from core.optimizer.algorithms.names import Algorithm, label, resolve
+from core.optimizer.cpu_offload import OffloadedOptimizer, check_offload, offloadable_runs
+from core.optimizer.groups.param_groups import BOOKKEEPING
+from core.optimizer.optimizer_config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from core.optimizer.masters.master_weights import Run
+    from core.process_groups import ProcessGroups
+
+
+def inner_optimizer(
+    config: OptimizerConfig,
+    torch_groups: list[dict[str, Any]],
+    *,
+    runs: Sequence[Run] = (),
+    groups: ProcessGroups | None = None,
+) -> torch.optim.Optimizer:
+    """The torch optimizer over these groups; every group's own lr, weight decay and algorithm are in it.
+
+    runs, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
+    Raises ValueError for an option that the algorithm of a group does not have.
+    """
+
+    def make(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return _combine(config, listed, runs, groups)
+
+    if not config.optimizer_cpu_offload:
+        return make(torch_groups)
+    may = offloadable_runs(runs, torch_groups)
+    check_offload(config, runs, may)
+    return OffloadedOptimizer(config, torch_groups, runs, may, make)
+
+
+def _combine(
+    config: OptimizerConfig, listed: list[dict[str, Any]], runs: Sequence[Run], groups: ProcessGroups | None
+) -> torch.optim.Optimizer:
+    """One optimizer for each algorithm of these groups."""
+    members: list[torch.optim.Optimizer] = []
+    for name in dict.fromkeys(group["optimizer"] for group in listed):
+        mine = [group for group in listed if group["optimizer"] == name]
+        member = _make(config, resolve(name), mine, runs, groups)
+        _check_options(name, member, mine)
+        members.append(member)
+    return members[0] if len(members) == 1 else CombinedOptimizer(listed, members)
+
+
+def _make(
+    config: OptimizerConfig,
+    algorithm: Algorithm,
+    mine: list[dict[str, Any]],
+    runs: Sequence[Run],
+    groups: ProcessGroups | None,
+) -> torch.optim.Optimizer:
+    lr = config.lr if config.lr is not None else 0.0
+    if algorithm == "sgd":
+        return make_with_backend(
+            "sgd", mine, wanted=config.optimizer_backend, lr=lr, decoupled=False, momentum=config.sgd_momentum
+        )
+    if algorithm == "adam":
+        betas = config.adam_beta1, config.adam_beta2
+        decoupled = config.decoupled_weight_decay
+        return make_with_backend(
+            "adam", mine, wanted=config.optimizer_backend, lr=lr, decoupled=decoupled, betas=betas, eps=config.adam_eps
+        )
+    if algorithm == "lion":
+        return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
+    if algorithm == "muon":
+        return Muon(
+            mine,
+            lr=lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            coefficient_type=config.muon_coefficient_type,
+            ns_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,
+            extra_scale_factor=config.muon_extra_scale_factor,
+            fp32_matmul_prec=config.muon_fp32_matmul_prec,
+            layout_of=layouts_of(runs, groups, split_qkv=config.muon_split_qkv, tp_mode=config.muon_tp_mode),
+        )
+    options = config.optimizer_kwargs if label(algorithm) == label(config.optimizer) else {}
+    make: Any = algorithm
+    return make(mine, lr=lr, **options)
+
+
+def _check_options(name: str, member: torch.optim.Optimizer, mine: list[dict[str, Any]]) -> None:
+    """Overrides that the algorithm never reads would be silently without effect."""
+    for group in mine:
+        unknown = sorted(set(group) - set(member.defaults) - BOOKKEEPING)
+        if unknown:
+            raise ValueError(
+                f"param group {group['name']!r}: {name} has no option {unknown[0]!r}; it has "
+                f"{', '.join(sorted(member.defaults))}"
+            )
+        if group["weight_decay"] and "weight_decay" not in member.defaults:
+            raise ValueError(
+                f"param group {group['name']!r}: {name} has no weight decay and weight_decay is "
+                f"{group['weight_decay']}; set OptimizerConfig(weight_decay=0)"
+            )

@@ -1,0 +1,242 @@
+"""Muon: momentum, orthogonalized matrix by matrix.
+
+A matrix whose parts lie on tensor-parallel ranks is gathered first ('duplicated': every rank then computes the whole
+and keeps its part), so that training does not depend on the layout. 'blockwise' orthogonalizes each part for itself:
+no communication, and another algorithm for every tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from core.distributed.wire.collectives import Collectives, Handle, InFlight
+from core.optimizer.algorithms.newton_schulz import (
+    Triple,
+    coefficients_of,
+    matmul_precision,
+    orthogonalize,
+    shape_factor,
+)
+
+if TYPE_CHECKING:
+    from core.optimizer.masters.master_weights import Run
+    from core.process_groups import ProcessGroups
+
+QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: rows of (queries, key, value) of one query group
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """How one parameter is part of a matrix.
+
+    group: the ranks that hold its other parts along `dim`, in `stride` sections each split for itself; None if whole.
+    length: of the whole `dim` without padding. qkv_rows: rows of queries, key and value of a group, where they are
+    orthogonalized apart.
+    """
+
+    group: dist.ProcessGroup | None = None
+    dim: int = 0
+    stride: int = 1
+    length: int | None = None
+    qkv_rows: tuple[int, int, int] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold parts."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+WHOLE = MatrixLayout()
+
+
+def layout_of(param: torch.Tensor, groups: ProcessGroups | None, *, split_qkv: bool, blockwise: bool) -> MatrixLayout:
+    """A parameter's layout, from the attributes that tensor-parallel layers set."""
+    qkv_rows = getattr(param, QKV_ROWS, None) if split_qkv else None
+    group = None
+    is_split = getattr(param, "tensor_model_parallel", False) and not blockwise
+    if is_split and groups is not None:
+        axis = "tp" if getattr(param, "allreduce", True) else "expt_tp"
+        group = getattr(groups, axis) if groups.size(axis) > 1 else None
+    if group is None:
+        return MatrixLayout(qkv_rows=qkv_rows)
+    return MatrixLayout(
+        group,
+        int(param.partition_dim),
+        getattr(param, "partition_stride", 1),
+        getattr(param, "partition_length", None),
+        qkv_rows,
+    )
+
+
+def layouts_of(runs: Sequence[Run], groups: ProcessGroups | None, *, split_qkv: bool, tp_mode: str) -> LayoutOf:
+    """The layouts of master weights by identity; a run whose master is made anew keeps its own."""
+    by_master = {
+        id(run.master): layout_of(run.slices[0].param, groups, split_qkv=split_qkv, blockwise=tp_mode == "blockwise")
+        for run in runs
+    }
+    return lambda master: by_master.get(id(master), WHOLE)
+
+
+LayoutOf = Callable[[torch.Tensor], MatrixLayout]
+
+
+class Muon(torch.optim.Optimizer):
+    """Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), with decoupled weight decay.
+
+        m = momentum * m + (1 - momentum) * g
+        u = m, or with nesterov: (1 - momentum) * g + momentum * m
+        p = p - lr * weight_decay * p - lr * extra_scale * shape_factor * orthogonalize(u)
+
+    params: matrices [rows, columns], or stacks of them [n, rows, columns], each orthogonalized for itself.
+    layout_of: how each is part of a larger matrix; by default all are whole. Collective over the groups named there:
+        their ranks hold the same matrices in the same order.
+    State: 'momentum_buffer', m in the parameter's dtype and shape. Before Newton-Schulz it is normalized, so that a
+    scale common to all gradients does not change an update.
+    """
+
+    needs_shapes = True
+    state_keys = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        coefficient_type: str = "quintic",
+        ns_steps: int = 5,
+        scale_mode: str = "spectral",
+        extra_scale_factor: float = 1.0,
+        fp32_matmul_prec: str = "medium",
+        layout_of: LayoutOf | None = None,
+    ) -> None:
+        coefficients_of(coefficient_type, ns_steps)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "coefficient_type": coefficient_type,
+            "ns_steps": ns_steps,
+            "scale_mode": scale_mode,
+            "extra_scale_factor": extra_scale_factor,
+        }
+        super().__init__(params, defaults)
+        self.fp32_matmul_prec = fp32_matmul_prec
+        self.layout_of: LayoutOf = layout_of or (lambda master: WHOLE)
+        self.collectives = Collectives()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() not in (2, 3):
+                    raise ValueError(
+                        f"Muon updates matrices, and stacks of them, and got a parameter of shape {list(param.shape)}; "
+                        "give it another optimizer: ParamKey(...): {'optimizer': 'adam'}"
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient. Collective over the groups of split matrices."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        with matmul_precision(self.fp32_matmul_prec):
+            pending = self._start(*work[0]) if work else None
+            for index, (param, group) in enumerate(work):
+                assert pending is not None, "started a round before"
+                current, pending = pending, self._start(*work[index + 1]) if index + 1 < len(work) else None
+                self._finish(param, group, current)
+        return loss
+
+    def _start(self, param: torch.Tensor, group: dict[str, Any]) -> Gathering:
+        """Take a gradient into the momentum, and start to gather what will be orthogonalized."""
+        state, momentum = self.state[param], group["momentum"]
+        assert param.grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        buffer = state["momentum_buffer"].lerp_(param.grad, 1 - momentum)
+        update = param.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        return Gathering(update, self.layout_of(param), self.collectives)
+
+    def _finish(self, param: torch.Tensor, group: dict[str, Any], gathering: Gathering) -> None:
+        layout, whole = gathering.layout, gathering.wait()
+        triples = coefficients_of(group["coefficient_type"], group["ns_steps"])
+        if layout.qkv_rows is None:
+            rows, columns = whole_shape(whole, layout)
+            update = orthogonalize(whole, triples) * shape_factor(group["scale_mode"], rows, columns)
+        else:
+            update = orthogonalize_qkv(whole, layout.qkv_rows, triples, group["scale_mode"])
+        if group["weight_decay"] != 0:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(part_of(update, layout), alpha=-group["lr"] * group["extra_scale_factor"])
+
+
+class Gathering:
+    """A whole matrix on its way from the ranks that hold its parts."""
+
+    def __init__(self, part: torch.Tensor, layout: MatrixLayout, collectives: Collectives) -> None:
+        self.layout = layout
+        self.part = part
+        self.handle: InFlight = Handle()
+        if layout.group is not None:
+            rank = dist.get_rank(layout.group)
+            self.parts = torch.empty((layout.ranks, *part.shape), dtype=part.dtype, device=part.device)
+            self.parts[rank].copy_(part)
+            self.handle = collectives.all_gather(self.parts.view(-1), layout.group)
+
+    def wait(self) -> torch.Tensor:
+        """The whole matrix; rows or columns in the order of the unsplit one."""
+        if self.layout.group is None:
+            return self.part
+        self.handle.wait()
+        return joined(self.parts, self.layout.dim, self.layout.stride)
+
+
+def joined(parts: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """[ranks, ...] -> the tensor of which every rank holds its part of each of `stride` sections of `dim`."""
+    ranks, shape = parts.shape[0], list(parts.shape[1:])
+    sections = parts.reshape(ranks, *shape[:dim], stride, shape[dim] // stride, *shape[dim + 1 :])
+    ordered = sections.movedim(0, dim + 1)
+    shape[dim] *= ranks
+    return ordered.reshape(shape)
+
+
+def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
+    """This rank's part of a whole tensor; the inverse of `joined`."""
+    if layout.group is None:
+        return whole
+    dim, stride, ranks, rank = layout.dim, layout.stride, layout.ranks, dist.get_rank(layout.group)
+    shape = list(whole.shape)
+    length = shape[dim] // (stride * ranks)
+    sections = whole.reshape(*shape[:dim], stride, ranks, length, *shape[dim + 1 :])
+    shape[dim] = stride * length
+    return sections.select(dim + 1, rank).reshape(shape)
+
+
+def whole_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
+    """(rows, columns) without padding, which has no gradient and no part in the update."""
+    shape = list(whole.shape)
+    if layout.length is not None:
+        shape[layout.dim] = layout.length
+    return shape[-2], shape[-1]
+
+
+def orthogonalize_qkv(
+    whole: torch.Tensor, qkv_rows: tuple[int, int, int], triples: tuple[Triple, ...], scale_mode: str
+) -> torch.Tensor:
+    """Orthogonalize queries, keys and values apart, in a weight of query groups of (queries, key, value) rows each."""
+    columns = whole.shape[-1]
+    grouped = whole.view(-1, sum(qkv_rows), columns)
+    updates = []
+    for rows in grouped.split(list(qkv_rows), dim=1):
+        matrix = rows.reshape(-1, columns)
+        update = orthogonalize(matrix, triples) * shape_factor(scale_mode, matrix.shape[0], columns)
+        updates.append(update.view(rows.shape))
+    return torch.cat(updates, dim=1).view(whole.shape)

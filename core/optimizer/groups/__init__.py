@@ -1,0 +1,1 @@
+"""Which hyperparameters each parameter gets."""

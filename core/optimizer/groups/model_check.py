@@ -1,0 +1,133 @@
+"""What a config says of the model, compared with the wrapped chunks; refused here before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.global_slices import namer
+from core.distributed.reduce.model_chunks import models_of
+from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
+from core.optimizer.masters.master_weights import LOW_PRECISION
+from core.optimizer.optimizer import ModelChunk
+from core.optimizer.optimizer_config import OptimizerConfig
+
+
+def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
+    """Raise ValueError where the model's strategy or dtypes are not those of the config. Returns: is it sharded?"""
+    models_of(model_chunks)  # raises where a model lacks a chunk
+    sharded = model_chunks[0].ddp_config.sharded
+    for index, chunk in enumerate(model_chunks):
+        if chunk.ddp_config.sharded != sharded:
+            raise ValueError(
+                f"use_distributed_optimizer is {sharded} for model chunk 0 and {not sharded} for chunk {index}; "
+                "wrap all chunks of a model with the same value"
+            )
+    if config.use_distributed_optimizer not in (None, sharded):
+        raise ValueError(
+            f"OptimizerConfig.use_distributed_optimizer is {config.use_distributed_optimizer}, and the model was "
+            f"wrapped with {sharded}; leave the option at None, or wrap the model with the same value"
+        )
+    if config.overlap_param_gather_with_optimizer_step and not sharded:
+        raise ValueError(
+            "overlap_param_gather_with_optimizer_step is True and the optimizer is not sharded, so it gathers nothing; "
+            "wrap the model with use_distributed_optimizer=True, or set the option to False"
+        )
+    if config.fp16 and config.loss_scale is None and any(c.ddp_config.check_for_nan_in_grad for c in model_chunks):
+        raise ValueError(
+            "a dynamic loss scale finds its size by overflowing, and check_for_nan_in_grad=True would raise each time; "
+            "wrap the model with record_nan_in_grad=True instead, which only notes where and when, or set loss_scale"
+        )
+    buckets = list(buckets_of(model_chunks))
+    _check_parameters(config, buckets)
+    _check_gradients(config, buckets)
+    return sharded
+
+
+def buckets_of(model_chunks: Sequence[ModelChunk]) -> Iterator[Bucket]:
+    """All buckets, dense ones before experts' in each chunk."""
+    for chunk in model_chunks:
+        for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
+            yield from buffer.buckets
+
+
+def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
+    dtypes = {bucket.params[0].dtype: bucket.contracts[0].name for bucket in buckets}
+    for flag, dtype, convert in (("bf16", torch.bfloat16, "model.bfloat16()"), ("fp16", torch.float16, "model.half()")):
+        if getattr(config, flag) and dtypes and dtype not in dtypes:
+            first, name = next(iter(dtypes.items()))
+            raise ValueError(
+                f"OptimizerConfig.{flag} is True and no parameter is in {flag} (the first, {name!r}, is {first}); "
+                f"convert the model with {convert} before wrapping it, or set {flag}=False"
+            )
+    if torch.float16 in dtypes and not config.fp16 and config.loss_scale is None:
+        raise ValueError(
+            f"parameter {dtypes[torch.float16]!r} is in fp16 and there is no loss scale, so small gradients would "
+            "become 0; set OptimizerConfig(fp16=True), or loss_scale=1.0 if that is meant"
+        )
+
+
+def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
+    """As in Megatron main_grads_dtype says what the buffers hold; there is no other copy that it could speak of."""
+    if not config.use_precision_aware_optimizer:
+        return
+    for bucket in buckets:
+        dtype = bucket.owned_grad.dtype
+        if bucket.params[0].dtype in LOW_PRECISION and dtype != config.main_grads_dtype:
+            raise ValueError(
+                f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
+                f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
+                f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
+            )
+
+
+def split_parameter(
+    model_chunks: Sequence[ModelChunk], needs_whole: Callable[[torch.nn.Parameter], str | None]
+) -> str | None:
+    """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
+
+    needs_whole: the algorithm of a parameter, in words, if it is such a one.
+    """
+    for chunk in model_chunks:
+        for bucket in buckets_of([chunk]):
+            for param, contract in zip(bucket.params, bucket.contracts, strict=True):
+                for axis in split_axes(param, contract):
+                    if (algorithm := needs_whole(param)) is not None:
+                        name = namer(chunk.module)(contract.name)
+                        return (
+                            f"parameter {name!r} is split over the {chunk.groups.size(axis)} ranks of "
+                            f"{axis!r}, and {algorithm} needs it whole: of slices it would make another update for "
+                            "each number of ranks. In get_megatron_optimizer give it another algorithm, "
+                            f"ParamKey(name={name!r}): {{'optimizer': 'adam'}}, or 'muon', this package's "
+                            "own, which puts split matrices together"
+                        )
+    return None
+
+
+def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[str]:
+    """The axes whose ranks hold slices of one parameter. Along 'ep' only a stack of experts is one, not an expert."""
+    stacked = getattr(param, "expert_dim", None) is not None
+    return [axis for axis in contract.sharded_over if axis in ("tp", "expt_tp") or (axis == "ep" and stacked)]
+
+
+def check_whole_params(groups: ParamGroups, model_chunks: Sequence[ModelChunk]) -> None:
+    """Raise ValueError, on all ranks alike, where an algorithm needs whole parameters and shards may cut them."""
+    level, name = groups.whole
+    for chunk in model_chunks:
+        ranks = max(chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp"))
+        if level == CUT_OK or not chunk.ddp_config.sharded or ranks == 1:
+            continue
+        if level == EMBEDDINGS:
+            raise ValueError(
+                f"parameter {name!r} is an embedding or output layer, which shards cut, and its algorithm needs it "
+                "whole; give it another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
+            )
+        wanted: bool | str = True if level == MATRICES else "all"
+        if chunk.ddp_config.whole_param_shards not in (wanted, "all"):
+            raise ValueError(
+                f"parameter {name!r} is updated by an algorithm that needs it whole, and shards may cut it; wrap the "
+                f"model with DistributedDataParallelConfig(whole_param_shards={wanted!r})"
+            )

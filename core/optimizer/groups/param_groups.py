@@ -1,0 +1,317 @@
+"""Which hyperparameters each parameter gets: from names, parameters and overrides to one list of groups on all ranks.
+
+A group is what parameters have in common: their overrides, the algorithm, and whether they are experts. A pipeline
+stage sees its own parameters only, so the ranks put their lists together: everywhere the same groups in the same order,
+empty where a stage has none of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.wire.collectives import gather_objects
+from core.optimizer.algorithms.names import Algorithm, algorithm_needs_shapes, label
+from core.optimizer.groups.param_key import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    decays_by_default,
+    is_embedding_or_output,
+)
+from core.optimizer.optimizer_config import OptimizerConfig
+
+Condition = Callable[[str, nn.Parameter], bool]
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+
+# What algorithms ask of shards: nothing, whole matrices, all of them whole, or what shards always cut.
+CUT_OK, MATRICES, VECTORS, EMBEDDINGS = range(4)
+
+LEARNING_RATES = ("max_lr", "min_lr")
+# What a group holds for the scheduler, for checkpoints and for people; the rest are options of its algorithm.
+BOOKKEEPING = frozenset(
+    (*LEARNING_RATES, "lr_mult", "wd_mult", "start_wd", "end_wd", "params", "lr", "weight_decay")
+    + ("is_expert_parallel", "is_decoupled_lr", "default_config", "optimizer", "name")
+)
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """What holds unless other overrides are given: no decay of biases and vectors; embedding and output layer learn
+    with `decoupled_lr` where it is set. Add your own to it: `{**get_standard_config_overrides(config), key: {...}}`.
+    """
+    overrides: dict[ParamKey, ParamGroupOverride] = {
+        ParamKey(with_name_predicate=_no_decay(config)): ParamGroupOverride(wd_mult=0.0)
+    }
+    overrides.update(_decoupled_overrides(config))
+    return overrides
+
+
+def _no_decay(config: OptimizerConfig) -> ParamWithNamePredicate:
+    if not config.apply_wd_to_qk_layernorm:
+        return ParamWithNamePredicate("bias or one-dimensional", lambda param, name: not decays_by_default(name, param))
+
+    def but_qk_norms(param: nn.Parameter, name: str) -> bool:
+        return not decays_by_default(name, param) and not {"q_layernorm", "k_layernorm"} & set(name.split("."))
+
+    return ParamWithNamePredicate("bias or one-dimensional, q and k norms excepted", but_qk_norms)
+
+
+def _decoupled_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    if config.decoupled_lr is None:
+        return {}
+    decoupled = ParamGroupOverride(max_lr=config.decoupled_lr)
+    if config.decoupled_min_lr is not None:
+        decoupled["min_lr"] = config.decoupled_min_lr
+    return {ParamKey(attr="is_embedding_or_output_parameter"): decoupled}
+
+
+def overrides_of_conditions(
+    config: OptimizerConfig,
+    no_weight_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> dict[ParamKey, ParamGroupOverride]:
+    """The standard overrides, with Megatron's older conditions over (name, parameter) in place of the decay rule."""
+    if no_weight_decay_cond is None:
+        overrides = get_standard_config_overrides(config)
+    else:
+        condition = no_weight_decay_cond
+        no_decay = ParamWithNamePredicate("no_weight_decay_cond", lambda param, name: condition(name, param))
+        overrides = {ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0}, **_decoupled_overrides(config)}
+    if scale_lr_cond is not None:
+        scaled = scale_lr_cond
+        predicate = ParamWithNamePredicate("scale_lr_cond", lambda param, name: scaled(name, param))
+        overrides[ParamKey(with_name_predicate=predicate)] = ParamGroupOverride(lr_mult=lr_mult)
+    return overrides
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Parameters with equal keys are updated with the same numbers. Sent between ranks."""
+
+    algorithm: str
+    overrides: tuple[tuple[str, Any], ...] = ()
+    is_decoupled_lr: bool = False
+    is_expert_parallel: bool = False
+
+    @property
+    def name(self) -> str:
+        """The group in words, without numbers of learning rates, so that a run with others finds it again."""
+        parts = [self.algorithm, *(key if key in LEARNING_RATES else f"{key}={value}" for key, value in self.overrides)]
+        parts += ["decoupled"] * self.is_decoupled_lr + ["expert"] * self.is_expert_parallel
+        return " ".join(parts)
+
+
+class ParamGroups:
+    """The groups of a model, and the group of every parameter of this rank.
+
+    params: (name in the whole model, parameter, is it an expert's), of all chunks, sharded or not.
+    overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; where two
+        of them contradict each other, `agree` says so.
+    frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
+    repeated_name: in words a name that two pipeline stages have for different parameters, if there is one; then a key
+        that goes by numbers in names would match other layers than in the whole model, and is refused.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        params: Iterable[tuple[str, nn.Parameter, bool]],
+        overrides: Overrides | None = None,
+        *,
+        frozen: Iterable[tuple[str, nn.Parameter]] = (),
+        repeated_name: str | None = None,
+    ) -> None:
+        if overrides is None:
+            overrides = get_standard_config_overrides(config)
+        self.config = config
+        self.overrides = dict(overrides)
+        self.matched: set[int] = set()  # which of the overrides have been used
+        self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
+        self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
+        self._numbers: dict[GroupKey, int] = {}  # this rank's keys, numbered as they came
+        self._group_of: dict[int, int] = {}  # id of a parameter -> the number of its key
+        self._place(params)
+        self._order(list(self._numbers))
+        tests = [key.test() for key in self.overrides]
+        for name, param in frozen:
+            self.matched.update(index for index, test in enumerate(tests) if test(param, name))
+        counting = [key for key in self.overrides if key.counts and key not in get_standard_config_overrides(config)]
+        if repeated_name is not None and counting:
+            self.problem = (
+                f"{counting[0]} may match other layers than in the whole model: {repeated_name}. Say what the parts of "
+                "a stage are called in the whole model, module.global_names = {'layers.0': 'layers.12'}; or use a rule "
+                "that looks at the parameter alone, ParamKey(predicate=...) or ParamKey(attr=...)"
+            )
+
+    def _place(self, params: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+        """Find the key of every parameter. Parameters of which the same is true have one, which is made once."""
+        tests = [(index, key.test()) for index, key in enumerate(self.overrides)]
+        muon = self.config.optimizer == "muon"
+        # What is true of a parameter -> the number of its key and whether its algorithm asks for its shape; None where
+        # overrides contradict each other.
+        known: dict[tuple[Any, ...], tuple[int, bool] | None] = {}
+        for name, param, is_expert in params:
+            try:
+                matching = tuple([index for index, test in tests if test(param, name)])
+                tagged = bool(getattr(param, "is_embedding_or_output_parameter", False))
+                about = matching, tagged, is_expert, muon and is_muon_matrix(name, param)
+                if about not in known:
+                    self.matched.update(matching)
+                    known[about] = None
+                    key = self._key_of(name, param, matching, tagged, is_expert)
+                    number = self._numbers.setdefault(key, len(self._numbers))
+                    known[about] = number, algorithm_needs_shapes(key.algorithm)
+            except ValueError as error:
+                self.problem = self.problem or str(error)
+                continue
+            found = known[about]
+            if found is not None:
+                self._group_of[id(param)] = found[0]
+                if found[1]:
+                    self.whole = max(self.whole, (what_must_be_whole(param), name))
+
+    def _key_of(
+        self, name: str, param: nn.Parameter, matching: Sequence[int], tagged: bool, is_expert: bool
+    ) -> GroupKey:
+        """The key of a parameter that these overrides match."""
+        combined: dict[str, Any] = {}
+        source: dict[str, ParamKey] = {}
+        overrides = list(self.overrides.items())
+        for key, override in (overrides[index] for index in matching):
+            for field, value in override.items():
+                if field in combined and combined[field] != value:
+                    raise ValueError(
+                        f"parameter {name!r}: {source[field]} sets {field}={combined[field]} and {key} sets "
+                        f"{field}={value}; make one of the two keys narrower"
+                    )
+                combined[field] = value
+                source[field] = key
+        algorithm = label(combined.pop("optimizer", None) or algorithm_of(self.config, name, param))
+        decoupled = tagged and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
+        return GroupKey(algorithm, tuple(sorted(combined.items())), decoupled, is_expert)
+
+    def _order(self, keys: list[GroupKey]) -> None:
+        self.keys = keys
+        self._index = [keys.index(key) for key in self._numbers]
+
+    def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Put the lists of all ranks together. Collective over `groups`, one after the other.
+
+        Raises ValueError on every rank when overrides contradict each other for a parameter of any rank, or when one of
+        them matches no parameter of any rank.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        everyone = {rank: (tuple(self.keys), tuple(sorted(self.matched)), self.whole, self.problem)}
+        for group in groups:
+            everyone = {r: found for part in gather_objects(everyone, group) for r, found in part.items()}
+        in_order = [everyone[rank] for rank in sorted(everyone)]
+        problems = [problem for *_, problem in in_order if problem is not None]
+        if problems:
+            raise ValueError(problems[0])
+        self._order(list(dict.fromkeys(key for keys, *_ in in_order for key in keys)))
+        self.matched = {index for _, matched, *_ in in_order for index in matched}
+        self.whole = max(whole for *_, whole, _ in in_order)
+        unused = [
+            key
+            for index, key in enumerate(self.overrides)
+            if index not in self.matched and key not in _may_match_nothing(self.config)
+        ]
+        if unused:
+            raise ValueError(
+                f"{unused[0]} in config_overrides matches no parameter of the model on any rank; compare it with the "
+                "names in named_parameters() of the whole model, which no pipeline cuts, or leave it out"
+            )
+
+    def of(self, param: nn.Parameter) -> int:
+        """The index of a parameter's group."""
+        return self._index[self._group_of[id(param)]]
+
+    def cannot_be_split(self, param: nn.Parameter) -> str | None:
+        """The algorithm of a parameter if it needs it whole on one rank. Our Muon puts split matrices together."""
+        algorithm = self.keys[self.of(param)].algorithm
+        return algorithm if algorithm != "muon" and algorithm_needs_shapes(algorithm) else None
+
+    def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
+        """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""
+        if config.lr is None:
+            raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
+        groups = [torch_group(config, key) for key in self.keys or [GroupKey(label(config.optimizer))]]
+        for index, group in enumerate(groups):  # keys that differ in a learning rate only have one name
+            alike = sum(other["name"] == group["name"] for other in groups[:index])
+            if alike:
+                group["name"] += f" #{alike + 1}"
+        return groups
+
+
+def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
+    """The torch param group of a key. `lr` is what the first step takes where no scheduler sets it.
+
+    max_lr and min_lr are the group's own or the configured ones, before `lr_mult`, as a scheduler reads them; a group
+    without min_lr follows the scheduler's.
+    """
+    numbers = dict(key.overrides)
+    max_lr = numbers.get("max_lr", config.lr)
+    lr_mult, wd_mult = numbers.get("lr_mult", 1.0), numbers.get("wd_mult", 1.0)
+    group = {
+        "params": [],
+        "lr": max_lr * lr_mult,
+        "max_lr": max_lr,
+        "weight_decay": numbers.get("start_wd", config.weight_decay) * wd_mult,
+        "wd_mult": wd_mult,
+        "lr_mult": lr_mult,
+        "is_expert_parallel": key.is_expert_parallel,
+        "is_decoupled_lr": key.is_decoupled_lr,
+        "default_config": not any(field in numbers for field in (*LEARNING_RATES, "lr_mult")),
+        "optimizer": key.algorithm,
+        "name": key.name,
+    }
+    if "min_lr" in numbers or config.min_lr is not None:
+        group["min_lr"] = numbers.get("min_lr", config.min_lr)
+    return group | {field: value for field, value in numbers.items() if field not in group}
+
+
+def what_must_be_whole(param: nn.Parameter) -> int:
+    """Of a parameter whose algorithm needs it whole: is it one that shards can leave whole, and with which option?"""
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return EMBEDDINGS
+    return MATRICES if param.dim() >= 2 else VECTORS
+
+
+def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
+    """The algorithm of a parameter: under Muon matrices and the rest have different ones."""
+    if config.optimizer != "muon" or is_muon_matrix(name, param):
+        return config.optimizer
+    return config.muon_scalar_optimizer
+
+
+def is_muon_matrix(name: str, param: nn.Parameter) -> bool:
+    """Is it a hidden layer's matrix, or a stack of them (experts')? No bias, norm, embedding or output layer is."""
+    return decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
+
+
+def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:
+    """Keys that are made here, for any model."""
+    conditions = {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda param, name: False))
+        for name in ("no_weight_decay_cond", "scale_lr_cond")
+    }
+    return {*get_standard_config_overrides(config), *conditions}
+
+
+__all__ = [
+    "Condition",
+    "GroupKey",
+    "Overrides",
+    "ParamGroupOverride",
+    "ParamGroups",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "get_standard_config_overrides",
+]

@@ -1,0 +1,62 @@
+"""The names that rules see: those of the whole model, in every stage of a pipeline, as in a checkpoint.
+
+A stage counts its own layers from 0. What they are called in the whole model its modules say (`global_names`, see
+core.distributed.global_slices); where they do not, two stages have one name for different parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from core.distributed.global_slices import namer
+from core.distributed.layout.model_walk import walk_model
+from core.distributed.reduce.model_chunks import models_of
+from core.distributed.wire.collectives import gather_objects
+from core.optimizer.groups.model_check import buckets_of
+from core.optimizer.optimizer import ModelChunk
+
+
+def trainable_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Parameter, bool]]:
+    """(name in the whole model, parameter, is it an expert's) of everything that this rank trains."""
+    return [
+        (global_name(contract.name), param, contract.is_expert)
+        for chunk in chunks
+        for global_name in [namer(chunk.module)]
+        for bucket in buckets_of([chunk])
+        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+    ]
+
+
+def frozen_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Parameter]]:
+    """(name in the whole model, parameter) of those that do not train."""
+    return [
+        (global_name(name), param)
+        for chunk in chunks
+        for global_name in [namer(chunk.module)]
+        for name, param in walk_model(chunk.module).named.items()
+        if not param.requires_grad
+    ]
+
+
+def repeated_name(chunks: Sequence[ModelChunk]) -> str | None:
+    """In words a name that two stages have for different parameters; None if there is none. Collective over 'pp'."""
+    groups = chunks[0].groups
+    if groups.size("pp") == 1:
+        return None
+    mine = {
+        id(param): (model, global_name(contract.name))
+        for model, chunk in zip(models_of(chunks), chunks, strict=True)
+        for global_name in [namer(chunk.module)]
+        for bucket in buckets_of([chunk])
+        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+        if not contract.crosses_stages  # a copy of one weight, such as a tied embedding
+    }
+    holder: dict[tuple[int, str], int] = {}
+    for rank, held in zip(groups.ranks("pp"), gather_objects(list(mine.values()), groups.require("pp")), strict=True):
+        for key in held:
+            if key in holder:
+                return f"{key[1]!r} is the name of two parameters, of pipeline stages on ranks {holder[key]} and {rank}"
+            holder[key] = rank
+    return None

@@ -1,0 +1,85 @@
+"""FlatParameters: the parameters of a replicated bucket in one tensor, laid out like its gradients.
+
+A sharded bucket has such a tensor since the model was wrapped. A replicated one gets it from the optimizer: thousands
+of small parameters are then stepped as one long one (2005 of 64 elements: torch's fused AdamW takes 22 ms over them
+and 0.13 ms over the flat tensor). It costs no memory, as what a parameter was in before is freed, and users notice
+nothing: a parameter stays the same object, with a view as its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from core import huge_pages
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.param_views import homes_of, move_to
+
+DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin
+
+
+class FlatParameters:
+    """One tensor, `data` [bucket.layout.numel], and the parameters that are views of it."""
+
+    def __init__(self, data: torch.Tensor, params: Sequence[nn.Parameter], homes: Sequence[torch.Tensor]) -> None:
+        self.data = data
+        self.params = list(params)
+        self.homes = list(homes)
+        self.addresses = [home.data_ptr() for home in homes]
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> FlatParameters | None:
+        """Move the parameters of a bucket into one tensor, or find them there. None where they have to stay apart."""
+        start = bucket.layout.start
+        offsets = [slot.start - start for slot in bucket.layout.slots]
+        data = _already_there(bucket, offsets)
+        if data is None:
+            if bucket.params_stay or not all(map(_can_move, bucket.params, offsets)):
+                return None
+            data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
+        homes = homes_of(data, bucket.layout.slots, start)
+        flat = cls(data, bucket.params, homes)
+        flat.take_back()
+        return flat
+
+    def take_back(self) -> None:
+        """Bring home parameters that somebody has given other memory since (`param.data = ...`), with its values."""
+        if list(map(torch.Tensor.data_ptr, self.params)) == self.addresses:  # each step: 0.1 ms for 2005 parameters
+            return
+        away = [i for i, param in enumerate(self.params) if param.data_ptr() != self.addresses[i]]
+        memory = self.data.untyped_storage().data_ptr()
+        for param in (self.params[i] for i in away):
+            if param.untyped_storage().data_ptr() == memory:  # of two that were exchanged one is written first
+                param.data = param.data.clone()
+        move_to([self.homes[i] for i in away], [self.params[i] for i in away])
+
+    def note_written(self) -> None:
+        """Tell autograd that the parameters have changed: a graph that was made before must not be used any more."""
+        increment_version(self.params)
+
+
+def _can_move(param: nn.Parameter, offset: int) -> bool:
+    """Not where memory belongs to somebody else as well, or where kernels would find the new place worse."""
+    storage = param.untyped_storage()
+    if storage.nbytes() != param.nbytes or not param.is_contiguous():
+        return False
+    if param.is_cpu:
+        return not storage.is_shared()
+    return offset * param.element_size() % DEVICE_ALIGNMENT == 0
+
+
+def _already_there(bucket: Bucket, offsets: Sequence[int]) -> torch.Tensor | None:
+    """The tensor that another optimizer over the same model has put these parameters into."""
+    first = bucket.params[0]
+    size = first.element_size()
+    begin = first.data_ptr() - offsets[0] * size
+    storage = first.untyped_storage()
+    if begin != storage.data_ptr() or storage.nbytes() != bucket.layout.numel * size:
+        return None
+    for param, offset in zip(bucket.params, offsets, strict=True):
+        if param.data_ptr() != begin + offset * size or not param.is_contiguous():
+            return None
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, (bucket.layout.numel,))

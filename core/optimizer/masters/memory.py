@@ -1,0 +1,113 @@
+"""Bytes that parameters, gradients and the optimizer's state take on a rank: a formula, for planning a run.
+
+    parameters      their dtype
+    gradients       the reduced dtype; under 'optim_grads' divided by the ranks of a shard group
+    masters         4, or what they are kept in; 0 where the parameter is the master; 2 for a remainder
+    moments         one number a moment in its dtype
+
+Where the optimizer is sharded, masters and moments are divided by the ranks of a shard group. Beside these a rank holds
+padding (below 1 percent of a model of normal size), scratch (`scratch_bytes`, the same for a model of any size) and,
+under 'optim_grads', two whole buckets of gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from core.optimizer.algorithms.names import label
+from core.optimizer.masters.master_weights import LOW_PRECISION
+from core.optimizer.masters.scratch import CPU_NUMEL, DEVICE_NUMEL, kept_dtype
+from core.optimizer.optimizer_config import OptimizerConfig
+
+MOMENTS: dict[str, tuple[str, ...]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),  # of matrices; the rest has those of muon_scalar_optimizer
+    "sgd": ("momentum_buffer",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerParameter:
+    """Bytes a rank holds, divided by the number of parameters of its model chunk."""
+
+    parameters: float
+    gradients: float
+    masters: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        """All four."""
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+def bytes_per_parameter(
+    config: OptimizerConfig,
+    *,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    strategy: str = "no_shard",
+    shard_ranks: int = 1,
+) -> BytesPerParameter:
+    """What the strategy and the dtypes cost. ValueError for an algorithm whose moments are not known here.
+
+    strategy: DistributedDataParallelConfig.data_parallel_sharding_strategy. shard_ranks: the ranks that share one copy
+    of the optimizer's state, data ranks / optimizer instances.
+
+        bytes_per_parameter(OptimizerConfig(bf16=True), param_dtype=torch.bfloat16, grad_dtype=torch.float32,
+                            strategy="optim", shard_ranks=8).total    # 2 + 4 + (4 + 8) / 8 = 7.5
+    """
+    shards = shard_ranks if strategy != "no_shard" else 1
+    grad_shards = shard_ranks if strategy == "optim_grads" else 1
+    moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in _moments(config)]
+    return BytesPerParameter(
+        parameters=param_dtype.itemsize,
+        gradients=grad_dtype.itemsize / grad_shards,
+        masters=_master_bytes(config, param_dtype) / shards,
+        moments=sum(dtype.itemsize for dtype in moments) / shards,
+    )
+
+
+def scratch_bytes(
+    config: OptimizerConfig, *, param_dtype: torch.dtype, grad_dtype: torch.dtype, on_cpu: bool = False
+) -> int:
+    """Bytes of the scratch memory, once the runs of the model fill it."""
+    dtype = _computed_in(param_dtype)
+    packed = sum(kept_dtype(key, config) is not None for key in _moments(config))
+    aware = config.use_precision_aware_optimizer and param_dtype in LOW_PRECISION
+    in_fp32 = not aware or (config.main_params_dtype == torch.float32 and not _has_remainders(config, param_dtype))
+    # Remainders are put to their parameters in the gradients' scratch, so it is there for gradients in fp32 too.
+    in_grad_scratch = grad_dtype != dtype or (aware and _has_remainders(config, param_dtype))
+    tensors = packed + in_grad_scratch + (not in_fp32)
+    return tensors * (CPU_NUMEL if on_cpu else DEVICE_NUMEL) * dtype.itemsize
+
+
+def _computed_in(param_dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(param_dtype, torch.float32)
+
+
+def _moments(config: OptimizerConfig) -> tuple[str, ...]:
+    name = label(config.optimizer)
+    if name not in MOMENTS:
+        raise ValueError(f"how many moments {name!r} keeps is not known here; known are {', '.join(MOMENTS)}")
+    if name == "sgd" and config.sgd_momentum == 0:
+        return ()
+    return MOMENTS[name]
+
+
+def _has_remainders(config: OptimizerConfig, param_dtype: torch.dtype) -> bool:
+    in_fp32 = config.use_precision_aware_optimizer and config.main_params_dtype == torch.float32
+    return in_fp32 and param_dtype == torch.bfloat16 and config.store_param_remainders
+
+
+def _master_bytes(config: OptimizerConfig, param_dtype: torch.dtype) -> int:
+    if param_dtype not in LOW_PRECISION:
+        return 0
+    if not config.use_precision_aware_optimizer:
+        return torch.float32.itemsize
+    if config.main_params_dtype == param_dtype:
+        return 0
+    return torch.int16.itemsize if _has_remainders(config, param_dtype) else config.main_params_dtype.itemsize

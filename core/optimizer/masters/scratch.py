@@ -1,0 +1,130 @@
+"""Scratch: full-precision memory through which runs are stepped whose masters, gradients or moments are kept otherwise.
+
+A wave of runs is unpacked, stepped by the same inner optimizer as everything else, and packed away again; so the memory
+is bounded, whatever the size of the model, and an algorithm knows nothing of how its numbers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from core.optimizer.masters.master_weights import BucketMasters, Run, is_per_element
+from core.optimizer.masters.stored_values import RemainderValues, stored
+from core.optimizer.optimizer_config import OptimizerConfig
+
+CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
+DEVICE_NUMEL = 2**24  # 64 MiB a tensor: long enough to hide the launch of a dozen kernels
+ALIGNMENT = 64  # elements, so that kernels see every run from a vector's first element on
+
+FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer"))
+SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq"))
+
+State = dict[Any, dict[str, Any]]
+
+
+def scratch_numel(device: torch.device) -> int:
+    """How long a run that goes through scratch may be."""
+    return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
+
+
+def kept_dtype(key: str, config: OptimizerConfig) -> torch.dtype | None:
+    """The dtype that an inner optimizer's state of this name is kept in; None for the one it is computed in."""
+    dtype = torch.float32
+    if key in FIRST_MOMENTS:
+        dtype = config.exp_avg_dtype
+    elif key in SECOND_MOMENTS:
+        dtype = config.exp_avg_sq_dtype
+    return None if dtype == torch.float32 else dtype
+
+
+class Scratch:
+    """The memory, shared by all waves of an optimizer: a tensor for each of master, gradient and packed moment."""
+
+    def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig) -> None:
+        self.config = config
+        self.extent = 0
+        self.memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        for bucket_masters in masters:
+            self._plan_waves(bucket_masters)
+        for bucket_masters in masters:
+            for run in bucket_masters.runs:
+                if run.in_scratch:
+                    self._bind(bucket_masters, run)
+
+    def _plan_waves(self, masters: BucketMasters) -> None:
+        """Fill wave after wave; a run that is longer than scratch (a whole matrix) has one of its own."""
+        limit = scratch_numel(masters.grad.device)
+        wave, at = 0, 0
+        for run in masters.runs:
+            if run.in_scratch:
+                if at and at + run.numel > limit:
+                    wave, at = wave + 1, 0
+                run.wave, run.at = wave, at
+                self.extent = max(self.extent, at + run.numel)
+                at = -(-(at + run.numel) // ALIGNMENT) * ALIGNMENT
+
+    def _bind(self, masters: BucketMasters, run: Run) -> None:
+        masters.place(run, lambda name: self._memory(name, masters.dtype, masters.grad.device))
+
+    def _memory(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if (name, dtype) not in self.memory:
+            self.memory[name, dtype] = torch.zeros(self.extent, dtype=dtype, device=device)
+        return self.memory[name, dtype]
+
+    def _spare(self, run: Run) -> torch.Tensor | None:
+        """Memory beside the master's for a home that puts two numbers together."""
+        if not isinstance(run.home, RemainderValues):
+            return None
+        memory = self._memory("grad", run.master.dtype, run.master.device)
+        return memory[run.at : run.at + run.numel]
+
+    @property
+    def gradients(self) -> torch.Tensor | None:
+        """Memory that nothing is in between two waves, in fp32; None where no gradient needs scratch."""
+        return self.memory.get(("grad", torch.float32))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all scratch memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())
+
+    # -- a wave -----------------------------------------------------------------------------------------------------
+
+    def unpack(self, wave: Sequence[Run], state: State) -> None:
+        """Bring gradients, masters and moments into scratch."""
+        for run in wave:
+            if run.home is not None:
+                run.home.read(run.master.data.view(-1), self._spare(run))  # the gradients' scratch: before they come
+            if run.grad.data_ptr() != run.reduced.data_ptr():
+                run.grad.view(-1).copy_(run.reduced)
+            for key, values in run.moments.items():
+                values.read(state[run.master][key].view(-1))
+        # Whatever lies in the padding must not reach the scale of an fp16 moment.
+        gaps = [(run, low, high) for run in wave for low, high in run.gaps]
+        if gaps:
+            torch._foreach_zero_([run.grad.view(-1)[low:high] for run, low, high in gaps])
+            torch._foreach_zero_([run.master.data.view(-1)[low:high] for run, low, high in gaps])
+
+    def pack(self, wave: Sequence[Run], state: State) -> None:
+        """Put masters and moments back to where they are kept; parameters follow their masters."""
+        for run in wave:
+            if run.home is not None:
+                run.home.write(run.master.data.view(-1))
+            held = state.get(run.master, {})
+            for key, value in held.items():
+                if key not in run.moments and is_per_element(key, value, run.master):
+                    held[key] = self.adopt(run, key, value)
+                if key in run.moments:
+                    run.moments[key].write(value.view(-1))
+
+    def adopt(self, run: Run, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Where the inner optimizer finds a moment from now on: in scratch, if it is to be kept in another dtype."""
+        dtype = kept_dtype(key, self.config)
+        if dtype is None:
+            return value
+        run.moments[key] = stored(run.numel, dtype, value.device, as_roots=key in SECOND_MOMENTS)
+        memory = self._memory(key, value.dtype, value.device)
+        return memory[run.at : run.at + run.numel].view(run.master.shape)

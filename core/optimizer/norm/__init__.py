@@ -1,0 +1,1 @@
+"""The norm of all gradients of the model, and clipping by it."""

@@ -1,0 +1,1 @@
+"""One step of the inner optimizer, and what ranks compare before it."""

@@ -1,0 +1,120 @@
+"""The pages on the Booster and its plugins run and do what they say, and so does the example."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_docs import ROOT, run_page
+
+EXAMPLE = ROOT / "examples" / "train_hf.py"
+SMALL = ["--steps", "6", "--batch-size", "2", "--length", "64", "--log-every", "100", "--lr", "0.01"]
+
+
+def page(name: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run_page(ROOT / "docs" / "source" / f"{name}.md", monkeypatch)
+
+
+def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+@ranks(2)
+def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> None:
+    names = page("booster")
+    reference = names["new_model"]()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for numbers in ([0], [1], [2], [10, 11, 12, 13]):
+        parts = [batch(number, r) for number in numbers for r in range(world)]
+        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
+        if len(numbers) == 1:
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+    assert float(names["grad_norm"]) == pytest.approx(float(norm), rel=1e-4) and norm > 1.0
+    start = dict(names["new_model"]().named_parameters())
+    for model in (names["model"], names["model_again"]):
+        ours = whole_weights(model)
+        for name, want in reference.named_parameters():
+            torch.testing.assert_close(ours[name], want, atol=1e-5, rtol=1e-5)
+            assert (want - start[name]).abs().max() > 3e-4
+    assert names["optimizer_again"].param_groups[0]["lr"] == 0.05
+    assert names["optimizer16"].scaler.value == 2.0**12 and not names["optimizer16"].found_inf
+    mine = names["new_model"]()
+    inputs, targets = (torch.cat(part) for part in zip(*[batch(0, r) for r in range(world)], strict=True))
+    nn.functional.mse_loss(mine(inputs), targets).backward()
+    for ours_, want in zip(names["my_model"].parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(ours_.grad, want.grad)
+
+
+@ranks(2)
+def test_the_page_for_those_who_come_from_colossalai_trains(rank: int, world: int) -> None:
+    names = page("coming_from_colossalai")
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    inputs = names["inputs"]
+    for step in range(4):
+        x = inputs[16 * step : 16 * (step + 1)]  # the ranks' samples alternate
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(x), x.sum(1, keepdim=True)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+    for ours, want in zip(names["model"].parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, want, atol=1e-5, rtol=1e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["booster_torch_ddp", "booster_torch_fsdp"])
+def test_the_pages_on_plugins_run(rank: int, world: int, name: str) -> None:
+    names = page(name)
+    torch.manual_seed(0)
+    fresh = nn.Linear(8, 4) if name == "booster_torch_ddp" else nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    for trained, start in zip(whole_weights(names["model"]).values(), fresh.parameters(), strict=True):
+        moved = (trained - start).abs().max()
+        assert 0.5e-2 < moved < 2e-2  # AdamW's first step is the learning rate
+
+
+def losses_of(example: Any, plugin: str, *more: str) -> list[float]:
+    return example.main(["--plugin", plugin, *SMALL, *more])
+
+
+@ranks(2, timeout_s=240)
+def test_the_example_gives_the_same_losses_with_each_plugin(rank: int, world: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    spec = importlib.util.spec_from_file_location("train_hf", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    save = ["--save", folder[0]]
+    plugins = ("torch_ddp", "torch_fsdp", "low_level_zero")
+    losses = {plugin: losses_of(example, plugin, "--precision", "fp32", *save) for plugin in plugins}
+    for plugin in plugins[1:]:
+        assert losses[plugin] == pytest.approx(losses["torch_ddp"], rel=1e-4)
+    assert losses["torch_ddp"][-1] < 0.9 * losses["torch_ddp"][0]
+    for plugin in plugins:  # each goes on from what the last has saved
+        resumed = losses_of(example, plugin, "--precision", "fp32", "--resume", folder[0])
+        assert resumed[0] < 0.8 * losses["torch_ddp"][0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero"])
+def test_the_command_of_the_example_runs(plugin: str) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    done = subprocess.run([*command, "--plugin", plugin, *SMALL], capture_output=True, text=True, timeout=170, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "step 5: loss" in done.stdout

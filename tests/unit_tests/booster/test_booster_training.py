@@ -1,0 +1,84 @@
+"""Five steps with each plugin equal one process on the same global batch."""
+
+import pytest
+import torch
+
+from core.booster import Booster
+from core.booster.mixed_precision import FP16TorchMixedPrecision
+from core.booster.plugin import DPPluginBase, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from tests.unit_tests.booster.booster_reference import (
+    BOUNDS,
+    MAX_NORM,
+    assert_same_training,
+    train,
+    trained_on_one_process,
+)
+from tests.unit_tests.ranks import ranks
+
+PLUGINS = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
+
+
+def new_plugin(name: str) -> DPPluginBase:
+    if name == "torch_fsdp":
+        return TorchFSDPPlugin(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or wants(module))
+    return PLUGINS[name]()
+
+
+def wants(module: object) -> bool:
+    return type(module).__name__ == "Linear"
+
+
+def check(rank: int, world: int, plugin: str, precision: str, accumulate: int, clip: bool) -> None:
+    # From 2**16 the first step would overflow and be skipped, as another test wants it.
+    chosen = FP16TorchMixedPrecision(init_scale=2.0**10) if precision == "fp16" else precision
+    booster = Booster(mixed_precision=chosen, plugin=new_plugin(plugin))
+    model, optimizer, norms = train(booster, rank, accumulate, clip)
+    reference, wanted = trained_on_one_process(world, accumulate, clip)
+    assert_same_training(model, reference, BOUNDS[precision])
+    if clip:
+        assert norms == pytest.approx(wanted, rel=10 * BOUNDS[precision])
+        assert min(wanted) > 1.1 * MAX_NORM, "clipping would change nothing"
+    if precision == "fp16":
+        assert not optimizer.found_inf and optimizer.scaler.value == 2.0**10
+
+
+@ranks(1, 3, nightly=(2,))
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_five_steps_equal_one_process(rank: int, world: int, plugin: str) -> None:
+    for precision, accumulate, clip in (("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, True), ("fp16", 1, True)):
+        check(rank, world, plugin, precision, accumulate, clip)
+
+
+@pytest.mark.nightly
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("clip", [False, True], ids=["whole", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_five_steps_equal_one_process_in_all_combinations(
+    rank: int, world: int, plugin: str, precision: str, accumulate: int, clip: bool
+) -> None:
+    check(rank, world, plugin, precision, accumulate, clip)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", [*PLUGINS, "low_level_zero"])
+def test_an_fp16_gradient_of_a_loss_that_was_not_scaled_is_refused_on_all_ranks(
+    rank: int, world: int, plugin: str
+) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(initial_scale=2.0**4))
+    if plugin != "low_level_zero":
+        booster = Booster(mixed_precision=FP16TorchMixedPrecision(init_scale=2.0**4), plugin=new_plugin(plugin))
+    net = torch.nn.Linear(3, 1)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for use in (optimizer.step, lambda: optimizer.clip_grad_by_norm(1.0)):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).float().mean().backward()
+        with pytest.raises(RuntimeError, match=r"booster\.backward\(loss, optimizer\) in place of loss\.backward"):
+            use()
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(torch.ones(2, 3)).float().mean()).backward()
+    optimizer.step()
+    assert not optimizer.found_inf
+    optimizer.zero_grad()
+    optimizer.step()  # without any gradient: nothing to refuse

@@ -1,0 +1,284 @@
+"""What was hidden and what exposed: intervals that one can check by hand, fake CUDA events, and real steps."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.measure.overlap_report import OverlapReport, covered, exposed_seconds, measure_overlap
+from core.distributed.measure.step_clock import BucketEvent, HostClock, StreamClock, resolve
+from core.distributed.wire.collectives import Handle
+from core.distributed.wire.simulated_wire import Wire, WireQueue
+from core.training.perfetto import trace_events, write_trace
+from core.training.plots import draw_bucket_timeline
+from core.training.step_trace import Span, StepTrace, trace_of
+from tests.unit_tests.ranks import ranks
+
+
+def event(number: int, launched: float, done: float, waited: tuple[float, float], **rest: float | bool) -> BucketEvent:
+    start, end = waited
+    return BucketEvent(
+        number, f"bucket {number}", 1024, None, launched, None, done, wait_start_s=start, wait_end_s=end, **rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [([], 0), ([(1, 3)], 2), ([(1, 3), (2, 5)], 4), ([(4, 5), (1, 2)], 2), ([(0, 9), (1, 2)], 9), ([(3, 1)], 0)],
+)
+def test_the_length_of_a_union(intervals: list[tuple[float, float]], length: float) -> None:
+    assert covered(intervals) == length
+
+
+def test_time_waited_is_counted_once_though_all_waits_begin_together() -> None:
+    # Backward ends at 10. Bucket 0 was done at 8, bucket 1 ends at 12, bucket 2 at 15; all are waited for from 10 on.
+    events = [event(0, 1, 8, (10, 10)), event(1, 5, 12, (10, 12)), event(2, 9, 15, (10, 15))]
+    assert exposed_seconds(events) == [0, 2, 3]
+    overlap = measure_overlap(events)
+    assert overlap.flight_ms == 14e3 and overlap.exposed_ms == 5e3  # from 1 to 15 something was in flight
+    assert overlap.hidden_share == pytest.approx(9 / 14)
+
+
+def test_all_exposed_is_a_share_of_nothing_hidden_and_nothing_in_flight_too() -> None:
+    assert measure_overlap([event(0, 10, 14, (10, 14))]).hidden_share == 0.0
+    assert measure_overlap([event(0, 10, 14, (20, 20))]).hidden_share == 1.0
+    assert measure_overlap([event(0, 10, 11, (10, 14))]).hidden_share == 0.0  # a wait that also copies, no less than 0
+    assert measure_overlap([]).hidden_share == 0.0
+    assert measure_overlap([BucketEvent(0, "never launched", 4)]).flight_ms == 0.0
+
+
+def test_how_late_an_end_was_seen_bounds_the_share_from_below() -> None:
+    # In flight from 0; seen on its way at 3, done at 8; then one of which the wait saw the end.
+    looked = event(0, 0, 8, (8, 8))
+    looked.in_flight_s = 3
+    waited = event(1, 8, 12, (10, 12), end_is_exact=True)
+    overlap = measure_overlap([looked, waited])
+    assert (overlap.flight_ms, overlap.exposed_ms, overlap.seen_late_ms) == (12e3, 2e3, 5e3)
+    assert overlap.hidden_share == pytest.approx(10 / 12)
+    assert overlap.hidden_share_at_least == pytest.approx(5 / 7)
+    looked.in_flight_s = None  # never looked at: it may have been done at once
+    assert measure_overlap([looked, waited]).seen_late_ms == 8e3
+
+
+def test_the_table_shows_totals_and_one_line_a_collective_in_milliseconds() -> None:
+    first = event(0, 0.001, 0.004, (0.003, 0.004))
+    first.ready_s = 0.0
+    text = OverlapReport((first,), (event(1, 0.5, 0.502, (0.502, 0.502)),)).table()
+    rows = [line.split() for line in text.splitlines() if line]
+    assert rows[1] == ["reductions", "3.00", "3.00", "1.00", "67%", "0%"]
+    assert rows[2] == ["gathers", "2.00", "2.00", "0.00", "100%", "0%"]
+    assert rows[4] == ["bucket", "0", "1.0", "0.00", "1.00", "4.00", "4.00", "1.00"]
+    assert rows[6] == ["bucket", "1", "1.0", "-", "0.00", "2.00", "2.00", "0.00"]
+
+
+def test_a_look_right_before_the_wait_makes_its_end_exact() -> None:
+    clock, flight = HostClock(), Handle(works=(_Work(),))
+    mark = BucketEvent(0, "bucket 0", 4)
+    clock.mark(mark, "launched_s")
+    assert not clock.look(mark, flight)
+    clock.end(mark)
+    assert mark.done_s == mark.wait_end_s and mark.end_is_exact
+    seen = BucketEvent(0, "bucket 0", 4)
+    clock.mark(seen, "launched_s")
+    assert clock.look(seen, Handle())
+    clock.end(seen)
+    assert seen.done_s < seen.wait_end_s and not seen.end_is_exact
+
+
+def test_a_simulated_wire_says_itself_when_a_collective_cannot_have_ended_yet() -> None:
+    clock, mark = HostClock(), BucketEvent(0, "bucket 0", 4)
+    now = [10.0]
+    transfer = WireQueue(Wire(0.0, 1.0), lambda: now[0]).send(5)
+    clock.follow(mark, Handle((transfer,), first=Handle()))
+    assert mark.in_flight_s == 15.0 and mark.done_s is None
+    now[0] = 20.0
+    assert clock.look(mark, Handle((transfer,))) and mark.in_flight_s == 15.0
+
+
+class _Work:
+    """A backend's work that is never done by itself."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class _FakeGpu:
+    """Two streams, each with a time of its own in ms; events record the time of the stream that is current."""
+
+    def __init__(self) -> None:
+        self.now = {"model": 1000.0, "side": 1000.0}
+        self.stream = "model"
+        self.synchronized = 0
+
+    @contextlib.contextmanager
+    def on_side(self):  # noqa: ANN202
+        self.stream = "side"
+        yield
+        self.stream = "model"
+
+    def new_event(self):  # noqa: ANN202
+        gpu = self
+
+        class Event:
+            def record(self) -> None:
+                self.ms = gpu.now[gpu.stream]
+
+            def elapsed_time(self, other: "Event") -> float:
+                return other.ms - self.ms
+
+            def synchronize(self) -> None:
+                gpu.synchronized += 1
+
+        return Event()
+
+
+def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _FakeGpu()
+    clock = StreamClock(gpu.new_event, gpu.on_side)
+    clock.begin_step()
+    mark, work, finished = BucketEvent(0, "bucket 0", 4), _Work(), []
+    flight = Handle(first=Handle((work,)), finish=lambda: finished.append(1))
+    monkeypatch.setattr(time, "perf_counter", lambda: 500.0)
+    clock.mark(mark, "ready_s")
+    monkeypatch.setattr(time, "perf_counter", lambda: 600.0)  # the host's time counts once a step
+    gpu.now["model"] = 1002.0
+    clock.mark(mark, "launched_s")
+    gpu.now["side"] = 1010.0  # when the side stream has waited for the collective
+    clock.follow(mark, flight)
+    assert work.waits == 1 and not finished  # the backend's part alone, on the side stream
+    assert clock.look(mark, flight) and mark.done_s is None  # nobody has to look
+    gpu.now["model"] = 1006.0
+    clock.mark(mark, "wait_start_s")
+    gpu.now["model"] = 1010.5
+    clock.end(mark)
+    assert mark.ready_s is None and mark.wait_end_s is None and gpu.synchronized == 0 and mark.has("wait_end_s")
+    resolve([mark])
+    times = [mark.ready_s, mark.launched_s, mark.done_s, mark.wait_start_s, mark.wait_end_s]
+    assert times == pytest.approx([500.0, 500.002, 500.010, 500.006, 500.0105], abs=1e-7)
+    assert gpu.synchronized == 5 and mark.end_is_exact
+    assert measure_overlap([mark]).exposed_ms == pytest.approx(4.5)
+    resolve([mark])
+    assert gpu.synchronized == 5
+    later = BucketEvent(1, "bucket 1", 4)
+    clock.begin_step()
+    clock.mark(later, "launched_s")  # a new step counts from its own first mark
+    gpu.now["model"] = 1011.5
+    clock.begin_step()
+    clock.mark(later, "wait_end_s")  # but an event keeps its scale
+    resolve([later])
+    assert (later.launched_s, later.wait_end_s) == (600.0, pytest.approx(600.001, abs=1e-7))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel()
+    wire = Wire(15e-3, 1e12)  # so long that a rank may lose its core for a while between two lines
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        overlap_param_gather=strategy != "no_shard",
+        bucket_size=1,
+        data_parallel_sharding_strategy=strategy,
+        simulated_wire=wire,
+    )
+    ddp = DistributedDataParallel(None, config, nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(2, 4)).sum().backward()
+        finalize_model_grads([ddp])
+        ddp.start_param_sync()
+    report = ddp.overlap_report()
+    assert [e.bucket for e in report.reductions] == [0, 1]
+    assert report.of_reductions.flight_ms >= 30.0 - 1e-3  # two latencies, one after the other
+    # Backward is over at once, so about all of it is exposed; the pool of optim_grads waits for some in backward.
+    assert report.of_reductions.exposed_ms > 2.0
+    assert report.of_reductions.exposed_ms <= report.of_reductions.flight_ms + 1.0
+    assert ddp.step_report().hidden_share == report.of_reductions.hidden_share
+    assert [e.bucket for e in report.gathers] == ([] if strategy == "no_shard" else [1, 0])  # the forward's order
+    if report.gathers:
+        assert report.of_gathers.flight_ms >= 30.0 - 1e-3 and report.of_gathers.exposed_ms > 4.0
+
+
+@ranks(4)
+def test_the_sum_across_optimizer_instances_is_an_event_of_its_own(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    for strategy in ("optim", "optim_grads"):
+        config = DistributedDataParallelConfig(
+            overlap_grad_reduce=True,
+            bucket_size=1,
+            data_parallel_sharding_strategy=strategy,
+            num_distributed_optimizer_instances=2,
+        )
+        ddp = DistributedDataParallel(None, config, nn.Linear(16, 16, bias=False))
+        ddp(torch.ones(2, 16)).sum().backward()
+        finalize_model_grads([ddp])
+        inside, across = ddp.overlap_report().reductions
+        assert (inside.nbytes, across.nbytes) == (1024, 512)
+        assert across.name == f"{inside.name} across instances"
+        assert inside.wait_end_s <= across.launched_s <= across.wait_end_s
+        assert ddp.describe().count("1024 bytes") >= 1
+
+
+@ranks(2)
+def test_where_every_microbatch_is_reduced_each_round_has_its_events(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    config = DistributedDataParallelConfig(
+        bucket_size=1,
+        overlap_grad_reduce=True,
+        data_parallel_sharding_strategy="optim_grads",
+        reduce_microbatches="every",
+    )
+    ddp = DistributedDataParallel(None, config, nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    for _ in range(3):
+        ddp(torch.ones(2, 4)).sum().backward()
+    finalize_model_grads([ddp])
+    events = ddp.overlap_report().reductions
+    assert [e.bucket for e in events] == [0, 0, 0, 1, 1, 1]
+    assert all(e.launched_s <= e.done_s <= e.wait_end_s for e in events)
+    assert events[0].wait_end_s <= events[1].launched_s
+    ddp.zero_grad_buffer()
+    ddp(torch.ones(2, 4)).sum().backward()
+    finalize_model_grads([ddp])
+    assert len(ddp.overlap_report().reductions) == 2
+
+
+def test_a_settled_trace_keeps_the_gathers_that_its_own_step_waited_for() -> None:
+    early, own = event(0, 0, 3, (2, 3)), event(1, 3, 6, (5, 6))  # launched before the step both, waited for in it one
+    trace = StepTrace(0, 2, spans=[Span("forward", 4.0, 9.0)], gathers=[early, own])
+    trace.settle()
+    assert trace.gathers == [own] and trace.start_s == 4.0
+    rows = [e["ts"] for e in trace_events([trace]) if e["ph"] == "X"]
+    assert min(rows) == 0.0, "a gather that was launched before the step is still within the picture"
+
+
+def test_a_report_becomes_a_trace_whose_waits_follow_one_another_and_a_picture(tmp_path: Path) -> None:
+    reductions = (event(0, 2, 8, (7, 8)), event(1, 5, 12, (7, 12)))
+    trace = trace_of(OverlapReport(reductions, (event(0, 1, 3, (2, 3)),)), rank=1, step=4)
+    assert (trace.start_s, trace.end_s) == (1, 12)
+    slices = [e for e in trace_events([trace]) if e["ph"] == "X"]
+    waits = {e["name"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["tid"] == 0}
+    assert waits == {
+        "wait for bucket 0": (6, 1),
+        "wait for bucket 1": (7, 4),
+        "wait for gather of bucket 0": (1, 1),
+    }
+    flights = sorted((e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["name"] == "in flight")
+    assert flights == [(0, 2), (1, 6), (4, 7)]
+    assert {e["pid"] for e in slices} == {1} and len({e["tid"] for e in slices}) == 4
+    write_trace(tmp_path / "trace.json", [trace])
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == len(slices) + 4
+    pytest.importorskip("matplotlib")
+    draw_bucket_timeline(tmp_path / "step.png", trace)
+    assert (tmp_path / "step.png").stat().st_size > 5000

@@ -1,0 +1,121 @@
+"""A run's directory: never another run's, never written by two at once, and the same again when a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro")
+
+from core import parallel_state
+from core.training.config_file import load_config
+from core.training.errors import ConfigError
+from core.training.job import train
+from core.training.main import main
+from core.training.plan import plan_job
+from core.training.run_directory import CONFIGURATION, RunDirectory
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.training.training_reference import CPU, TINY, text_flags_in
+
+
+def finish(run: RunDirectory) -> None:
+    with run:
+        (run.path / CONFIGURATION).write_text("{}")
+
+
+def test_each_run_of_a_name_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    for expected in ("a", "a-2", "a-3"):
+        run = RunDirectory.new(tmp_path, "a")
+        assert run.path == tmp_path / expected
+        finish(run)
+    with RunDirectory.new(tmp_path, "b") as first, RunDirectory.new(tmp_path, "b") as second:
+        assert (first.path.name, second.path.name) == ("b", "b-2"), "two at once, before either has written a file"
+    (tmp_path / "c" / "checkpoints").mkdir(parents=True)
+    with RunDirectory.new(tmp_path, "c") as run:
+        assert run.path.name == "c", "a directory without a run in it is taken"
+
+
+def test_a_run_that_goes_on_has_its_own_directory_again_unless_it_has_another_name(tmp_path: Path) -> None:
+    finish(RunDirectory.new(tmp_path, "a"))
+    finish(RunDirectory.new(tmp_path, "a"))
+    for name, saved, expected in (("a", "a-2", "a-2"), ("a", "a", "a"), ("b", "a", "b"), ("a", "ab", "a-3")):
+        with RunDirectory.again(tmp_path, name, saved) as run:
+            assert run.path.name == expected
+    with RunDirectory.again(tmp_path, "gone", "gone-4") as run:
+        assert run.path.name == "gone-4", "deleted in between: made anew"
+
+
+def test_a_directory_that_a_live_process_writes_to_is_refused_and_that_of_a_killed_one_is_not(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from core.training.run_directory import RunDirectory\n"
+        "run = RunDirectory.new(Path(sys.argv[1]), 'a'); (run.path / 'config.json').touch()\n"
+        "print(run.path.name, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "a\n"
+    with pytest.raises(ConfigError, match=rf"a is written to by another run .*process {process.pid} on "):
+        RunDirectory.again(tmp_path, "a", "a")
+    process.kill()
+    process.communicate(timeout=30)
+    with RunDirectory.again(tmp_path, "a", "a") as run:
+        assert run.path.name == "a"
+
+
+@ranks(2, timeout_s=120.0)
+def test_a_second_run_leaves_the_first_alone_and_each_goes_on_in_its_own_directory(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    flags = [*TINY, *text_flags_in(tmp_path / "tokens"), "--tp", "1", "--logging.no-plots", "--run.steps", "4"]
+    flags += ["--run.validation-windows", "4", "--optimizer.warmup-steps", "1", "--run.directory", str(tmp_path)]
+
+    def run(name: str, *more: str) -> None:
+        parallel_state.destroy_model_parallel()
+        config = load_config([*flags, "--checkpoint.dir", str(tmp_path / name), *more])
+        train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
+
+    def steps(name: str) -> list[int]:
+        return [json.loads(line)["step"] for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+
+    run("first")
+    before = (tmp_path / "tiny" / "steps.jsonl").read_bytes()
+    run("second", "--run.stop-after", "2")
+    with pytest.raises(ConfigError, match=r"second holds checkpoints of another run \(steps 2 to 2\), .*resume"):
+        run("second")
+    assert (steps("tiny"), steps("tiny-2")) == ([1, 2, 3, 4], [1, 2])
+    run("second", "--checkpoint.resume", "--run.stop-after", "3")
+    assert steps("tiny-2") == [1, 2, 3]
+    run("second", "--checkpoint.resume", "--run.name", "branch")
+    run("second", "--checkpoint.resume", "--run.name", "branch")  # nothing left to do
+    assert (steps("tiny-2"), steps("branch")) == ([1, 2, 3], [4])
+    assert (tmp_path / "tiny" / "steps.jsonl").read_bytes() == before
+    if rank == 0:
+        held = RunDirectory.again(tmp_path, "branch", "branch")
+    with pytest.raises(
+        ConfigError, match=f"branch is written to by another run .*process {'' if rank else os.getpid()}"
+    ):
+        run("second", "--checkpoint.resume", "--run.name", "branch")
+    if rank == 0:
+        os.close(held.lock or 0)
+
+
+def test_what_is_not_there_or_not_free_is_refused_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: pytest.fail("ranks were started"))
+    (tmp_path / "root" / "step_00000040.0001").mkdir(parents=True)
+    for flags, message in (
+        (["--checkpoint.dir", str(tmp_path / "root")], "holds checkpoints of another run (steps 40 to 40)"),
+        (["--data.text", str(tmp_path / "no.txt")], "no.txt is neither a file nor a directory"),
+        (["--data.tokenizer", str(tmp_path / "no.json")], "no.json': not 'bytes', not 'bpe', and no such file"),
+        (["--run.name", "../x"], "--run.name is '../x'; it names one directory"),
+    ):
+        assert main(flags) == 2
+        assert message in capsys.readouterr().err
