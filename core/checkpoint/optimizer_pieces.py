@@ -6,6 +6,7 @@ parameter, and so of the whole one; nothing of buckets, runs or shards is left i
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.checkpoint.boxes import cut_to_range, row_strides
+from core.checkpoint.global_slices import written_here
 from core.checkpoint.pieces import OPTIMIZER, LocalTensor, Piece, groups_of, module_of
-from core.distributed.boxes import cut_to_range, flat_index, row_strides
-from core.distributed.global_slices import written_here
 
 PLACE = ("offset", "numel")  # of an entry; everything else in it is state
 WEIGHTS = "master"
@@ -119,7 +120,7 @@ def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = N
             flat.as_strided(
                 box.size,
                 strides,
-                flat.storage_offset() + flat_index(piece.local_shape, box.local_offset) - entry.offset,
+                flat.storage_offset() + sum(map(operator.mul, box.local_offset, strides)) - entry.offset,
             ),
         )
         for box in cut_to_range(piece.boxes, piece.local_shape, entry.offset, entry.offset + entry.numel)

@@ -4,7 +4,7 @@
     optimizer.<state key>.<parameter>        'master', 'exp_avg', 'step', ...: the algorithm's own keys
     rng.<place>                              random streams of the rank at that place (bytes)
 
-Names, shapes and boxes are global (core/distributed/global_slices.py), so no layout is left in them.
+Names, shapes and boxes are global (core/checkpoint/global_slices.py), so no layout is left in them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.distributed.boxes import Box, Index
-from core.distributed.global_slices import GlobalSlice, buffer_slices, global_name, global_slices
+from core.checkpoint.boxes import Box, Index
+from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
+from core.global_names import global_name
 from core.process_groups import ProcessGroups
 
 MODEL = "model"

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.storage import StorageWriter
 import core
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.errors import CheckpointError, warn_caller
+from core.checkpoint.global_slices import written_here
 from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
 from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, module_of, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
-from core.distributed.global_slices import written_here
 from core.optimizer.optimizer_state import GROUP_IDENTITY, save_groups
 from core.process_groups import ProcessGroups
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from core.checkpoint.boxes import row_strides
+
 ALIGNMENT = 64  # bytes; every dtype may begin there, and a cache line does
 
 
@@ -41,7 +43,7 @@ class SnapshotMemory:
             size = tensor.numel() * tensor.element_size()
             if size:
                 copy = torch.empty(0, dtype=tensor.dtype)
-                copy.set_(storage[offset : offset + size], 0, tensor.shape, _row_major(tensor.shape))
+                copy.set_(storage[offset : offset + size], 0, tensor.shape, row_strides(tensor.shape))
             else:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype)
             copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
@@ -69,11 +71,3 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

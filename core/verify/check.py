@@ -58,7 +58,7 @@ def check_gradients(
     rank order, cut once more into `microbatches`. split_fn: a microbatch -> what this context-parallel rank holds of it
     (get_batch_on_this_cp_rank).
     reference_fn: builds the model without any splitting; `model_fn` where that does not split. It gets the layout's
-    weights; what it calls a stage's parameters, modules say (`global_names`, see core.distributed.global_slices).
+    weights; what it calls a stage's parameters, modules say (`global_names`, see core.global_names).
     config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
     and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
     compared after each of so many steps without an update. bound: on the relative error; 1e-10 in fp64, 1e-5 in fp32.

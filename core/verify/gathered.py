@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.checkpoint.boxes import Box, Index
+from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
 from core.distributed import DistributedDataParallel
-from core.distributed.boxes import Box, Index
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
-from core.distributed.global_slices import GlobalSlice, buffer_slices, global_slices
 
 BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
 
@@ -137,7 +137,7 @@ def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict
                 whole[there], known[there] = values, True
     for name, known in written.items():
         if not bool(known.all()):
-            raise ValueError(f"no rank holds some elements of parameter {name!r}: see core.distributed.global_slices")
+            raise ValueError(f"no rank holds some elements of parameter {name!r}: see core.checkpoint.global_slices")
     return weights
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.checkpoint.global_slices import global_slices
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.distributed.global_slices import global_slices
 from core.models import GPTModel
 from core.pipeline_parallel import (
     PipelineRunner,

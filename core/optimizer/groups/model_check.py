@@ -8,8 +8,8 @@ import torch
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
-from core.distributed.global_slices import namer
 from core.distributed.reduce.model_chunks import models_of
+from core.global_names import namer
 from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk

@@ -1,7 +1,7 @@
 """The names that rules see: those of the whole model, in every stage of a pipeline, as in a checkpoint.
 
 A stage counts its own layers from 0. What they are called in the whole model its modules say (`global_names`, see
-core.distributed.global_slices); where they do not, two stages have one name for different parameters.
+core.global_names); where they do not, two stages have one name for different parameters.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from core.distributed.global_slices import namer
 from core.distributed.layout.model_walk import walk_model
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.wire.collectives import gather_objects
+from core.global_names import namer
 from core.optimizer.groups.model_check import buckets_of
 from core.optimizer.optimizer import ModelChunk
 

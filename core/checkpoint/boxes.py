@@ -44,8 +44,24 @@ class Split:
     length: int | None = None
 
 
-def whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
-    """The shape of the tensor that all ranks hold together, without padding. ValueError where that cannot be."""
+def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[Index, tuple[Box, ...]]:
+    """(shape of the whole tensor, what a rank's tensor holds of it in local order), padding and empty boxes left out.
+
+    Raises ValueError where the splits contradict the shape.
+    """
+    shape = _whole_shape(local_shape, splits)
+    by_dim = {split.dim: split for split in splits}
+    intervals = [
+        _intervals(local, whole, by_dim.get(dim, Split(dim, 1, 0)))
+        for dim, (local, whole) in enumerate(zip(local_shape, shape, strict=True))
+    ]
+    return shape, tuple(
+        Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts), tuple(part[2] for part in parts))
+        for parts in itertools.product(*intervals)
+    )
+
+
+def _whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
     shape = list(local_shape)
     seen: set[int] = set()
     for split in splits:
@@ -68,22 +84,6 @@ def whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
             )
         shape[split.dim] = length
     return tuple(shape)
-
-
-def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
-    """What a rank's tensor holds of the whole one, in local order. Padding and empty boxes are left out."""
-    shape = whole_shape(local_shape, splits)
-    by_dim = {split.dim: split for split in splits}
-    intervals = [
-        _intervals(local, whole, by_dim.get(dim, Split(dim, 1, 0)))
-        for dim, (local, whole) in enumerate(zip(local_shape, shape, strict=True))
-    ]
-    boxes = []
-    for parts in itertools.product(*intervals):
-        boxes.append(
-            Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts), tuple(part[2] for part in parts))
-        )
-    return tuple(boxes)
 
 
 def _intervals(local: int, whole: int, split: Split) -> list[tuple[int, int, int]]:
@@ -142,14 +142,6 @@ def cut_to_range(boxes: Sequence[Box], local_shape: Sequence[int], start: int, e
     """Of what a local tensor holds, the part that lies in elements [start, end) of it flattened; padding left out."""
     found = (meet(box, offset, size) for offset, size in range_boxes(local_shape, start, end) for box in boxes)
     return [box for box in found if box is not None]
-
-
-def flat_index(shape: Sequence[int], offset: Sequence[int]) -> int:
-    """The place of an element in a flattened tensor."""
-    index = 0
-    for length, place in zip(shape, offset, strict=True):
-        index = index * length + place
-    return index
 
 
 def row_strides(shape: Sequence[int]) -> Index:

@@ -2,13 +2,15 @@
 
 import itertools
 import math
+import operator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from core.distributed.boxes import Box, Split, cut_to_range, flat_index, range_boxes, row_strides, split_boxes
-from core.distributed.global_slices import GlobalSlice, buffer_slices, global_name, global_slices, written_here
+from core.checkpoint.boxes import Box, Split, cut_to_range, range_boxes, row_strides, split_boxes
+from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices, written_here
+from core.global_names import global_name
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import tensor_parallel_slice
 from core.transformer import TransformerConfig
@@ -58,7 +60,7 @@ def test_boxes_say_what_a_slice_of_a_split_tensor_holds(ranks: int, stride: int,
     seen = torch.zeros_like(whole)
     for rank in range(ranks):
         local = tensor_parallel_slice(whole, dim, ranks, rank, stride)
-        boxes = split_boxes(tuple(local.shape), [Split(dim, ranks, rank, stride, shape[dim])])
+        _, boxes = split_boxes(tuple(local.shape), [Split(dim, ranks, rank, stride, shape[dim])])
         for box in boxes:
             assert torch.equal(part(local, box.local_offset, box.size), part(whole, box.global_offset, box.size))
             part(seen, box.global_offset, box.size).add_(1)
@@ -72,7 +74,7 @@ def test_experts_are_cut_over_ep_and_their_gate_and_value_over_expt_tp() -> None
     seen = torch.zeros_like(whole)
     for ep, etp in itertools.product(range(2), range(3)):
         local = tensor_parallel_slice(whole.chunk(2, 0)[ep], 1, 3, etp, 2)
-        boxes = split_boxes(tuple(local.shape), [Split(0, 2, ep), Split(1, 3, etp, 2)])
+        _, boxes = split_boxes(tuple(local.shape), [Split(0, 2, ep), Split(1, 3, etp, 2)])
         assert len(boxes) == 2
         for box in boxes:
             assert torch.equal(part(local, box.local_offset, box.size), part(whole, box.global_offset, box.size))
@@ -81,8 +83,8 @@ def test_experts_are_cut_over_ep_and_their_gate_and_value_over_expt_tp() -> None
 
 
 def test_a_rank_whose_rows_are_all_padding_has_no_box() -> None:
-    assert split_boxes((2, 5), [Split(0, 4, 3, length=5)]) == ()
-    assert split_boxes((2, 5), [Split(0, 4, 2, length=5)]) == (Box((4, 0), (0, 0), (1, 5)),)
+    assert split_boxes((2, 5), [Split(0, 4, 3, length=5)])[1] == ()
+    assert split_boxes((2, 5), [Split(0, 4, 2, length=5)])[1] == (Box((4, 0), (0, 0), (1, 5)),)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_shards_of_split_parameters_make_the_whole_one(length: int) -> None:
     for rank in range(3):
         local = tensor_parallel_slice(whole, 0, 3, rank, 2)
         flat = local.reshape(-1)
-        boxes = split_boxes(tuple(local.shape), [Split(0, 3, rank, 2, length)])
+        _, boxes = split_boxes(tuple(local.shape), [Split(0, 3, rank, 2, length)])
         edges = [0, 1, 2, 7, flat.numel()]
         for start, end in itertools.pairwise(edges):
             shard = flat[start:end]  # all that a data rank has
             for box in cut_to_range(boxes, local.shape, start, end):
-                place = flat_index(local.shape, box.local_offset) - start
+                place = sum(map(operator.mul, box.local_offset, row_strides(local.shape))) - start
                 held = shard.as_strided(box.size, row_strides(local.shape), shard.storage_offset() + place)
                 assert not bool(part(rebuilt, box.global_offset, box.size).any()), "held twice"
                 part(rebuilt, box.global_offset, box.size).copy_(held)

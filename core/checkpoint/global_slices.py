@@ -7,24 +7,22 @@ Three things that a tensor does not show are said by its layer:
 
     param.partition_length      the split dimension's length in the whole model, where padding makes ranks hold more
     param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' hold others
-    module.global_names         {"layers.0": "layers.12"}: what a child, or a parameter, is called in the whole model
+    module.global_names         what a child, or a parameter, is called in the whole model (core/global_names.py)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from core.distributed.boxes import Box, Index, Split, split_boxes, whole_shape
+from core.checkpoint.boxes import Box, Index, Split, split_boxes
 from core.distributed.contract.gradient_contract import data_group_of, shared_copies
-
-TRANSPARENT = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # modules torch puts around others: no names
+from core.global_names import global_name, without_transparent
 
 
 class Places(Protocol):
@@ -90,39 +88,6 @@ def buffer_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
     }
 
 
-def global_name(module: nn.Module, local_name: str) -> str:
-    """A parameter's or buffer's name in the whole model, from the `global_names` of the modules on its path."""
-    rest = local_name.split(".")
-    path: list[str] = []
-    current: object = module
-    while rest:
-        names = _names_said_by(current)
-        length = next((n for n in range(len(rest), 0, -1) if ".".join(rest[:n]) in names), 0)
-        taken = rest[: length or 1]
-        path.append(names[".".join(taken)] if length else taken[0])
-        rest = rest[len(taken) :]
-        for part in taken:
-            current = getattr(current, part, None)
-    return _without_transparent(path)
-
-
-def namer(module: nn.Module) -> Callable[[str], str]:
-    """`global_name` of one module for many names: quick where no module says anything."""
-    if any(map(_names_said_by, module.modules())):
-        return partial(global_name, module)
-    return lambda local_name: _without_transparent(local_name.split("."))
-
-
-def _names_said_by(part: Any) -> Mapping[str, str]:
-    """`part.global_names`, without the microseconds that a module takes to say that it has none."""
-    said = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
-    return part.global_names or {} if said else {}
-
-
-def _without_transparent(path: Iterable[str]) -> str:
-    return ".".join(part for part in path if part not in TRANSPARENT)
-
-
 def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
     """Global names of what this rank writes so that every box is written once; the work is spread over replicas.
 
@@ -152,7 +117,7 @@ def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> 
         expert_dim = getattr(param, "expert_dim", None)
         if expert_dim is not None:
             splits.append(Split(expert_dim, places.size("ep"), places.rank("ep")))
-        elif name == ".".join(part for part in local_name.split(".") if part not in TRANSPARENT):
+        elif name == without_transparent(local_name.split(".")):
             raise ValueError(
                 f"parameter {local_name!r} is an expert's (allreduce=False), the {places.size('ep')} ranks of 'ep' "
                 "hold different ones, and nothing says which. Set param.expert_dim to the dimension along which "
@@ -190,7 +155,7 @@ def _slice(
     is_copy: bool = False,
 ) -> GlobalSlice:
     try:
-        shape, boxes = whole_shape(local_shape, splits), split_boxes(local_shape, splits)
+        shape, boxes = split_boxes(local_shape, splits)
     except ValueError as error:
         raise ValueError(f"parameter {local_name!r}: {error}") from None
     replica, replicas = 0, 1
