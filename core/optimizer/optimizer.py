@@ -41,8 +41,7 @@ from core.optimizer.optimizer_state import (
     run_entries,
     save_groups,
 )
-from core.optimizer.step.fused_kernel import plain_fused_adam
-from core.optimizer.step.inner_step import step_kept_runs, step_runs
+from core.optimizer.step.inner_step import step_runs
 from core.optimizer.step.skip_log import SkipLog
 from core.optimizer.step.step_settings import Settings, settings_of
 from core.process_groups import ProcessGroups
@@ -233,20 +232,17 @@ class MegatronOptimizer:
         """Step the masters of some buckets, what is in full precision already in one call, and store them."""
         if isinstance(self.optimizer, OnePassAdam):
             buckets, factors = self.optimizer.step_buckets(buckets, factors, self.scratch)
-        direct = plain_fused_adam(self.optimizer)
         runs, of_runs = [], []
         for masters, factor in zip(buckets, factors, strict=True):
             here = [run for run in masters.runs if not run.in_scratch and run.live]
             runs += here
             of_runs += [factor[run.norm_group] for run in here]
-        step_runs(self.optimizer, runs, of_runs, direct=direct)
+        step_runs(self.optimizer, runs, of_runs)
         for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
                 wave = [run for run in wave if run.live]
-                if direct:
-                    wave = step_kept_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.unpack(wave, self.optimizer.state)
-                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave], direct=direct)
+                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.pack(wave, self.optimizer.state)
                 masters.store_runs(wave)
             masters.store_parameters()

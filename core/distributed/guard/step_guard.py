@@ -74,11 +74,6 @@ class StepGuard:
         return known
 
 
-def is_guard(hook: Any) -> bool:
-    """Is a hook that torch calls before a step one of ours? Our own optimizer looks at its gradients by itself."""
-    return getattr(hook, "__module__", None) == __name__
-
-
 def _reducer_of(param: torch.Tensor) -> GradReducer | None:
     """Of the wrapper that holds a parameter, if one does."""
     reference = getattr(param, "grad_reducer", None)

@@ -15,46 +15,27 @@ import torch
 
 from core.huge_pages import HugeZeros
 from core.optimizer.masters.master_weights import Run
-from core.optimizer.step.fused_kernel import step_by_kernel, step_where_kept
 
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
 
 
-def step_runs(
-    optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float], *, direct: bool = False
-) -> None:
+def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> None:
     """Step the masters of these runs, and no other's.
 
     factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
-    direct: is the optimizer a `plain_fused_adam`, whose kernel may be called without it?
     """
     if not runs:
         return
     common = _apply(runs, factors, by_kernel=takes_grad_scale(optimizer, runs))
-    grad_scale = grad_scale_of(common, runs[0].grad.device)
-    if direct and step_by_kernel(optimizer, runs, grad_scale):
-        return
     for run in runs:
         run.master.grad = run.grad
-    if grad_scale is not None:
-        optimizer.grad_scale = grad_scale
+    if common != 1.0:
+        optimizer.grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
     try:
         step_only(optimizer, runs)
     finally:
-        if grad_scale is not None:
+        if common != 1.0:
             optimizer.grad_scale = None
-
-
-def step_kept_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> list[Run]:
-    """Step those runs of 16-bit numbers that need no scratch, of a `plain_fused_adam`; returns the others."""
-    if not runs or len(set(factors)) > 1 or not SMALLEST < abs(factors[0]) < LARGEST:
-        return list(runs)
-    return step_where_kept(optimizer, runs, grad_scale_of(factors[0], runs[0].reduced.device))
-
-
-def grad_scale_of(factor: float, device: torch.device) -> torch.Tensor | None:
-    """What torch's fused kernels divide gradients by so that they are multiplied by `factor`; None for 1."""
-    return None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> bool:

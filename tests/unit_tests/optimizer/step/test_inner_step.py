@@ -1,0 +1,59 @@
+"""Runs are stepped by the torch optimizer's own `step()`, with its hooks, and by nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core import parallel_state
+from core.optimizer.masters.master_weights import Run
+from core.optimizer.step.inner_step import step_runs
+from tests.unit_tests.optimizer.test_optimizer_precision import BF16, aware, build, train
+from tests.unit_tests.ranks import ranks
+
+THROUGHOUT = aware(main_grads_dtype=BF16, main_params_dtype=BF16, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_some_runs_are_stepped_as_torch_steps_an_optimizer_that_holds_them_alone(fused: bool) -> None:
+    """Two groups with numbers of their own, step counts that differ, a factor that is exact in fp32."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(n, generator=generator) for n in (70, 33, 100)]
+    params, copies = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    special = {"lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.7)}
+    optimizer, reference = (
+        torch.optim.AdamW([{"params": ps[:2]}, {"params": ps[2:], **special}], lr=0.1, weight_decay=0.2, fused=fused)
+        for ps in (params, copies)
+    )
+    for count in range(4):
+        runs = []
+        reference.zero_grad()
+        for index in range(3 if count != 1 else 2):  # the last is a step behind
+            grad = torch.randn(len(values[index]), generator=generator)
+            copies[index].grad = grad * 0.25
+            piece = SimpleNamespace(param=params[index], group=int(index == 2))
+            runs.append(Run((piece,), grad, params[index], grad))  # type: ignore[arg-type]
+        step_runs(optimizer, runs, [0.25] * len(runs))
+        reference.step()
+    for param, copy, start in zip(params, copies, values, strict=True):
+        assert torch.equal(param, copy) and float((param.detach() - start).abs().min()) > 0.0
+
+
+@ranks(1)
+@pytest.mark.parametrize("kept", ["fp32 copies", "bf16 throughout"])
+def test_a_hook_on_the_inner_optimizer_sees_every_element_once_a_step(rank: int, world: int, kept: str) -> None:
+    parallel_state.initialize_model_parallel()
+    options: dict[str, Any] = {"lr": 0.05, "bf16": True, **({} if kept == "fp32 copies" else THROUGHOUT)}
+    ddp, optimizer = build("optim", options, grads_in_fp32=False)
+    seen: list[int] = []
+
+    def hook(inner: torch.optim.Optimizer, *unused: Any) -> None:
+        seen.append(sum(master.numel() for group in inner.param_groups for master in group["params"]))
+
+    optimizer.optimizer.register_step_pre_hook(hook)
+    train(ddp, optimizer, rank, range(2))
+    assert sum(seen) == 2 * sum(run.numel for masters in optimizer.masters for run in masters.runs)
