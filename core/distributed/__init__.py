@@ -1,12 +1,11 @@
 """The gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
 
-from core.distributed.buffer.bucket import SyncError
+from core.agree import LayoutMismatch, SyncError
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.guard.finite import NonFiniteGradientError, ReplicaDriftError
-from core.distributed.guard.same_model import LayoutMismatch
 
 __all__ = [
     "ContractError",

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.agree import SyncError, control_device
 from core.collector_pause import collector_paused
-from core.distributed.buffer.bucket import Bucket, BucketGroups, SyncError
+from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.buffer.streamed_bucket import StreamedBucket
 from core.distributed.contract.gradient_contract import GradientContract, divisor_of
@@ -43,7 +44,7 @@ from core.distributed.reduce.param_gatherer import ParamSync, finish_gathers
 from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.reduce.weak_link import WeakLink
-from core.distributed.wire.collectives import Collectives, control_device
+from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
 from core.distributed.wire.simulated_wire import over_wire
 from core.process_groups import ProcessGroups

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.bucket import BucketState, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import BucketState
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.shared_wire import link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
-from core.distributed.wire.waiting import waiting
 from core.process_groups import ProcessGroups
+from core.waiting import waiting
 
 
 def finalize_model_grads(

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed.buffer.bucket import Bucket, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, data_group_of
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.wire.collectives import Collectives

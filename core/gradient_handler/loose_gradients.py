@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.agree import control_device
 from core.distributed.guard.same_model import check_same_tables
 from core.distributed.reduce.sync_rules import PendingSync, pack
-from core.distributed.wire.collectives import Collectives, agree_max, control_device, gather_objects
+from core.distributed.wire.collectives import Collectives, agree_max, gather_objects
 
 IN_FLIGHT = 2  # collectives at a time, and so packed copies of gradients at a time
 GRAD_DTYPES = (

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket, BucketState, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.lost_ranks import naming_lost_ranks

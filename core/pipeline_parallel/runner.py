@@ -15,7 +15,6 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.distributed.guard.lost_ranks import naming_lost_ranks
-from core.distributed.wire.waiting import waiting
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -23,6 +22,7 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
 from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
 from core.process_groups import ProcessGroups
+from core.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core.distributed.wire.collectives import agree_max, control_device
+from core.agree import control_device
+from core.distributed.wire.collectives import agree_max
 
 
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.agree import SyncError
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.distributed.buffer.bucket import BucketState, SyncError
+from core.distributed.buffer.bucket import BucketState
 from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.agree import SyncError
 from core.distributed.buffer.grad_attribute import BucketState, GradAttribute, dense
-from core.distributed.buffer.grad_placeholder import SyncError
 from core.distributed.buffer.param_views import views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.measure.step_clock import BucketEvent, HostClock
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op
-from core.distributed.wire.waiting import waiting
+from core.waiting import waiting
 
-__all__ = ["Bucket", "BucketGroups", "BucketState", "SyncError"]
+__all__ = ["Bucket", "BucketGroups", "BucketState"]
 
 
 @dataclass(frozen=True, slots=True)

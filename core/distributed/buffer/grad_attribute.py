@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.grad_placeholder import GradPlaceholder, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.grad_placeholder import GradPlaceholder
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from core import huge_pages
-from core.distributed.buffer.bucket import Bucket, BucketGroups, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.param_views import homes_of, move_to
 from core.distributed.buffer.streamed_bucket import BucketPool, StreamedBucket, pool_numel
 from core.distributed.contract.gradient_contract import GradientContract

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-
-class SyncError(RuntimeError):
-    """A gradient or a call came at a moment at which it could only have been mixed up with another step's."""
+from core.agree import SyncError
 
 
 class GradPlaceholder(torch.Tensor):

@@ -17,7 +17,8 @@ from enum import Enum
 import torch
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket, BucketGroups, BucketState, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket, BucketGroups, BucketState
 from core.distributed.buffer.grad_attribute import dense
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout

@@ -18,9 +18,10 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket import Bucket, SyncError
-from core.distributed.wire.collectives import agree_max, control_device, gather_objects
-from core.distributed.wire.waiting import waiting
+from core.agree import SyncError, control_device
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.wire.collectives import agree_max, gather_objects
+from core.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
-from core.distributed.wire.collectives import agree_max, control_device, gather_objects
-from core.distributed.wire.waiting import waiting
+from core.distributed.wire.collectives import agree_max, gather_objects
 from core.process_groups import ProcessGroups
+from core.waiting import waiting
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1

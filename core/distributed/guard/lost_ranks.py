@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from core.distributed.buffer.bucket import SyncError
+from core.agree import SyncError
 from core.distributed.wire.host_channel import HostChannel, PeerLost
-from core.distributed.wire.waiting import wait_of, waiting
+from core.waiting import wait_of, waiting
 
 GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may begin to wait a little later
 BACKENDS_WORDS = re.compile("gloo|nccl|connection|timed out|timeout|broken pipe|did not come", re.IGNORECASE)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.agree import LayoutMismatch
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.contract.gradient_contract import STAGE_CROSSING
 from core.distributed.guard.finite import Finding, ReplicaDriftError, first_of_all
-from core.distributed.guard.same_model import LayoutMismatch, checksum, same_on_all
+from core.distributed.guard.same_model import checksum, same_on_all
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.collectives import Collectives, gather_objects
 from core.process_groups import ProcessGroups

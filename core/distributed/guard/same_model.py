@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from core.distributed.wire.collectives import agree_max, control_device, gather_objects
-from core.distributed.wire.waiting import waiting
-
-
-class LayoutMismatch(RuntimeError):
-    """The ranks of a data group do not hold the same model, or not the same weights."""
+from core.agree import LayoutMismatch, control_device
+from core.distributed.wire.collectives import agree_max, gather_objects
+from core.waiting import waiting
 
 
 def compare_tables(tables: Sequence[Sequence[str]], ranks: Sequence[int], group_name: str) -> str | None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from core.distributed.buffer.bucket import BucketState, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import BucketState
 from core.distributed.reduce.grad_reducer import GradReducer
 
 

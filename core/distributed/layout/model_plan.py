@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from core.agree import control_device
 from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     ContractError,
@@ -36,7 +37,6 @@ from core.distributed.layout.param_layout import (
     tuples_of,
 )
 from core.distributed.layout.wrap_checks import check_kinds, check_storage, shared_params
-from core.distributed.wire.collectives import control_device
 from core.process_groups import ProcessGroups
 
 ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket import Bucket, BucketState, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.buffer.streamed_bucket import StreamedBucket
 from core.distributed.guard.agreement import Agreement, ControlGroup, Moment
 from core.distributed.guard.finite import NonFiniteWatch

@@ -15,7 +15,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.measure.step_clock import BucketEvent
 from core.distributed.reduce.weak_link import WeakLink
 from core.distributed.wire.collectives import Collectives, InFlight
-from core.distributed.wire.waiting import waiting
+from core.waiting import waiting
 
 
 class ParamSync:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from core.distributed.wire.waiting import waiting
+from core.waiting import waiting
 
 if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import GradReducer

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket import Bucket, SyncError
+from core.agree import LayoutMismatch, SyncError, control_device
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import STAGE_CROSSING, GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
-from core.distributed.guard.same_model import LayoutMismatch, check_same_tables
-from core.distributed.wire.collectives import Collectives, InFlight, agree_max, control_device, gather_objects
-from core.distributed.wire.waiting import waiting
+from core.distributed.guard.same_model import check_same_tables
+from core.distributed.wire.collectives import Collectives, InFlight, agree_max, gather_objects
 from core.process_groups import ProcessGroups
+from core.waiting import waiting
 
 IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
 PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements

@@ -18,7 +18,7 @@ from core.distributed.reduce.shared_wire import timeout_of
 from core.distributed.wire.host_channel import HostChannel
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.wire.socket_channel import SocketChannel
-from core.distributed.wire.waiting import waiting
+from core.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
 
@@ -276,13 +276,6 @@ def _divide(tensor: torch.Tensor, size: int) -> None:
 
 def _sum_parts(received: torch.Tensor, out: torch.Tensor, size: int, mean: bool) -> None:
     add_in_rank_order(received.view(size, -1).unbind(), out, 1.0, mean)
-
-
-def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a small tensor must lie to travel over `group`: the CPU if gloo can take it, else this rank's GPU."""
-    if "gloo" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

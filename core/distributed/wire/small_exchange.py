@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from core.distributed.wire.collectives import Collectives, InFlight, agree_max
 from core.distributed.wire.host_memory import HostMemory
-from core.distributed.wire.waiting import waiting
+from core.waiting import waiting
 
 
 class SmallExchange:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket import Bucket, SyncError
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.param_views import pieces_of
 from core.distributed.wire.collectives import gather_objects
 from core.distributed.wire.small_exchange import SmallExchange

@@ -1,0 +1,154 @@
+"""The only place where ranks agree on small facts: are they equal, is one true on any rank, has a rank failed.
+
+Every function is collective: all ranks call it, in one order. `groups` is one group, or a chain of groups that one
+after the other reach every rank (`world_groups`). None is the default group, or this process where no job was started.
+`what` says in words what ranks agree on, for torch's profiler and for the error of a rank that waits in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from core.waiting import waiting
+
+T = TypeVar("T")
+Groups: TypeAlias = "dist.ProcessGroup | Sequence[dist.ProcessGroup] | None"
+SAME_MODEL = (
+    "The ranks of this group must hold the same model; did they build it from different configurations or in a "
+    "different order?"
+)
+
+
+class SyncError(RuntimeError):
+    """A gradient or a call came at a moment at which it could only have been mixed up with another step's."""
+
+
+class LayoutMismatch(RuntimeError):
+    """The ranks of a group do not hold the same model, or not the same weights."""
+
+
+def bounds(values: Sequence[int], groups: Groups, what: str) -> tuple[list[int], list[int]]:
+    """The least and the largest of each value over all ranks: one small maximum a group."""
+    count = len(values)
+    told = [*(-value for value in values), *values]
+    for group in _chain(groups):
+        with _asking(what, group):
+            both = torch.tensor(told, dtype=torch.int64, device=control_device(group))
+            dist.all_reduce(both, dist.ReduceOp.MAX, group)
+            told = both.tolist()
+    return [-value for value in told[:count]], told[count:]
+
+
+def any(flag: bool, groups: Groups, what: str) -> bool:
+    """True if `flag` is true on any rank."""
+    return bounds([flag], groups, what)[1] == [1]
+
+
+def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> bool:
+    """True if the `repr` of a value is the same on all ranks and none has failed. A hash of it travels."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
+    least, largest = bounds([*words, failed], groups, what)
+    return least == largest and not failed
+
+
+def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
+    """Every rank's picklable value, by its rank in the job. For a start and for failures, never for a step."""
+    everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
+    for group in _chain(groups):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        with _asking(what, group):
+            dist.all_gather_object(parts, everyone, group)
+        everyone = {rank: theirs for part in parts for rank, theirs in part.items()}
+    return everyone
+
+
+def first(finding: T | None, groups: Groups, what: str, *, order: int = 0) -> tuple[int, T] | None:
+    """The rank that has a finding, and the finding: that of the lowest order, then of the lowest rank.
+
+    None where no rank has one; learning this costs one small maximum a group.
+    """
+    if not any(finding is not None, groups, what):
+        return None
+    told = gather((order, finding), groups, what)
+    found = [(theirs, rank, text) for rank, (theirs, text) in told.items() if text is not None]
+    _, rank, text = min(found, key=lambda entry: entry[:2])
+    return rank, text
+
+
+def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
+    """Raise on all ranks if any has an error: its own on each rank that has one, elsewhere `kind`, naming the first."""
+    found = first(None if error is None else f"{type(error).__name__}: {error}", groups, what)
+    if error is not None:
+        raise error
+    if found is not None:
+        raise kind(f"{what}: rank {found[0]} failed: {found[1]}")
+
+
+def same(
+    tables: Iterable[tuple[str, dist.ProcessGroup, Sequence[str]]],
+    failure: Exception | None = None,
+    *,
+    kind: type[Exception] = LayoutMismatch,
+    advice: str = SAME_MODEL,
+) -> None:
+    """Raise on all ranks of a group where they differ in a table, naming the first line and rank that differ.
+
+    tables: (name of a group, the group, this rank's table of one line a fact), in one order on all ranks. failure: this
+    rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. What one group finds, the
+    next ones are told. A hash travels; tables only where ranks differ.
+    """
+    for name, group, table in tables:
+        what = f"the comparison of group {name}"
+        if equal(table, group, what, failed=failure is not None):
+            continue
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = gather((list(table), text), group, what)
+        failed = [(rank, theirs) for rank, (_, theirs) in told.items() if theirs is not None]
+        if failure is None and failed:
+            failure = kind(f"rank {failed[0][0]} of group {name!r} {list(told)} failed. {failed[0][1]}")
+        elif failure is None:
+            difference = first_difference({rank: theirs for rank, (theirs, _) in told.items()})
+            failure = kind(f"{difference} (group {name!r}, ranks {list(told)}). {advice}")
+    if failure is not None:
+        raise failure
+
+
+def first_difference(tables: dict[int, Sequence[str]]) -> str:
+    """Where the first rank that differs from the lowest one does so, in words. Pure."""
+    nothing = "nothing: it ends before this"
+    (first_rank, reference), *others = tables.items()
+    for rank, table in others:
+        for here, there in zip_longest(table, reference, fillvalue=nothing):
+            if here != there:
+                return f"rank {rank} has {here}; rank {first_rank} has {there}"
+    return "the ranks have equal tables"
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a small tensor must lie to travel over `group`: the CPU if gloo can take it, else this rank's GPU."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _chain(groups: Groups) -> list[dist.ProcessGroup]:
+    """The groups of more than one rank."""
+    if groups is None:
+        groups = dist.group.WORLD if dist.is_initialized() else ()
+    several = [groups] if isinstance(groups, dist.ProcessGroup) else groups or ()
+    return [group for group in several if dist.get_world_size(group) > 1]
+
+
+@contextmanager
+def _asking(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    with record_function(f"core::agree {what}"), waiting(what, group):
+        yield
