@@ -118,9 +118,7 @@ class GradReducer:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def arrive(self, bucket: Bucket, index: int) -> None:
-        """A gradient of `bucket.params[index]` has been accumulated. Called by a hook for every parameter: kept
-        short.
-        """
+        """A gradient of `bucket.params[index]` has been accumulated. The hook of every parameter calls this."""
         if not self.open:
             self._reopen(bucket, index)
         self.dirty = True
