@@ -25,7 +25,7 @@ from core.distributed.wire.collectives import gather_objects
 from core.distributed.wire.small_exchange import SmallExchange
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
-from core.optimizer.step.step_settings import Settings, balanced_weight, digest, first_difference
+from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
@@ -133,9 +133,9 @@ class GradMeter:
         self.norm_type = norm_type
         self.watched = watched
         self.device = device_of(masters, groups)
-        self.norm_groups, share, everyone = self._agree()
-        self.weight = balanced_weight(everyone, dist.get_rank()) if groups else 0
-        numbers = len(self.norm_groups) + 3
+        self.norm_groups, share = self._agree()
+        self.ranks = math.prod(map(dist.get_world_size, groups))
+        numbers = len(self.norm_groups) + 4
         self.exchanges = [SmallExchange(group, numbers, self.device, share_memory=share) for group in groups]
         memory: list[torch.Tensor] = []
         counted: list[bool] = []
@@ -164,20 +164,18 @@ class GradMeter:
         self.bucket = of_pieces(bucket, torch.int64)
         self.counted_memory = [stretch for stretch, here in zip(memory, counted, strict=True) if here]
 
-    def _agree(self) -> tuple[list[str | None], bool, list[int]]:
-        """All norm groups of the job in one order, as a stage may hold none of a kind; whether all may read each
-        other's sums in memory; and the ranks.
+    def _agree(self) -> tuple[list[str | None], bool]:
+        """All norm groups of the job in one order, as a stage may hold none of a kind; and whether all may read each
+        other's sums in memory.
         """
         found = {piece.norm_group for masters in self.masters for piece in masters.slices} - {None}
         names = sorted(str(name) for name in found)
         share = all(chunk.ddp_config.share_host_memory for chunk in self.watched)
-        ranks = [dist.get_rank()] if self.groups else []
         for group in self.groups:
-            told = gather_objects((names, share, ranks), group)
-            names = sorted({name for others, *_ in told for name in others})
-            share = all(shares for _, shares, _ in told)
-            ranks = sorted({rank for *_, others in told for rank in others})
-        return [None, *names], share, ranks
+            told = gather_objects((names, share), group)
+            names = sorted({name for others, _ in told for name in others})
+            share = all(shares for _, shares in told)
+        return [None, *names], share
 
     def measure(
         self,
@@ -194,19 +192,17 @@ class GradMeter:
         """
         factors = self._factors(loss_scale)
         zeros = self._zeros() if count_zeros else None
-        balance: float = 0 if settings is None else self.weight * digest(settings)
-        if problem is not None:
-            balance = math.inf  # so that no sum of them is 0
-        norms, num_zeros, bad, off_balance, host_factors = self._over_everybody(
-            self._norms(self.norm_dtype), zeros, balance, factors
+        terms = digest_terms(settings or (), problem=problem is not None)
+        norms, num_zeros, bad, same, host_factors = self._over_everybody(
+            self._norms(self.norm_dtype), zeros, terms, factors
         )
-        if off_balance:
+        if not same:
             self._refuse(settings or (), problem)
         culprit = None
         if bad or not all(map(math.isfinite, norms)):
             # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
             culprit = self._find_culprit()
-            norms, num_zeros, *_ = self._over_everybody(self._norms(torch.float64), zeros, 0, factors)
+            norms, num_zeros, *_ = self._over_everybody(self._norms(torch.float64), zeros, terms, factors)
         separate = {str(name): norm for name, norm in zip(self.norm_groups[1:], norms[1:], strict=True)}
         return GradStats(norms[0], int(num_zeros) if count_zeros else None, culprit, separate, tuple(host_factors))
 
@@ -232,10 +228,10 @@ class GradMeter:
         return zeros
 
     def _over_everybody(
-        self, norms: torch.Tensor, zeros: torch.Tensor | None, balance: float, factors: torch.Tensor
+        self, norms: torch.Tensor, zeros: torch.Tensor | None, terms: tuple[int, int], factors: torch.Tensor
     ) -> tuple[list[float], float, bool, bool, list[float]]:
-        """(norm of each norm group, zeros, is a gradient of any rank not finite, do balances not add up to 0, factors)
-        in one vector of sums.
+        """(norm of each norm group, zeros, is a gradient of any rank not finite, do all ranks step alike, factors)
+        from one vector of sums.
 
         A largest magnitude is no sum: where an all-reduce carries them, such norms and zeros go in two.
         """
@@ -244,20 +240,21 @@ class GradMeter:
         powers = norms * factors[self.bucket]
         # What a maximum over ranks makes of NaN depends on the backend; the flag tells of it either way.
         powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
-        sums = torch.zeros(count + 3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count + 4, dtype=torch.float64, device=self.device)
         how = "amax" if largest else "sum"
         counted = torch.where(self.counted, powers, 0.0)
         sums[:count].scatter_reduce_(0, self.norm_group, counted, how)
         sums[count] = (~torch.isfinite(norms)).any()
         if zeros is not None:
             sums[count + 1] = zeros
-        sums[count + 2] = balance
+        sums[count + 2], sums[count + 3] = terms
         for exchange in self.exchanges:
             sums = exchange.reduce(sums, maxima=count + 1 if largest else 0)
         numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
         root = 1.0 if largest else 1.0 / self.norm_type
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]
-        return totals, numbers[count + 1], numbers[count] > 0, numbers[count + 2] != 0, numbers[count + 3 :]
+        same = same_digest(self.ranks, numbers[count + 2], numbers[count + 3])
+        return totals, numbers[count + 1], numbers[count] > 0, same, numbers[count + 4 :]
 
     def _refuse(self, settings: Settings, problem: str | None) -> None:
         """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""

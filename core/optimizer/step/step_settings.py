@@ -1,24 +1,23 @@
-"""Do all ranks step with the same learning rate, decay and limits? Asked in every step, at no cost.
+"""Step settings: all ranks must step with the same learning rates, decay and limits. Compared in every step.
 
-They hold parts, or copies, of the same parameters. A scheduler that looks at a metric of its own rank, or a loss scale
+Ranks hold parts, or copies, of the same parameters. A scheduler that looks at a metric of its own rank, or a loss scale
 that went another way on one, would train them apart, and no gradient would show it.
 
-The question rides on the sum that the norm needs anyway. Each rank adds one integer: a digest of its settings, times a
-weight. The weights of all ranks add up to 0, so the integers of ranks that agree do too; all ranks read the same sum
-and decide alike. Sums are exact: up to 2**18 ranks they stay below 2**53.
+The comparison rides on the sum that the norm needs anyway. Each rank adds a digest d of its settings to one sum and
+d * d to another one. By Cauchy and Schwarz n * sum(d * d) >= sum(d) ** 2 over n ranks, and both sides are equal only
+where all digests are. Up to 2**17 ranks the sums stay at or below 2**53, so they are exact in fp64.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-DIGEST_BITS = 20
-WEIGHT_BITS = 14
+DIGEST_BITS = 18
 DIGITS = 6  # of a float: hosts of different kinds may compute a cosine with another last bit
 
 # Of a param group, what users and schedulers set. Other entries may be an algorithm's own: a count, an estimate, made
@@ -45,52 +44,44 @@ def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) 
 
     Off (None, False) is the same as not listed. Tensors are read where that does not wait for a device.
     """
-    found = [Setting(name, text) for name in sorted(others) if (text := _text(others[name])) is not None]
+    places = [(others, "", "")]
     for index, group in enumerate(groups):
-        where, name = f" of param group {index}", f" ({group['name']})" if "name" in group else ""
-        found += [
-            Setting(key + where, text, name)
-            for key in sorted(COMPARED & group.keys())
-            if (text := _text(group[key])) is not None
-        ]
-    return tuple(found)
+        listed = {key: group[key] for key in COMPARED & group.keys()}
+        places.append((listed, f" of param group {index}", f" ({group['name']})" if "name" in group else ""))
+    return tuple(
+        Setting(key + where, text, name)
+        for listed, where, name in places
+        for key in sorted(listed)
+        if (text := _text(listed[key])) is not None
+    )
 
 
 def _text(value: Any) -> str | None:
-    """A number in words, equal where it is meant to be equal; None where it is none, or off. Common kinds first: every
-    step asks.
-    """
-    kind = type(value)
-    if kind is float:
-        return f"{value:.{DIGITS}g}"
-    if value is None or value is False or kind is str:
-        return None
-    if kind is bool or kind is int:
-        return str(value)
-    if kind is tuple or kind is list:
+    """A number in words, equal where it is meant to be equal. None for what is off, and for what is no number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, (tuple, list)):
         parts = [_text(part) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
-    if isinstance(value, torch.Tensor):
-        return _text(value.item()) if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, Integral):
-        return str(int(value))
-    return _text(float(value)) if isinstance(value, Real) else None
+    if isinstance(value, bool):
+        return "True" if value else None
+    return f"{float(value):.{DIGITS}g}" if isinstance(value, Real) else None
 
 
 def digest(settings: Settings) -> int:
-    """DIGEST_BITS bits of it."""
+    """The values in DIGEST_BITS bits."""
     return zlib.crc32(repr([(what, value) for what, value, _ in settings]).encode()) >> (32 - DIGEST_BITS)
 
 
-def balanced_weight(ranks: Sequence[int], rank: int) -> int:
-    """The weight of `rank` among `ranks`. They add up to 0, and none is 0 unless there is only one."""
-    if rank != ranks[-1]:
-        return _weight(rank)
-    return -sum(map(_weight, ranks[:-1]))
+def digest_terms(settings: Settings, *, problem: bool = False) -> tuple[int, int]:
+    """What this rank adds to the two sums: d and d * d. A problem adds 1 to the second sum, so they cannot match."""
+    own = digest(settings)
+    return own, own * own + problem
 
 
-def _weight(rank: int) -> int:
-    return 1 + (zlib.crc32(str(rank).encode()) >> (32 - WEIGHT_BITS))
+def same_digest(ranks: int, total: float, squares: float) -> bool:
+    """True if the sums over so many ranks say that all settings are equal, and that no rank has a problem."""
+    return ranks * int(squares) == int(total) ** 2
 
 
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
@@ -99,10 +90,9 @@ def first_difference(settings: Mapping[int, Settings]) -> str | None:
     there = {setting.what: setting for setting in settings[first]}
     for rank in sorted(settings):
         here = {setting.what: setting for setting in settings[rank]}
-        for what in [*here, *(name for name in there if name not in here)]:
-            mine, other = here.get(what), there.get(what)
-            values = [setting.value if setting else "not set" for setting in (mine, other)]
-            if values[0] != values[1]:
-                group = (mine or there[what]).group
-                return f"{what}{group} is {values[0]} on rank {rank} and {values[1]} on rank {first}"
+        for what, setting in (here | there).items():
+            mine, other = (held[what].value if what in held else "not set" for held in (here, there))
+            if mine != other:
+                group = here.get(what, setting).group
+                return f"{what}{group} is {mine} on rank {rank} and {other} on rank {first}"
     return None

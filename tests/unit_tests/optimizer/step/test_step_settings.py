@@ -15,30 +15,40 @@ from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import SyncError, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.step.step_settings import balanced_weight, digest, first_difference, settings_of
+from core.optimizer.step.step_settings import (
+    DIGEST_BITS,
+    Settings,
+    digest,
+    digest_terms,
+    first_difference,
+    same_digest,
+    settings_of,
+)
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 64])
-def test_weights_add_up_to_nothing_and_none_is_nothing(world: int) -> None:
-    everyone = [3 * rank + 1 for rank in range(world)]
-    weights = [balanced_weight(everyone, rank) for rank in everyone]
-    assert sum(weights) == 0
-    assert world == 1 or all(weights)
+def sums_of(settings: list[Settings], problem_on: int | None = None) -> tuple[int, int]:
+    """The two sums over ranks with these settings."""
+    terms = [digest_terms(found, problem=rank == problem_on) for rank, found in enumerate(settings)]
+    return sum(first for first, _ in terms), sum(second for _, second in terms)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 64])
+def test_ranks_agree_only_where_all_settings_are_equal_and_none_has_a_problem(world: int) -> None:
+    usual, other = settings_of([{"lr": 1e-3}], {}), settings_of([{"lr": 2e-3}], {})
+    for found in (usual, other, ()):
+        assert same_digest(world, *sums_of([found] * world))
+        assert not same_digest(world, *sums_of([found] * world, problem_on=world - 1))
+    for odd in range(world):
+        mixed = [other if rank == odd else usual for rank in range(world)]
+        assert same_digest(world, *sums_of(mixed)) == (world == 1)
+        assert not same_digest(world, *sums_of(mixed, problem_on=odd))
 
 
 def test_sums_of_the_largest_job_are_exact() -> None:
-    largest = (2**20 - 1) * 2**14 * 2**18  # digest x weight x ranks
+    largest = (2**DIGEST_BITS - 1) ** 2 * 2**17 + 1  # a digest's square x ranks, and a problem
     assert largest < 2**53 and float(largest) == largest
-
-
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_one_rank_that_differs_tips_the_balance(world: int) -> None:
-    usual, other = settings_of([{"lr": 1e-3}], {}), settings_of([{"lr": 2e-3}], {})
-    for odd in range(world):
-        digests = [digest(other if rank == odd else usual) for rank in range(world)]
-        assert sum(balanced_weight(range(world), rank) * digests[rank] for rank in range(world)) != 0
 
 
 def test_settings_are_numbers_in_words_and_nothing_else() -> None:
