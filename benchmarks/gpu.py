@@ -32,6 +32,7 @@ CHECK_TOLERANCE = 1e-4  # of losses in fp32, one device against another
 TIMED_TOLERANCE = 5e-3  # of losses as they are timed, in bf16 perhaps, against plain PyTorch on the same device
 OWN_TOLERANCE = 2e-2  # of our GPT in bf16, whose products are rounded otherwise on another device
 AIM_OVERHEAD, AIM_BANDWIDTH = 1.01, 0.85
+OWN = "core's GPT in bf16"
 SANITIZER = "compute-sanitizer"
 SANITIZER_LIMIT_S = 300
 
@@ -75,11 +76,8 @@ def check(run: Run) -> Found:
     wrong = gpu_steps.losses(plain(here, gradient_factor=0.5), here.batches(CHECKED_STEPS))
     off[CONTROL] = gpu_steps.check_control(wrong, want, CHECK_TOLERANCE)
     here, cpu = (replace(setting, lr=gpu_steps.LR) for setting in (here, cpu))
-    own = gpu_steps.losses(own_gpt(cpu, backend="fused")[0], cpu.batches(CHECKED_STEPS))
-    for backend in _own_backends(run.device):
-        name = f"core's GPT in bf16, {backend}"
-        found = gpu_steps.losses(own_gpt(here, backend=backend)[0], here.batches(CHECKED_STEPS))
-        off[name] = gpu_steps.check(name, found, own, OWN_TOLERANCE)
+    own, found = (gpu_steps.losses(own_gpt(each)[0], each.batches(CHECKED_STEPS)) for each in (cpu, here))
+    off[OWN] = gpu_steps.check(OWN, found, own, OWN_TOLERANCE)
     lines = [f"Losses of {CHECKED_STEPS} steps on {run.device.type}, fp32, largest relative difference from the CPU's"]
     lines += [f"  {name:<34} {value:.1e}{'  (caught)' if name == CONTROL else ''}" for name, value in off.items()]
     return "\n".join(lines), {"tolerance": CHECK_TOLERANCE, "deviations": off}
@@ -109,15 +107,11 @@ def own(run: Run) -> Found:
     """A step of core's GPT in bf16: MFU."""
     setting = Setting(MODELS[run.model], run.device, autocast=False)
     batches = setting.batches(1)
-    steps, elements = {}, 0
-    for backend in _own_backends(run.device):
-        step, model = own_gpt(setting, backend=backend)
-        steps[f"optimizer_backend {backend!r}"] = step
-        elements = gpu_steps.matrix_numel(model)
-    seconds = run.timed({name: lambda step=step: step(batches[0]) for name, step in steps.items()})
-    flops = gpu_steps.step_flops(elements, setting.workload)
+    step, model = own_gpt(setting)
+    seconds = run.timed({OWN: lambda: step(batches[0])})
+    flops = gpu_steps.step_flops(gpu_steps.matrix_numel(model), setting.workload)
     extra = {name: rates(flops, spread(flat(rounds)).median, run.peak) for name, rounds in seconds.items()}
-    rows = rows_of(seconds, next(iter(seconds)), extra)
+    rows = rows_of(seconds, OWN, extra)
     peak = f"{run.peak:g} TFLOP/s ({gpu_steps.PEAK_SOURCE}, or --peak-tflops)" if run.peak else "unknown: --peak-tflops"
     text = table(rows, f"core's GPT of {run.model}'s sizes, bf16")
     text += f"\n{flops / 1e12:.3f} TFLOP a step: 6 N + 12 L H Q T a token (PaLM, appendix B); the device's peak: {peak}"
@@ -141,7 +135,7 @@ def fusion(run: Run) -> Found:
 def optimizer(run: Run) -> Found:
     """The optimizer's step, as a share of copy bandwidth."""
     texts, results = [], []
-    makers = gpu_optimizer.makers(triton="triton" in _own_backends(run.device))
+    makers = gpu_optimizer.makers(gpu_optimizer.triton_kernel(run.device))
     for precision in gpu_optimizer.NAMES:
         problem = gpu_optimizer.problem_of(MODELS[run.model], precision, run.device)
         calls, before = gpu_optimizer.calls_of(problem, gpu_optimizer.checked(problem, makers))
@@ -196,17 +190,6 @@ def rates(flops: int, seconds: float, peak: float | None) -> dict[str, Any]:
     """TFLOP/s, and the share of the peak where that is known."""
     tflops = flops / seconds / 1e12
     return {"TFLOP/s": tflops, "MFU": tflops / peak if peak else "-"}
-
-
-def _own_backends(device: torch.device) -> list[str]:
-    """torch's fused kernels, and the Triton kernel where it runs."""
-    from core.optimizer.algorithms.backends import choose
-
-    try:
-        choose("adam", device, torch.float32, gpu_optimizer.TRITON)
-    except ValueError:
-        return ["fused"]
-    return ["fused", gpu_optimizer.TRITON]
 
 
 @contextlib.contextmanager

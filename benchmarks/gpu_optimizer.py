@@ -5,7 +5,7 @@ Arms, numbers and the bytes that must move are those of `python -m benchmarks op
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.optimizer_arms import (
+    BETAS,
+    CLIP,
+    EPS,
+    INT16,
+    LR,
     PRECISIONS,
+    WEIGHT_DECAY,
     CoreArm,
     Precision,
     Problem,
@@ -28,7 +34,8 @@ NAMES = ("fp32", "bf16, fp32 gradients and masters", "bf16, bf16 gradients, rema
          "bf16, bf16 gradients and moments, remainders")  # fmt: skip
 COPY = "copy"
 TORCH = "torch fused AdamW, flat, clipped"
-TRITON = "triton"
+TRITON = "Triton, one pass"
+Kernel = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,23 @@ class DeviceProblem(Problem):
         return [value.to(self.device) for value in drawn]
 
 
+@dataclass(frozen=True, slots=True)
+class AdamNumbers:
+    """What is the same for all elements of a step.
+
+    factors: the gradient is multiplied by both; their product need not be an fp32 number. step: counted from 1.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+    factors: tuple[float, float] = (1.0, 1.0)
+
+
 def problem_of(workload: Workload, precision: str, device: torch.device) -> DeviceProblem:
     """All parameters of a workload."""
     with torch.device("meta"):
@@ -57,16 +81,60 @@ def with_backend(problem: DeviceProblem, backend: str) -> DeviceProblem:
     return replace(problem, precision=replace(precision, options={**precision.options, "optimizer_backend": backend}))
 
 
-def makers(*, triton: bool) -> dict[str, Callable[[DeviceProblem], StepArm]]:
-    """How to make each arm; all clip, so that there is a factor to multiply by. triton: is there a kernel?"""
+def triton_kernel(device: torch.device) -> Kernel | None:
+    """benchmarks.triton_adam.adam; None where Triton is not installed or does not run on this device."""
+    try:
+        from benchmarks import triton_adam
+    except ImportError:
+        return None
+    return triton_adam.adam if device.type == "cuda" or triton_adam.is_interpreted() else None
+
+
+class TritonArm(StepArm):
+    """The candidate kernel over flat tensors: the norm is one pass, and the step is another.
+
+    kernel: in place, with gradient, parameter, master (None: the parameter), both moments and AdamNumbers.
+    """
+
+    def __init__(self, problem: DeviceProblem, kernel: Kernel) -> None:
+        self.kernel = kernel
+        precision = problem.precision
+        values = problem.values(0, precision.param)
+        flat = torch.cat([value.reshape(-1) for value in values])
+        self.flat = flat
+        parts = flat.split([value.numel() for value in values])
+        self.parts = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        self.master: torch.Tensor | None = None
+        if precision.master is not None:  # a remainder of 0: the master is the parameter
+            self.master = (
+                torch.zeros_like(flat, dtype=INT16) if precision.master == INT16 else flat.to(precision.master)
+            )
+        self.grad = torch.zeros_like(flat, dtype=precision.grad)
+        self.moments = [torch.zeros_like(flat, dtype=precision.moment) for _ in range(2)]
+        self.steps = 0
+
+    def prepare(self, grads: Sequence[torch.Tensor]) -> None:
+        self.grad.copy_(torch.cat([grad.reshape(-1) for grad in grads]))
+
+    def step(self) -> None:
+        norm = torch.linalg.vector_norm(self.grad, dtype=torch.float32).item()
+        self.steps += 1
+        factor = min(1.0, CLIP / (norm + 1e-6))
+        numbers = AdamNumbers(LR, *BETAS, EPS, WEIGHT_DECAY, True, self.steps, (factor, 1.0))
+        self.kernel(self.grad, self.flat, self.master, *self.moments, numbers)
+
+    def weights(self) -> list[torch.Tensor]:
+        return self.parts
+
+
+def makers(kernel: Kernel | None) -> dict[str, Callable[[DeviceProblem], StepArm]]:
+    """How to make each arm; all clip, so that there is a factor to multiply by. kernel: see `triton_kernel`."""
     arms: dict[str, Callable[[DeviceProblem], StepArm]] = {
         TORCH: lambda problem: TorchArm(problem, flat=True, clipped=True),
         "core fused": lambda problem: CoreArm(with_backend(problem, "fused"), strategy="no_shard", clipped=True),
     }
-    if triton:
-        arms["core triton, one pass"] = lambda problem: CoreArm(
-            with_backend(problem, TRITON), strategy="no_shard", clipped=True
-        )
+    if kernel is not None:
+        arms[TRITON] = lambda problem: TritonArm(problem, kernel)
     return arms
 
 
@@ -79,7 +147,7 @@ def made(problem: DeviceProblem, make: Callable[[DeviceProblem], StepArm]) -> St
 def reference(problem: DeviceProblem) -> list[torch.Tensor]:
     """torch's weights after the first steps, on the CPU."""
     on_cpu = replace(problem, device=torch.device("cpu"))
-    return after_first_steps(on_cpu, made(on_cpu, makers(triton=False)[TORCH]))
+    return after_first_steps(on_cpu, made(on_cpu, makers(None)[TORCH]))
 
 
 def after_first_steps(problem: DeviceProblem, arm: StepArm) -> list[torch.Tensor]:

@@ -84,16 +84,16 @@ def plain(setting: Setting, *, gradient_factor: float = 1.0) -> Step:
     return step
 
 
-def wrapped(setting: Setting, strategy: str, *, overlap: bool, backend: str = "fused") -> Step:
+def wrapped(setting: Setting, strategy: str, *, overlap: bool) -> Step:
     """Ours, as a user would write it."""
     options: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": overlap}
     if overlap and strategy != "no_shard":
         options["overlap_param_gather"] = True
-    adam = {"optimizer_backend": backend, "lr": setting.lr}
+    adam = {"optimizer_backend": "fused", "lr": setting.lr}
     return _train(setting.model(), None, options, adam, lambda model, batch: model(*batch))
 
 
-def own_gpt(setting: Setting, *, backend: str) -> tuple[Step, nn.Module]:
+def own_gpt(setting: Setting) -> tuple[Step, nn.Module]:
     """core's GPT in bf16 with fp32 masters and gradients, its weight gradients written in place."""
     from core.models.gpt import GPTModel
     from core.transformer.transformer_config import TransformerConfig
@@ -112,7 +112,7 @@ def own_gpt(setting: Setting, *, backend: str) -> tuple[Step, nn.Module]:
     )
     model = GPTModel(config).to(setting.device)
     options = {"data_parallel_sharding_strategy": "optim", "grad_reduce_in_fp32": True}
-    adam = {"optimizer_backend": backend, "lr": setting.lr, "bf16": True}
+    adam = {"optimizer_backend": "fused", "lr": setting.lr, "bf16": True}
     return _train(model, config, options, adam, lambda wrapper, batch: wrapper(batch[0], labels=batch[1]).mean()), model
 
 

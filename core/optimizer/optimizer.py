@@ -27,7 +27,6 @@ from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.param_gatherer import ParamSync
 from core.optimizer.algorithms.inner_optimizer import inner_optimizer
 from core.optimizer.algorithms.names import algorithm_needs_shapes
-from core.optimizer.algorithms.one_pass import OnePassAdam
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.masters.master_weights import BucketMasters, Run
@@ -231,8 +230,6 @@ class MegatronOptimizer:
 
     def _step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Mapping[str | None, float]]) -> None:
         """Step the masters of some buckets, what is in full precision already in one call, and store them."""
-        if isinstance(self.optimizer, OnePassAdam):
-            buckets, factors = self.optimizer.step_buckets(buckets, factors, self.scratch)
         runs, of_runs = [], []
         for masters, factor in zip(buckets, factors, strict=True):
             here = [run for run in masters.runs if not run.in_scratch and run.live]

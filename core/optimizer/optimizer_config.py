@@ -13,7 +13,7 @@ import torch
 from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Range, check_ranges
 from core.optimizer.algorithms.names import Algorithm, label
 
-BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single", "triton")
+BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single")
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "none")
 MUON_COEFFICIENTS = ("simple", "quintic", "polar_express")
 MUON_TP_MODES = ("duplicated", "blockwise")
@@ -37,7 +37,6 @@ class OptimizerConfig:
     optimizer: 'adam', 'sgd', 'lion', 'muon' (with muon_scalar_optimizer for what is no matrix), or a torch.optim class
         or the name of one, made with `optimizer_kwargs`. See optimizer_algorithms.md for the options of each.
     optimizer_backend: whose kernels run Adam and SGD; 'auto' takes the fastest there is (algorithms/backends.py).
-        'triton' makes Adam's step one pass over memory, the parameters included, on a GPU (algorithms/one_pass.py).
     lr, min_lr: the learning rate groups start with, and the one a scheduler ends at; lr must be set.
     decoupled_lr, decoupled_min_lr: those of parameters that are tagged is_embedding_or_output_parameter.
     apply_wd_to_qk_layernorm: let the norms of queries and keys decay, vectors though they are.
@@ -163,11 +162,6 @@ class OptimizerConfig:
             )
 
     def _check_precision(self) -> None:
-        if self.optimizer_backend == "triton" and torch.float16 in (self.exp_avg_dtype, self.exp_avg_sq_dtype):
-            raise ValueError(
-                "optimizer_backend='triton' makes a step in one pass, and moments in fp16 need two: their scale is "
-                "known after the last one only; keep moments in fp32 or bf16, or choose another backend"
-            )
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(self, name)
             if dtype not in STATE_DTYPES:

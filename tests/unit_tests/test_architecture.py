@@ -55,8 +55,6 @@ EXTRA_PACKAGES = {
     "pytest",
     "triton",
 }
-# A kernel cannot be defined without its language: these files are imported by the function that launches the kernel.
-KERNEL_FILES = {"core.optimizer.algorithms.triton_adam": "triton"}
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 
@@ -151,10 +149,6 @@ def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
             continue
         for imported, line in imports_of(module, inside_functions=False):
             package = imported.split(".")[0]
-            if imported in KERNEL_FILES:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: import {imported} inside the function that launches it")
-            if package == KERNEL_FILES.get(module):
-                continue
             if package not in BASE_PACKAGES | {"core"} and package not in sys.stdlib_module_names:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: import {imported} inside the function that needs it")
     assert not wrong, "\n" + "\n".join(wrong)
@@ -171,8 +165,7 @@ def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: s
 
 
 def test_every_module_of_core_is_imported_without_the_extras() -> None:
-    left_out = {"__main__", *(name.rpartition(".")[2] for name in KERNEL_FILES)}
-    modules = sorted(name for name in MODULES if name.startswith("core") and name.rpartition(".")[2] not in left_out)
+    modules = sorted(name for name in MODULES if name.startswith("core") and not name.endswith("__main__"))
     assert set(modules) <= modules_loaded_by("; ".join(f"import {name}" for name in modules))
 
 

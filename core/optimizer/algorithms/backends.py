@@ -1,8 +1,7 @@
 """Whose kernels run the inner step of Adam and SGD, and why not the others'.
 
 In order: TransformerEngine's and apex's `multi_tensor_adam` where the package is installed, has that symbol and agrees
-with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype. Only by
-name: 'triton', one pass for factor, Adam and the parameters (one_pass.py), until it has been measured on a GPU.
+with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype.
 
     print(core.optimizer.algorithms.backends.report())           # what Adam would use on this machine
     print(core.optimizer.algorithms.backends.report(optimizer))  # what an optimizer uses
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from core.optimizer.algorithms.kernel_adam import KernelAdam, MultiTensorAdam
-from core.optimizer.algorithms.one_pass import AdamKernel, OnePassAdam
 
 # package to load first, module with the kernel, its name there
 KERNELS = {
@@ -27,7 +25,6 @@ KERNELS = {
 }
 TORCH_KERNELS = ("fused", "foreach", "single")
 ORDER = (*KERNELS, *TORCH_KERNELS)
-TRITON = "triton"
 # A kernel is taken if after three steps its fp32 weights differ from torch's by no more than this part of the way they
 # have gone. The same formula in another order of rounding stays some 50 times below.
 AGREEMENT = 1e-4
@@ -84,7 +81,7 @@ def _devices(inner: torch.optim.Optimizer) -> str:
 
 def choose(
     algorithm: str, device: torch.device, dtype: torch.dtype, wanted: str = "auto"
-) -> tuple[BackendReport, MultiTensorAdam | AdamKernel | None]:
+) -> tuple[BackendReport, MultiTensorAdam | None]:
     """The backend for 'adam' or 'sgd', with its kernel where that is not torch's.
 
     wanted: OptimizerConfig.optimizer_backend. Raises ValueError where a backend that was named cannot be used.
@@ -101,14 +98,10 @@ def choose(
     raise ValueError(f"optimizer_backend={wanted!r} cannot be used: {passed_over[-1].why_not}")
 
 
-def _usable(
-    name: str, algorithm: str, device: torch.device, dtype: torch.dtype
-) -> tuple[MultiTensorAdam | AdamKernel | None, str]:
+def _usable(name: str, algorithm: str, device: torch.device, dtype: torch.dtype) -> tuple[MultiTensorAdam | None, str]:
     """(kernel, why not): an empty reason means that it can be used."""
-    if name in (*KERNELS, TRITON) and algorithm != "adam":
+    if name in KERNELS and algorithm != "adam":
         return None, f"is used for Adam only, not for {algorithm}"
-    if name == TRITON:
-        return _triton_kernel(device, dtype)
     if name in KERNELS:
         kernel, why_not = find_kernel(name)
         if kernel is None:
@@ -121,19 +114,6 @@ def _usable(
     if name == "fused":
         return None, _torch_fused_problem(algorithm, device, dtype)
     return None, ""
-
-
-def _triton_kernel(device: torch.device, dtype: torch.dtype) -> tuple[AdamKernel | None, str]:
-    """The kernel of triton_adam.py, or why there is none."""
-    try:
-        from core.optimizer.algorithms import triton_adam
-    except ImportError as error:
-        return None, f"the package 'triton' is not installed ({error}); pip install 'gradient-core[triton]'"
-    if device.type != "cuda" and not triton_adam.is_interpreted():
-        return None, f"has no kernel for {device.type}"
-    if dtype != torch.float32:
-        return None, f"steps fp32 weights, and these are {dtype}"
-    return triton_adam.adam, ""
 
 
 def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
@@ -190,8 +170,7 @@ def make_with_backend(
     found, kernel = choose(algorithm, device, dtype, wanted)
     optimizer: Any
     if kernel is not None:
-        make: Any = OnePassAdam if found.in_use == TRITON else KernelAdam
-        optimizer = make(groups, lr, kernel=kernel, decoupled_weight_decay=decoupled, **options)
+        optimizer = KernelAdam(groups, lr, kernel=kernel, decoupled_weight_decay=decoupled, **options)
     else:
         cls: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
         fused, foreach = found.in_use == "fused", found.in_use == "foreach"

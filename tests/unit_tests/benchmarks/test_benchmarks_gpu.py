@@ -210,10 +210,10 @@ def test_a_wrong_arm_is_named_and_the_command_fails(
 ) -> None:
     whole = gpu_steps.wrapped
 
-    def wrong(setting: Setting, strategy: str, *, overlap: bool, backend: str = "fused") -> Any:
+    def wrong(setting: Setting, strategy: str, *, overlap: bool) -> Any:
         if strategy == "optim":
             return gpu_steps.plain(setting, gradient_factor=0.5)
-        return whole(setting, strategy, overlap=overlap, backend=backend)
+        return whole(setting, strategy, overlap=overlap)
 
     class HalfTheRate(CoreArm):
         def step(self) -> None:

@@ -1,8 +1,8 @@
-"""optimizer_backend="triton": one pass for factor, Adam and the parameters, against fp64 and the usual passes.
+"""benchmarks/triton_adam.py: one pass for factor, Adam and the parameters, against fp64.
 
-The kernel itself runs here in Triton's interpreter, where the package is installed (the extra `triton`); the tests
-marked `gpu` compile it. What is around it, which memory the kernel is given and what happens to the rest, needs no
-Triton: there a STAND-IN takes the kernel's place, the formulas of the paper in numpy.
+The kernel runs here in Triton's interpreter, where the package is installed (the extra `triton`); the tests marked
+`gpu` compile it. The benchmark's arm around the kernel needs no Triton: there a STAND-IN takes the kernel's place, the
+formulas of the paper in numpy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from core import parallel_state
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.algorithms import backends
-from core.optimizer.algorithms.one_pass import AdamNumbers, OnePassAdam, in_two, takes
-from tests.unit_tests.optimizer.test_optimizer_precision import STEPS, STRATEGIES, aware, build, masters_by_name, train
-from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import make_net, wrap
+import benchmarks
+from benchmarks import gpu
+from benchmarks.gpu_optimizer import NAMES, TRITON, AdamNumbers, checked, makers, problem_of
+from benchmarks.gpu_steps import MODELS
+from benchmarks.optimizer_arms import WrongWeights
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
-MODULE = "core.optimizer.algorithms.triton_adam"
+CPU = torch.device("cpu")
+MODULE = "benchmarks.triton_adam"
 NUMBERS = AdamNumbers(0.01, 0.9, 0.99, 1e-8, 0.1, True, 3, (0.25, 1.0))
 
 
@@ -48,7 +48,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     """(device, the kernel): interpreted on the CPU, compiled on a GPU. Its module settles which when it is imported."""
     forget()
     monkeypatch.setenv("TRITON_INTERPRET", "1" if request.param == "cpu" else "0")
-    from core.optimizer.algorithms.triton_adam import adam, is_interpreted
+    from benchmarks.triton_adam import adam, is_interpreted
 
     assert is_interpreted() is (request.param == "cpu")
     yield torch.device(request.param), adam
@@ -56,11 +56,9 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def forget() -> None:
-    import core.optimizer
-
     sys.modules.pop(MODULE, None)
-    if hasattr(core.optimizer, "triton_adam"):
-        del core.optimizer.algorithms.triton_adam
+    if hasattr(benchmarks, "triton_adam"):
+        del benchmarks.triton_adam
 
 
 def adam_in_fp64(grad: Any, weight: Any, first: Any, second: Any, numbers: AdamNumbers) -> tuple[Any, Any, Any]:
@@ -213,7 +211,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_there(
     forget()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from core.optimizer.algorithms.triton_adam import BLOCK, _adam
+    from benchmarks.triton_adam import BLOCK, _adam
 
     forget()
     pointers, copy, remainder = FORMS[form]
@@ -264,118 +262,15 @@ def stand_in(
         param.copy_(master.copy_(new))
 
 
-# options, are gradients in fp32?, how far from the usual passes, as a part of the way gone
-PRECISIONS = {
-    "fp32 copy": ({}, True, 1e-5),
-    "fp32 copy, bf16 gradients": ({}, False, 1e-5),
-    "remainders": (aware(), True, 1e-5),
-    "remainders, bf16 gradients and moments": (
-        aware(main_grads_dtype=BF16, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16), False, 0.02,
-    ),
-    "bf16 copy": (aware(main_params_dtype=BF16, store_param_remainders=False), True, 0.02),
-}  # fmt: skip
+@pytest.mark.parametrize("precision", NAMES)
+def test_the_arm_makes_torchs_steps_and_a_wrong_kernel_is_caught(precision: str) -> None:
+    problem = problem_of(MODELS["test"], precision, CPU)
+    with gpu.one_rank(CPU):
+        arms = makers(stand_in)
+        checked(problem, {TRITON: arms[TRITON]})
 
+        def without_factor(*tensors: Any) -> None:
+            stand_in(*tensors[:-1], replace(tensors[-1], factors=(1.0, 1.0), eps=0.1))
 
-@ranks(1, 3, nightly=(2,))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_pass_makes_the_steps_of_the_usual_passes(rank: int, world: int, strategy: str, precision: str) -> None:
-    parallel_state.initialize_model_parallel()
-    backends._triton_kernel = lambda device, dtype: (stand_in, "")  # in this rank's process only
-    special, grads_in_fp32, bound = PRECISIONS[precision]
-    options = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 0.5, **special}
-    usual, usual_optimizer = build(strategy, {**options, "optimizer_backend": "single"}, grads_in_fp32=grads_in_fp32)
-    ddp, optimizer = build(strategy, {**options, "optimizer_backend": "triton"}, grads_in_fp32=grads_in_fp32)
-    assert isinstance(optimizer.optimizer, OnePassAdam)
-    assert all(takes(masters) for masters in optimizer.masters) and optimizer.masters
-    before = masters_by_name(optimizer, ddp)
-    assert train(usual, usual_optimizer, rank, range(STEPS)) == train(ddp, optimizer, rank, range(STEPS))
-    want, got = masters_by_name(usual_optimizer, usual), masters_by_name(optimizer, ddp)
-    assert want.keys() == got.keys()
-    way = sum(float((want[name] - before[name]).square().sum()) for name in want) ** 0.5
-    off = sum(float((want[name] - got[name]).square().sum()) for name in want) ** 0.5
-    assert not want or (way > 0.1 and off <= bound * way), f"{off / way:.2g} of the way"
-    for name, entries in optimizer.state_by_parameter().items():
-        flat = ddp.module.get_parameter(name).detach().reshape(-1)
-        for entry in entries:
-            assert float(entry["step"]) == STEPS
-            if "master" in entry and precision != "remainders" and "remainders," not in precision:
-                here = flat[entry["offset"] : entry["offset"] + entry["numel"]]
-                assert torch.equal(here, entry["master"].to(BF16)), f"{name} is not its master, rounded"
-
-
-@ranks(2)
-@pytest.mark.parametrize("precision", ["remainders", "remainders, bf16 gradients and moments"])
-def test_its_state_is_loaded_by_any_other_backend_and_frozen_parameters_stay(
-    rank: int, world: int, precision: str
-) -> None:
-    parallel_state.initialize_model_parallel()
-    backends._triton_kernel = lambda device, dtype: (stand_in, "")
-    special, grads_in_fp32, bound = PRECISIONS[precision]
-    options = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.5, **special}
-    ddp, optimizer = build("optim", {**options, "optimizer_backend": "triton"}, grads_in_fp32=grads_in_fp32)
-    train(ddp, optimizer, rank, range(4))
-    other, other_optimizer = build("optim", {**options, "optimizer_backend": "single"}, grads_in_fp32=grads_in_fp32)
-    other.load_state_dict(ddp.state_dict())
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    before = masters_by_name(optimizer, ddp)
-    for model in (ddp, other):
-        model.module.second.weight.requires_grad_(False)
-    train(ddp, optimizer, rank, range(4, 8))
-    train(other, other_optimizer, rank, range(4, 8))
-    want, got = masters_by_name(other_optimizer, other), masters_by_name(optimizer, ddp)
-    way = sum(float((want[name] - before[name]).square().sum()) for name in want) ** 0.5
-    off = sum(float((want[name] - got[name]).square().sum()) for name in want) ** 0.5
-    assert not want or (way > 0.05 and off <= bound * way), f"{off / way:.2g} of the way"
-    if "second.weight" in got:
-        assert torch.equal(got["second.weight"], before["second.weight"])
-
-
-@ranks(1)
-def test_parameters_that_must_stay_apart_are_stepped_by_the_same_kernel_through_the_usual_passes(
-    rank: int, world: int
-) -> None:
-    parallel_state.initialize_model_parallel()
-    called = []
-
-    def counting(grad: Any, param: Any, master: Any, *rest: Any) -> None:
-        called.append(master)
-        stand_in(grad, param, master, *rest)
-
-    backends._triton_kernel = lambda device, dtype: (counting, "")
-    nets = [make_net(BF16, width=61) for _ in range(2)]
-    for net in nets:
-        net.second.weight.data = net.second.weight.data.t().contiguous().t()  # not contiguous: it is not moved
-    ddps = [wrap(net, grad_reduce_in_fp32=True) for net in nets]
-    optimizers = [
-        get_megatron_optimizer(OptimizerConfig(lr=0.01, optimizer_backend=name), [ddp])
-        for name, ddp in zip(("single", "triton"), ddps, strict=True)
-    ]
-    assert not any(takes(masters) for masters in optimizers[1].masters)
-    for ddp, optimizer in zip(ddps, optimizers, strict=True):
-        train(ddp, optimizer, rank, range(6))
-    assert called and all(master is None for master in called)
-    for one, other, start in zip(nets[0].parameters(), nets[1].parameters(), make_net(BF16, width=61).parameters(),
-                                 strict=True):  # fmt: skip
-        assert not torch.equal(other, start)
-        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-4)
-
-
-def test_a_factor_beyond_fp32_becomes_two() -> None:
-    assert in_two(0.25) == (0.25, 1.0) and in_two(0.0) == (0.0, 1.0)
-    first, second = in_two(2.0**-130)
-    assert first * second == 2.0**-130 and first == second == 2.0**-65
-
-
-def test_where_it_cannot_be_had_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget()
-    monkeypatch.setitem(sys.modules, "triton", None)  # as if not installed
-    with pytest.raises(ValueError, match=r"optimizer_backend='triton' cannot be used: .*gradient-core\[triton\]"):
-        backends.choose("adam", torch.device("cpu"), FP32, "triton")
-    with pytest.raises(ValueError, match="is used for Adam only, not for sgd"):
-        backends.choose("sgd", torch.device("cpu"), FP32, "triton")
-    with pytest.raises(ValueError, match="in one pass, and moments in fp16 need two"):
-        OptimizerConfig(optimizer_backend="triton", **aware(exp_avg_sq_dtype=FP16))
-    assert "triton" not in str(backends.choose("adam", torch.device("cpu"), FP32)[0]), (
-        "not taken without being asked for"
-    )
+        with pytest.raises(WrongWeights, match=TRITON):
+            checked(problem, {TRITON: makers(without_factor)[TRITON]})

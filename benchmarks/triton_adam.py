@@ -1,7 +1,8 @@
-"""Adam in one pass over memory, as a Triton kernel. Imported by the function that launches it, on a GPU with Triton.
+"""A candidate for core.optimizer: Adam in one pass over memory, as a Triton kernel. No GPU has measured it yet.
 
-Each element is read once: gradient, moments and master in whatever dtype they are kept, computed with in fp32. And it
-is written once: moments, master, and the model's parameter. A master is one of
+This file is imported only by the function that launches the kernel. Each element is read once: gradient, moments and
+master in the dtypes that they are kept in. All arithmetic is in fp32. Each element is written once: moments, master,
+and the model's parameter. A master is one of
 
     the parameter itself        fp32, or 16-bit without a master
     a copy beside it            fp32 or bf16, of which the parameter is a rounded copy
@@ -16,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from core.optimizer.algorithms.one_pass import AdamNumbers
+from benchmarks.gpu_optimizer import AdamNumbers
 
 BLOCK = 1024  # elements of one program: 8 a thread, 16 bytes of the narrowest dtype
 
@@ -142,5 +143,5 @@ def adam(
 
 
 def is_interpreted() -> bool:
-    """Does Triton's interpreter run the kernel, on the CPU (TRITON_INTERPRET=1 when this was imported)?"""
+    """True if Triton's interpreter runs the kernel on the CPU: TRITON_INTERPRET=1 when this file was imported."""
     return not isinstance(_adam, triton.runtime.JITFunction)
