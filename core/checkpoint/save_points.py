@@ -1,10 +1,8 @@
-"""The named points of a save. A test stops a process at one of them; otherwise they cost one comparison each."""
+"""The named points of a save. A test can set a hook that is called at each; without one a point costs a comparison."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 POINTS = {
     "before data": "the directory of the save exists, no rank has written into it",
@@ -25,14 +23,12 @@ POINTS = {
     "between deletions": "a surplus checkpoint has lost its name, its files are all there",
     "during deletion": "some files of a surplus checkpoint are gone",
 }
-KILL_AT = "CORE_CHECKPOINT_KILL_AT"
-
 Hook = Callable[[str, int], None]
 _hook: Hook | None = None
 
 
 def reach(point: str, rank: int) -> None:
-    """Say that this rank's save has come to `point`; does nothing unless a test has set a hook."""
+    """This rank's save has come to `point`: call the hook, if a test has set one."""
     if _hook is not None:
         if point not in POINTS:
             raise ValueError(f"{point!r} is no point of a save; there are {', '.join(POINTS)}")
@@ -43,27 +39,3 @@ def set_hook(hook: Hook | None) -> None:
     """Call `hook(point, rank)` at every point of every save of this process, from whichever thread comes there."""
     global _hook
     _hook = hook
-
-
-def kill_at(point: str, rank: int, occurrence: int = 1) -> Hook:
-    """A hook that ends the process, as `kill -9` does, when `rank` comes to `point` for the n-th time."""
-    if point not in POINTS:
-        raise ValueError(f"{point!r} is no point of a save; there are {', '.join(POINTS)}")
-    seen = 0
-
-    def hook(reached: str, by_rank: int) -> None:
-        nonlocal seen
-        if reached == point and by_rank == rank:
-            seen += 1
-            if seen == occurrence:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return hook
-
-
-def set_hook_from(environment: Mapping[str, str]) -> None:
-    """Read CORE_CHECKPOINT_KILL_AT='point:rank' or 'point:rank:occurrence', by which a test ends a rank of a job."""
-    wish = environment.get(KILL_AT)
-    if wish and _hook is None:  # a process may make many savers; occurrences are counted over all of them
-        point, rank, *occurrence = wish.split(":")
-        set_hook(kill_at(point, int(rank), *map(int, occurrence)))

@@ -20,7 +20,6 @@ from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes,
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
 from core.checkpoint.save_arguments import FILE_BYTES, SaverOptions, checked_meta, checked_step
-from core.checkpoint.save_points import set_hook_from
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
 
@@ -74,7 +73,6 @@ class CheckpointSaver:
         snapshot_limit_bytes: int | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        set_hook_from(os.environ)
         self.ranks = Ranks(group)
         options = SaverOptions(root, keep_last, asynchronous, on_error, timeout_s, snapshot_limit_bytes, file_bytes)
         self.ranks.agree_on_arguments(options.wrong(), options.alike())

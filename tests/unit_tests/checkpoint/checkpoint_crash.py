@@ -110,6 +110,7 @@ def _save(crash: Crash, rank: int, root: Path, store: Path) -> None:
 
     from core.checkpoint import pending_save, save_points, saver
     from tests.unit_tests.checkpoint.checkpoint_saves import save_step
+    from tests.unit_tests.checkpoint.kill_points import kill_at
 
     saver.LOCK_LIMIT_S = 0.5
     pending_save.AFTER_THE_END_S = 0.5
@@ -118,7 +119,7 @@ def _save(crash: Crash, rank: int, root: Path, store: Path) -> None:
     )
     with saver.CheckpointSaver(root, keep_last=1, file_bytes=1000, asynchronous=crash.asynchronous) as open_saver:
         if crash.point is not None:
-            save_points.set_hook(save_points.kill_at(crash.point, crash.victim))
+            save_points.set_hook(kill_at(crash.point, crash.victim))
         elif rank == crash.victim:
             threading.Timer(crash.after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         save_step(open_saver, 2)

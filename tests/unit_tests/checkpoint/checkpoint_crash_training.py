@@ -104,6 +104,7 @@ def _train(case: KilledTraining, rank: int, place: Path, store: Path, is_killed:
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
     from core.tensor_parallel import model_parallel_manual_seed
     from core.transformer.transformer_config import TransformerConfig
+    from tests.unit_tests.checkpoint.kill_points import kill_at
 
     saver.LOCK_LIMIT_S = pending_save.AFTER_THE_END_S = 0.5
     dist.init_process_group(
@@ -131,7 +132,7 @@ def _train(case: KilledTraining, rank: int, place: Path, store: Path, is_killed:
             open_saver.step_edge()
             if is_killed and step == 2 * SAVE_EVERY:
                 open_saver.wait()
-                save_points.set_hook(save_points.kill_at(case.point, case.victim))
+                save_points.set_hook(kill_at(case.point, case.victim))
             if step % SAVE_EVERY == 0:
                 save_checkpoint(place / "root", step, [model], optimizer, saver=open_saver)
     values = {name: param.detach() for name, param in model.module.named_parameters()}

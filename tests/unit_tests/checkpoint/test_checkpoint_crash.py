@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from core.checkpoint.save_points import KILL_AT, POINTS, kill_at, reach, set_hook, set_hook_from
+from core.checkpoint.save_points import POINTS, reach, set_hook
 from tests.unit_tests import ranks
 from tests.unit_tests.checkpoint import checkpoint_crash_training
 from tests.unit_tests.checkpoint.checkpoint_crash import LOST_A_PEER, Crash, Outcome, process_main, random_crashes
 from tests.unit_tests.checkpoint.checkpoint_crash_training import KilledTraining, Resumed
 
+ROOT = Path(__file__).parents[3]
 NAMES = list(POINTS)
 OF_EVERY_RANK = NAMES[: NAMES.index("before metadata")]
 COMMITTED = NAMES[NAMES.index("after rename") :]
@@ -99,30 +100,17 @@ def test_training_goes_on_bit_for_bit_after_any_rank_was_killed_at_any_point(
 
 def test_points_are_inert_unless_a_test_asks_and_a_wrong_name_is_an_error() -> None:
     reach("no such point", 0)  # nobody listens: one comparison
-    with pytest.raises(ValueError, match="'lunch' is no point of a save; there are before data, half a file"):
-        kill_at("lunch", 0)
     reached = []
     set_hook(lambda point, rank: reached.append((point, rank)))
     try:
         reach("before data", 3)
-        with pytest.raises(ValueError, match="no point of a save"):
+        with pytest.raises(ValueError, match="'no such point' is no point of a save; there are before data"):
             reach("no such point", 0)
     finally:
         set_hook(None)
     assert reached == [("before data", 3)]
 
 
-def test_the_environment_can_ask_for_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = []
-    monkeypatch.setattr("core.checkpoint.save_points.os.kill", lambda process, number: killed.append(number))
-    set_hook_from({})
-    reach("before data", 1)
-    try:
-        set_hook_from({KILL_AT: "before data:1:2"})
-        for rank in (1, 0, 1, 1):
-            reach("before data", rank)
-            reach("before part", rank)
-            set_hook_from({KILL_AT: "before data:1:2"})  # the next saver of the process goes on counting
-    finally:
-        set_hook(None)
-    assert killed == [9], "the second time that rank 1 comes there, and no other"
+def test_no_variable_of_the_environment_ends_a_save() -> None:
+    sources = [path.read_text() for path in (ROOT / "core" / "checkpoint").rglob("*.py")]
+    assert sources and not any("os.kill" in source or "environ" in source for source in sources)

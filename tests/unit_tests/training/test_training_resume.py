@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,12 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
-def run_command(flags: list[str], *, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def run_command(flags: list[str], program: Sequence[str] = (str(ROOT / "pretrain_gpt.py"),)) -> subprocess.Popen[str]:
     unwanted = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    command = [sys.executable, *program, *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env={**inherited, **(environment or {})}, cwd=ROOT, **pipes)
+    return subprocess.Popen(command, env=inherited, cwd=ROOT, **pipes)
 
 
 @ranks(2)
@@ -212,15 +213,16 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_costs_only_the_steps_sinc
     flags = [*TINY, *text_flags, "--run.ranks", "2", "--logging.no-plots", "--run.steps", "9", "--tp", "2"]
     flags += ["--checkpoint.every", "3", *(["--checkpoint.async"] if asynchronous else [])]
 
-    def run(name: str, *more: str, **environment: str) -> tuple[int, str]:
+    def run(name: str, *more: str, **program: Sequence[str]) -> tuple[int, str]:
         places = ["--run.directory", str(tmp_path / name), "--checkpoint.dir", str(tmp_path / name / "checkpoints")]
-        process = run_command([*flags, *places, *more], environment=environment)
+        process = run_command([*flags, *places, *more], **program)
         output, _ = process.communicate(timeout=300)
         return process.returncode, output
 
     assert run("whole")[0] == 0
     # the second save, of step 6: `kill -9` by the rank itself, with half of its file written
-    status, output = run("parts", CORE_CHECKPOINT_KILL_AT=f"half a file:{killed}:2")
+    killing = ("-m", "tests.unit_tests.checkpoint.kill_points", f"half a file:{killed}:2")
+    status, output = run("parts", program=killing)
     assert status != 0, output
     assert list_steps(tmp_path / "parts" / "checkpoints") == [3]
     status, output = run("parts", "--checkpoint.resume")
