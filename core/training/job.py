@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.checkpoint import StopSignal
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.tensor_parallel import model_parallel_manual_seed
@@ -30,7 +31,6 @@ from core.training.run_directory import CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
-from core.training.stop_request import StopRequest
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file
 from core.training.trainer import Trainer
 
@@ -158,9 +158,9 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     validation_loss: float | None = None
     stopped = False
     started_s = time.perf_counter()
-    with StopRequest() as request, reporter or nullcontext(), checkpoints or nullcontext():
+    with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext():
         while trainer.step < config.run.last_step and not stopped:
-            result = trainer.train_step(stop_requested=request.requested)
+            result = trainer.train_step(stop_requested=signals.requested is not None)
             stopped = result.stop
             losses.append(result.loss)
             traces.append(result.trace)

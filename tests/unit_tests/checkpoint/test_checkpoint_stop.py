@@ -47,6 +47,13 @@ def test_without_a_signal_nothing_stops(rank: int, world: int) -> None:
         assert stop.reason is None
 
 
+def test_one_ctrl_c_that_is_delivered_twice_is_a_request() -> None:
+    with StopSignal() as stop:
+        for _ in range(2):  # by a launcher and by the terminal
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested is signal.SIGINT
+
+
 def test_a_second_ctrl_c_interrupts_and_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.checkpoint.stop_signal.SAME_PRESS_S", 0.0)
     with StopSignal() as stop:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from core.training import progress
 from core.training.config import JobConfig
 from core.training.progress import LiveLine, PlainLines, duration, make_progress
 from core.training.step_log import StepLog, StepRecord
-from core.training.stop_request import StopRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "source" / "training.md"
 
@@ -82,19 +79,6 @@ def test_a_terminal_gets_a_live_line_and_one_without_rich_plain_lines(monkeypatc
         assert "loss 2.500" in live.bar.tasks[0].description and live.bar.tasks[0].completed == 2
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
     assert isinstance(make_progress(3, 1, Terminal()), PlainLines)
-
-
-def test_a_first_signal_is_a_request_and_a_second_interrupt_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequest() as request:
-        assert not request.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        assert request.requested
-        os.kill(os.getpid(), signal.SIGINT)  # the same key press, delivered twice
-        monkeypatch.setattr("core.training.stop_request.SAME_PRESS_S", 0.0)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_every_command_and_file_on_the_page_is_understood(tmp_path: Path) -> None:
