@@ -19,10 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.report import add_json, machine, write_json
-from core.distributed.reduce.shared_wire import timeout_of
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.host_memory import HostMemory
-from core.distributed.wire.socket_channel import SocketChannel
 
 Run = Callable[[], None]
 MIB = 2**20
@@ -43,7 +41,6 @@ class Arms:
         shared = HostMemory.share(self.full.numel(), torch.float32, self.full.device, [self.group])
         self.mapped = None if shared is None else shared.tensor
         self.collectives = Collectives(channels=[] if shared is None else shared.channels)
-        self.sockets, self.timeout = SocketChannel(self.group), timeout_of(self.group)
 
     @property
     def mine(self) -> slice:
@@ -89,16 +86,13 @@ class Arms:
                 "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
                 "all_to_all and local sum": (self.full, exchange),
                 "isend/irecv and local sum": (self.full, pairwise),
-                "exchanged in chunks": (
-                    self.full,
-                    lambda: self.sockets.reduce_scatter(self.full, timeout=self.timeout).wait(),
-                ),
+                "added in rank order": (self.full, lambda: Collectives().reduce_scatter(self.full, self.group).wait()),
             },
             "all-reduce": {
                 "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
-                "exchanged in chunks": (
+                "added in rank order": (
                     self.full,
-                    lambda: self.sockets.all_reduce(self.full, timeout=self.timeout).wait(),
+                    lambda: Collectives(ordered=True).all_reduce(self.full, self.group).wait(),
                 ),
             },
             "all-gather": {

@@ -130,10 +130,6 @@ class DistributedDataParallel(nn.Module):
         self.collectives = on_wire(plain)
         all_buffers = [self._allocate(number) for number in range(len(self.plan.layout.buffers))]
         plain.channels += [channel for buffer in all_buffers for channel in buffer.channels]
-        for buffer in all_buffers:
-            mapped = buffer.channels and ddp_config.grad_communication_dtype is None
-            if not mapped and (buffer.sharded or plain.ordered):
-                plain.prepare(buffer.groups.all, self.plan.device)
         self.grad_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
         order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]

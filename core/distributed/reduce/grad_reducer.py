@@ -190,6 +190,8 @@ class GradReducer:
     def _count_launch(self, bucket: Bucket) -> None:
         self.next += 1
         self.launches += 1
+        for wire in self.wires:
+            wire.launches += 1
         following = self.order[self.next] if self.next < len(self.order) else None
         if isinstance(following, StreamedBucket):
             following.may_fill = True

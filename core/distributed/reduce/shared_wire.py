@@ -9,24 +9,20 @@ all ranks make in the same order: they ask each other whose turn it is. Chunks o
 
 from __future__ import annotations
 
-import _thread
-import contextlib
-import ctypes
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from core.agree import SyncError
+from core.distributed.wire.collectives import timeout_of
 from core.waiting import waiting
 
 if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import GradReducer
-    from core.distributed.wire.socket_channel import Posted, SocketChannel
 
 
 class SharedWire:
@@ -39,8 +35,7 @@ class SharedWire:
         self.ranks = list(ranks)
         self._joined: dict[int, weakref.ref[GradReducer]] = {}  # by the number of the wrap, oldest first
         self._wraps = 0
-        self._channels: dict[int, tuple[weakref.ref[SocketChannel], weakref.finalize]] = {}  # by number
-        self._channels_made = 0
+        self.launches = 0  # of all models, ever; equal on all ranks whenever no step is open
         self._questions: dist.ProcessGroupGloo | None = None  # that ranks ask each other
         # Numbers of the models that no rank had dropped when ranks last asked each other; None before they can.
         self.living: set[int] | None = None
@@ -55,19 +50,6 @@ class SharedWire:
         """The number of the next model that is wrapped, the same on all ranks."""
         return self._wraps
 
-    @property
-    def next_channel(self) -> int:
-        """The number of the next channel, the same on all ranks, which make it together."""
-        return self._channels_made
-
-    def join_channel(self, channel: SocketChannel) -> None:
-        """Keep its connections when it is dropped: another rank may not be done with them. Till `quiesce`, or till the
-        communicator goes.
-        """
-        cut = weakref.finalize(self, _cut, channel.wire, channel.posted)
-        self._channels[self._channels_made] = weakref.ref(channel), cut
-        self._channels_made += 1
-
     def _by_number(self) -> dict[int, GradReducer]:
         alive = {number: reference() for number, reference in self._joined.items()}
         found = {number: reducer for number, reducer in alive.items() if reducer is not None}
@@ -76,23 +58,21 @@ class SharedWire:
 
     def quiesce(self, control: dist.ProcessGroup | None) -> None:
         """Before a collective that is not a reducer's: launch the rest of every step that some rank has begun to
-        launch, and cut the connections of models that all ranks have dropped. Collective.
+        launch. Collective.
 
-        A model that some rank has dropped already is left alone by the others. control: a gloo group of the same ranks,
-        beside which they ask each other on a communicator of its own, as that one may be busy. Without one each rank
-        goes by itself.
+        control: a gloo group of the same ranks, beside which they ask each other on a communicator of its own, as that
+        one may be busy. Without one each rank goes by itself. Raises SyncError on all ranks where a model was dropped
+        in a step whose reductions only some ranks have launched: the next collective would be paired with one of them.
         """
         if self._wraps == 0:
             return
-        models, channels = self._by_number(), self._channels
-        flags = torch.zeros(2 * self._wraps + self._channels_made, dtype=torch.int64)  # the largest of all ranks counts
-        begun, gone, in_use = flags.split([self._wraps, self._wraps, self._channels_made])
+        models = self._by_number()
+        flags = torch.zeros(2, self._wraps, dtype=torch.int64)  # the largest of all ranks counts
+        begun, gone = flags
         gone.fill_(1)
         for number, reducer in models.items():
             gone[number] = 0
             begun[number] = reducer.open and reducer.synced_backward
-        for number, (channel, _) in channels.items():
-            in_use[number] = control is None or channel() is not None
         if control is not None:
             if self._questions is None:
                 store = dist.PrefixStore("core.distributed.reduce.shared_wire", _get_process_group_store(control))
@@ -102,17 +82,23 @@ class SharedWire:
             self.living = set((gone == 0).nonzero().flatten().tolist())
         for number in (begun & ~gone).nonzero().flatten().tolist():
             models[number].start()
-        for number in [number for number in channels if not in_use[number]]:
-            _, cut = channels.pop(number)
-            cut()
+        if control is not None:
+            most, minus_least = self._ask(torch.tensor([self.launches, -self.launches])).tolist()
+            if most != -minus_least:
+                raise SyncError(
+                    f"a model was deleted in the middle of a step, when ranks {self.ranks} had launched {-minus_least} "
+                    f"to {most} reductions each, so the next one would be mixed with them. Call zero_grad_buffer() on "
+                    "all ranks before you delete a model between backward and finalize_model_grads; restart now"
+                )
 
-    def _ask(self, flags: torch.Tensor) -> None:
+    def _ask(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks, in place."""
         assert self._questions is not None, "quiesce connects the ranks before anybody asks"
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with waiting("the question which model is reduced", self.ranks):
             self._questions.allreduce([flags], options).wait()
+        return flags
 
     def unequal_turns(self, reducer: GradReducer) -> str | None:
         """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this
@@ -162,31 +148,6 @@ class SharedWire:
         models = self._by_number()
         agreed = self.living is not None and any(member.streamed for member in unit)
         return all(models.get(number) in unit for number in (self.living if agreed else models) or ())
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return timedelta(minutes=30) if options is None else options._timeout
-
-
-def _cut(wire: dist.ProcessGroupGloo, posted: deque[Posted]) -> None:
-    """Let go of a channel's communicator when its messages have come or failed. Does not wait for that.
-
-    A gloo communicator waits for its messages when it goes, and nothing aborts them. In the garbage collector this rank
-    would wait for others, which may wait for this one elsewhere. So no reference may be the last one till then.
-    """
-    try:
-        _thread.start_new_thread(_let_go, (wire, posted))
-    except RuntimeError:  # the program ends, and in Python 3.12 no thread begins then: the communicator stays
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire))
-
-
-def _let_go(wire: dist.ProcessGroupGloo, posted: deque[Posted]) -> None:
-    while posted:
-        with contextlib.suppress(RuntimeError):  # the other rank has let go of it, or the message has timed out
-            posted[0].work.wait()
-        posted.popleft()
 
 
 def _parameter_of(model: GradReducer | None) -> str:

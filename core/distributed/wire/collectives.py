@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from core.distributed.reduce.shared_wire import timeout_of
 from core.distributed.wire.host_channel import HostChannel
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
-from core.distributed.wire.socket_channel import SocketChannel
 from core.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
@@ -46,7 +45,7 @@ class Traffic:
 
 
 class InFlight(Protocol):
-    """A collective that was launched: a Handle, a HostHandle or a SocketHandle."""
+    """A collective that was launched: a Handle or a HostHandle."""
 
     def is_done(self) -> bool:
         """Is there nothing left to do or to wait for? Waits for nothing."""
@@ -98,7 +97,7 @@ class Handle:
         if self.finish is not None:
             self.finish()
         self._waited = True
-        self.keep = ()
+        self.finish, self.keep = None, ()
 
 
 class Collectives:
@@ -109,9 +108,7 @@ class Collectives:
     backend's algorithm.
 
     Tensors that lie in memory which the ranks of a group have mapped from each other (`channels`) are reduced there.
-    Others on CPU, where the backend is gloo, are exchanged through a SocketChannel for each group (`exchanges`), which
-    adds in rank order anyway: to reduce to shards always, as gloo's own is slower; to reduce on all ranks only in
-    ordered mode.
+    Over gloo a reduction to shards adds in rank order in every mode, because gloo's own reduce-scatter is slower.
     """
 
     def __init__(
@@ -120,21 +117,10 @@ class Collectives:
         ordered: bool = False,
         traffic: Traffic | None = None,
         channels: Sequence[HostChannel] = (),
-        exchanges: dict[dist.ProcessGroup, SocketChannel] | None = None,
     ) -> None:
         self.ordered = ordered
         self.traffic = traffic if traffic is not None else Traffic()
         self.channels = list(channels)
-        self.exchanges = exchanges if exchanges is not None else {}
-
-    def prepare(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Connect the ranks of groups whose tensors may be exchanged. Collective over each group.
-
-        A reduction that is launched in backward must not begin with it: it waits for all ranks of the group.
-        """
-        for group in dict.fromkeys(groups):
-            if _can_exchange(device, group):
-                self._exchange(group)
 
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
@@ -142,15 +128,10 @@ class Collectives:
         """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
         size = dist.get_world_size(group)
         mapped = None if op == "max" else self._channel(tensor, group)
-        exchanged = mapped is None and self.ordered and op != "max" and _can_exchange(tensor.device, group)
         if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
             scale = scale_now(tensor, scale)
         if size == 1 or tensor.numel() == 0:
             return Handle()
-        if exchanged:
-            handle = self._exchange(group).all_reduce(tensor, timeout=timeout_of(group), mean=op == "mean")
-            self.traffic.count(handle.bytes_sent)
-            return handle
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         if mapped is not None:
             return mapped.all_reduce(tensor, scale=scale, mean=op == "mean")
@@ -168,7 +149,7 @@ class Collectives:
         """
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mapped = self._channel(full, group)
-        exchanged = mapped is None and _can_exchange(full.device, group)
+        exchanged = size > 1 and (self.ordered or backend_of(group, full.device) == "gloo")
         if self.ordered or not (mapped or exchanged):
             scale = scale_now(full, scale)
         if size == 1 or full.numel() == 0:
@@ -176,14 +157,13 @@ class Collectives:
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
         if mapped is not None:
             return mapped.reduce_scatter(full, scale=scale, mean=op == "mean")
-        if exchanged:
-            return self._exchange(group).reduce_scatter(full, timeout=timeout_of(group), scale=scale, mean=op == "mean")
         part = full.numel() // size
         shard = full[rank * part : (rank + 1) * part]
-        if self.ordered:
+        if exchanged:
             received = torch.empty_like(full)
             work = dist.all_to_all_single(received, full, group=group, async_op=True)
-            return Handle((work,), lambda: _sum_parts(received, shard, size, op == "mean"), (received, full))
+            parts = received.view(size, part).unbind()
+            return Handle((work,), lambda: add_in_rank_order(parts, shard, scale, op == "mean"), (full,))
         reduce_op, divide = _backend_op(op, full, group)
         work = _reduce_scatter(shard, full, op=reduce_op, group=group, async_op=True)
         return Handle((work,), (lambda: _divide(shard, size)) if divide else None, (full,))
@@ -215,12 +195,6 @@ class Collectives:
     def _channel(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
         return next((channel for channel in self.channels if channel.holds(tensor, group)), None)
 
-    def _exchange(self, group: dist.ProcessGroup) -> SocketChannel:
-        """Collective over the group where it is the first time."""
-        if group not in self.exchanges:
-            self.exchanges[group] = SocketChannel(group)
-        return self.exchanges[group]
-
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         flat = tensor.view(-1)
@@ -232,7 +206,7 @@ class Collectives:
         )
 
         def finish() -> None:
-            _sum_parts(received, parts[rank], size, mean)
+            add_in_rank_order(received.view(size, -1).unbind(), parts[rank], 1.0, mean)
             sends = [
                 dist.broadcast(part, group=group, group_src=r, async_op=True)
                 for r, part in enumerate(parts)
@@ -244,15 +218,16 @@ class Collectives:
         return Handle((work,), finish, (received, flat))
 
 
-def _can_exchange(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Can its tensors go through the group's SocketChannel? Asks for nothing that could differ between ranks."""
-    return device.type == "cpu" and dist.get_world_size(group) > 1 and backend_of(group, device) == "gloo"
-
-
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries tensors of a device. A group may have several, and dist.get_backend names none then."""
     pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return timedelta(minutes=30) if options is None else options._timeout
 
 
 def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, bool]:
@@ -272,10 +247,6 @@ def scale_now(tensor: torch.Tensor, scale: float) -> float:
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
     tensor.div_(size)
-
-
-def _sum_parts(received: torch.Tensor, out: torch.Tensor, size: int, mean: bool) -> None:
-    add_in_rank_order(received.view(size, -1).unbind(), out, 1.0, mean)
 
 
 def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -30,7 +30,7 @@ class CastingCollectives(Collectives):
     """Reductions of floating tensors in another dtype; gathers and broadcasts as they are."""
 
     def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
-        super().__init__(ordered=plain.ordered, traffic=plain.traffic, exchanges=plain.exchanges)
+        super().__init__(ordered=plain.ordered, traffic=plain.traffic)
         self.dtype = dtype
 
     def all_reduce(

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.distributed.reduce.shared_wire import timeout_of
-from core.distributed.wire.collectives import backend_of, gather_objects
+from core.distributed.wire.collectives import backend_of, gather_objects, timeout_of
 from core.distributed.wire.host_channel import CONTROL_BYTES, HostChannel, Member
 
 PAGE = 4096
