@@ -166,7 +166,13 @@ class GradReducer:
     def _launch_next(self, *, detach: bool = True) -> None:
         bucket = self.order[self.next]
         bucket.launch(self.collectives, detach=detach)
-        self._count_launch(bucket)
+        self.next += 1
+        self.launches += 1
+        for wire in self.wires:
+            wire.launches += 1
+        following = self.order[self.next] if self.next < len(self.order) else None
+        if isinstance(following, StreamedBucket):
+            following.may_fill = True
 
     def _launch_rest(self, *, detach: bool = True) -> None:
         while self.next < len(self.order):
@@ -186,15 +192,6 @@ class GradReducer:
         if any(count for bucket in self.order for count in bucket.arrivals):
             for bucket in self.order:
                 bucket.learn()
-
-    def _count_launch(self, bucket: Bucket) -> None:
-        self.next += 1
-        self.launches += 1
-        for wire in self.wires:
-            wire.launches += 1
-        following = self.order[self.next] if self.next < len(self.order) else None
-        if isinstance(following, StreamedBucket):
-            following.may_fill = True
 
     # -- gradients that are sharded ---------------------------------------------------------------------------------
 
