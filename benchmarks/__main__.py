@@ -17,6 +17,10 @@ BENCHMARKS = {
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
     "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
+    "same_bits": (
+        "benchmarks.same_bits",
+        "do two versions of this code train to the same bits? record one, compare the other",
+    ),
     "startup": ("benchmarks.startup", "wrapping up to 100 000 parameters, optimizer and first step; groups at 16 384"),
     "steps": ("benchmarks.steps", "step time, processor time and memory beside torch's wrappers and other frameworks"),
 }
