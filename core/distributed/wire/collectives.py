@@ -186,6 +186,12 @@ class Collectives:
         work = _all_gather(full, full[rank * part : (rank + 1) * part], group=group, async_op=True)
         return Handle((work,), None, (full,))
 
+    def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
+        rows = values.new_empty(dist.get_world_size(group), values.numel())
+        _all_gather(rows.view(-1), values, group=group)
+        return rows
+
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
         """Copy the tensor of the group's rank `source` to all others."""
         if dist.get_world_size(group) > 1 and tensor.numel():

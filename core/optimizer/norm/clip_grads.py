@@ -21,11 +21,11 @@ import torch.distributed as dist
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.param_views import pieces_of
-from core.distributed.wire.collectives import gather_objects
-from core.distributed.wire.small_exchange import SmallExchange
+from core.distributed.wire.collectives import Collectives, gather_objects
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
+from core.waiting import waiting
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
@@ -112,8 +112,7 @@ class GradMeter:
     """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
     norm_type: p of the norm, math.inf for the largest magnitude.
-    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from, and all must
-        allow it (`share_host_memory`) for ranks of one host to read each other's sums in memory.
+    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
     models: for each bucket which model it is of, where there are several: names are shared within one alone.
     spare: memory that is written over, see NormPass.
     """
@@ -133,10 +132,9 @@ class GradMeter:
         self.norm_type = norm_type
         self.watched = watched
         self.device = device_of(masters, groups)
-        self.norm_groups, share = self._agree()
+        self.norm_groups = self._agree()
         self.ranks = math.prod(map(dist.get_world_size, groups))
-        numbers = len(self.norm_groups) + 4
-        self.exchanges = [SmallExchange(group, numbers, self.device, share_memory=share) for group in groups]
+        self.collectives = Collectives()
         memory: list[torch.Tensor] = []
         counted: list[bool] = []
         norm_group: list[int] = []
@@ -164,18 +162,13 @@ class GradMeter:
         self.bucket = of_pieces(bucket, torch.int64)
         self.counted_memory = [stretch for stretch, here in zip(memory, counted, strict=True) if here]
 
-    def _agree(self) -> tuple[list[str | None], bool]:
-        """All norm groups of the job in one order, as a stage may hold none of a kind; and whether all may read each
-        other's sums in memory.
-        """
+    def _agree(self) -> list[str | None]:
+        """All norm groups of the job in one order, because a stage may hold none of a kind."""
         found = {piece.norm_group for masters in self.masters for piece in masters.slices} - {None}
         names = sorted(str(name) for name in found)
-        share = all(chunk.ddp_config.share_host_memory for chunk in self.watched)
         for group in self.groups:
-            told = gather_objects((names, share), group)
-            names = sorted({name for others, _ in told for name in others})
-            share = all(shares for _, shares in told)
-        return [None, *names], share
+            names = sorted({name for others in gather_objects(names, group) for name in others})
+        return [None, *names]
 
     def measure(
         self,
@@ -233,7 +226,7 @@ class GradMeter:
         """(norm of each norm group, zeros, is a gradient of any rank not finite, do all ranks step alike, factors)
         from one vector of sums.
 
-        A largest magnitude is no sum: where an all-reduce carries them, such norms and zeros go in two.
+        Every rank adds the gathered vectors of a group in rank order, so all ranks hold the same bits.
         """
         count = len(self.norm_groups)
         largest = math.isinf(self.norm_type)
@@ -248,8 +241,12 @@ class GradMeter:
         if zeros is not None:
             sums[count + 1] = zeros
         sums[count + 2], sums[count + 3] = terms
-        for exchange in self.exchanges:
-            sums = exchange.reduce(sums, maxima=count + 1 if largest else 0)
+        for group in self.groups:
+            with waiting("the gradient norm", group):
+                rows = self.collectives.gather_rows(sums, group)
+            sums = rows.sum(0)
+            if largest:
+                sums[: count + 1] = rows[:, : count + 1].amax(0)
         numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
         root = 1.0 if largest else 1.0 / self.norm_type
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]

@@ -88,6 +88,12 @@ def test_an_all_reduce_in_rank_order_has_the_same_bits_everywhere(rank: int, wor
             assert torch.equal(tensor, in_rank_order(world, numel, dtype)), (dtype, numel)
 
 
+@ranks(1, 3)
+def test_rows_are_the_values_of_every_rank_in_rank_order(rank: int, world: int) -> None:
+    rows = Collectives().gather_rows(torch.tensor([float(rank), 0.1], dtype=torch.float64), dist.group.WORLD)
+    assert rows.tolist() == [[float(other), 0.1] for other in range(world)]
+
+
 @ranks(1)
 def test_one_rank_only_scales_and_nothing_is_nothing(rank: int, world: int) -> None:
     for ordered in (False, True):
