@@ -1,56 +1,35 @@
-"""DistributedDataParallel: the wrapper that users see. Plans, allocates, hooks; the engine below it does the work."""
+"""DistributedDataParallel: the wrapper that users see. Hooks, and Megatron's names for what the engine does."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from core import parallel_state
-from core.agree import SyncError, control_device
+from core.agree import SyncError
 from core.collector_pause import collector_paused
-from core.distributed.buffer.bucket import Bucket, BucketGroups
-from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.assemble import assemble
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.streamed_bucket import StreamedBucket
-from core.distributed.contract.gradient_contract import GradientContract, divisor_of
+from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.guard.agreement import ControlGroup
-from core.distributed.guard.finite import Finding, LargeGradientWatch, NonFiniteWatch
-from core.distributed.guard.model_watch import ModelWatch
+from core.distributed.guard.finite import Finding
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
-from core.distributed.guard.same_model import Facts, check_same
 from core.distributed.guard.step_guard import StepGuard
-from core.distributed.layout.model_plan import (
-    ModelPlan,
-    option_table,
-    plan_model,
-    replica_group_name,
-    shard_group_name,
-)
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.measure.step_clock import resolve
 from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
 from core.distributed.reduce.grad_reducer import GradReducer, StepReport
-from core.distributed.reduce.param_gatherer import ParamSync, finish_gathers
-from core.distributed.reduce.shared_wire import SharedWire
-from core.distributed.reduce.sync_rules import GradSync
-from core.distributed.reduce.weak_link import WeakLink
-from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.formats import gradient_collectives
-from core.distributed.wire.simulated_wire import over_wire
 from core.process_groups import ProcessGroups
-
-HOOK = "core.distributed"
-CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
 
 
 class DistributedDataParallel(nn.Module):
@@ -113,156 +92,50 @@ class DistributedDataParallel(nn.Module):
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _wrap(self, one_bucket: bool) -> None:
-        config, ddp_config, module = self.config, self.ddp_config, self.module
-        for name, twin in CONTROL_TWIN.items():
-            if self.groups.size(name) > 1:
-                group = self.groups.require(name)
-                control = getattr(self.groups, twin) or (group if control_device(group).type == "cpu" else None)
-                SharedWire.of(group).quiesce(control)
-        self.plan = self._plan_together(one_bucket)
-        self.contracts: dict[str, GradientContract] = self.plan.contracts
-        on_wire = over_wire(ddp_config.simulated_wire, self.plan.device)
-        plain = Collectives(
-            ordered=ddp_config.deterministic_reduction
-            or ddp_config.reduce_scatter_with_fp32_accumulation
-            or getattr(config, "deterministic_mode", False)
-        )
-        self.collectives = on_wire(plain)
-        all_buffers = [self._allocate(number) for number in range(len(self.plan.layout.buffers))]
-        plain.channels += [channel for buffer in all_buffers for channel in buffer.channels]
-        self.grad_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "dp_cp"]
-        self.expert_parallel_buffers = [buffer for buffer in all_buffers if buffer.layout.key.data_group == "expt_dp"]
-        order = [all_buffers[buffer].buckets[bucket] for buffer, bucket in self.plan.order]
-        if self.plan.shared:
-            for bucket in order:
-                bucket.params_stay = any(slot.name in self.plan.shared for slot in bucket.layout.slots)
-        watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
-        self.nan_watch = NonFiniteWatch(order) if watches_nan else None
-        self.large_watch = LargeGradientWatch(order) if ddp_config.check_for_large_grads else None
-        wire_is_free = self.plan.wire_is_free
-        self.reducer = GradReducer(
-            order,
-            on_wire(gradient_collectives(ddp_config.grad_communication_dtype, plain)),
-            self._control_groups(order),
-            ModelWatch(module, self.plan, order).problems,
-            in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and wire_is_free,
-            wait_at_once=not ddp_config.overlap_grad_reduce,
-            many_rounds=ddp_config.reduces_every_microbatch and wire_is_free,
-            watch=self.nan_watch,
-            channels=plain.channels,
-        )
-        self.grad_sync = GradSync(order, self.plan.rules, self.groups, self.collectives, list(self.plan.params))
-        self.param_sync = ParamSync(order, on_wire(Collectives(channels=plain.channels)))
+        owned = frozenset().union(*(wrapper.held for wrapper in _WRAPPERS))
+        engine = assemble(self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned)
+        self.plan = engine.plan
+        self.contracts: dict[str, GradientContract] = engine.plan.contracts
+        self.collectives = engine.collectives
+        self.grad_buffers = [buffer for buffer in engine.buffers if buffer.layout.key.data_group == "dp_cp"]
+        self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
+        self.nan_watch, self.large_watch = engine.nan_watch, engine.large_watch
+        self.reducer = engine.reducer
+        self.grad_sync = engine.grad_sync
+        self.param_sync = engine.param_sync
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer)
-        self._hook_params(order)
-        self._check_initial_weights()
-        self._hook_module()
-
-    def _plan_together(self, one_bucket: bool) -> ModelPlan:
-        """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
-        options = option_table(self.config, self.ddp_config)
-        failure: Exception | None = None
-        plan: ModelPlan | None = None
-        try:
-            plan = plan_model(self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket)
-        except (ValueError, RuntimeError, TypeError) as error:
-            failure = error
-        for name in ("dp_cp", "expt_dp"):
-            if self.groups.size(name) > 1:
-                failure = self._compare(None if plan is None else plan.facts(name, options), name, failure)
-        for name in ("tp", "expt_tp"):
-            if self.groups.size(name) > 1:
-                failure = self._compare(None if plan is None else plan.facts_over_tp(options, name), name, failure)
-        if plan is None or failure is not None:
-            raise failure or RuntimeError("this model could not be planned")
-        return plan
-
-    def _compare(self, facts: Facts | None, name: str, failure: Exception | None) -> Exception | None:
-        """A failure in one group must still be told to the next group, so it is returned and raised at the end."""
-        try:
-            check_same(facts, self.groups.require(name), name, failure)
-        except (ValueError, RuntimeError, TypeError) as error:
-            return error
-        return failure
-
-    def _check_initial_weights(self) -> None:
         if self.ddp_config.initial_weights == "broadcast":
             self.broadcast_params()
         elif self.ddp_config.initial_weights == "check":
             refuse_unequal(self.unequal_weights(), self.groups, at_wrap=True, trained=False)
+        hooks = [*self._hook_module(), *self._hook_params(engine.buckets)]
+        # Without its hooks the module is a plain one, which can be wrapped again.
+        weakref.finalize(self, _remove, hooks).atexit = False
+        self.held: frozenset[int] = frozenset({id(self.module), *map(id, self.plan.params.values())})
+        _WRAPPERS.add(self)
+
+    def _hook_module(self) -> list[RemovableHandle]:
+        """On the wrapped module, so that calling it without the wrapper is the same."""
+        return [
+            self.module.register_forward_pre_hook(_begin_forward, prepend=True),
+            self.module.register_state_dict_pre_hook(_finish_gathers),
+            self.module.register_load_state_dict_pre_hook(_finish_gathers),
+        ]
+
+    def _hook_params(self, buckets: Sequence[Bucket]) -> list[RemovableHandle]:
+        hooks = []
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                if "grad_added_to_main_grad" in param.__dict__:
+                    ignore_dummies(param, bucket.contracts[index].name)
+                hook = partial(arrived, self.reducer, bucket, index)
+                hooks.append(param.register_post_accumulate_grad_hook(hook))
+        return hooks
 
     def unequal_weights(self) -> Finding | None:
         """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
         return unequal_within_stage(self.plan, self.groups, [*self.grad_buffers, *self.expert_parallel_buffers])
-
-    def _allocate(self, number: int) -> GradBuffer:
-        layout = self.plan.layout.buffers[number]
-        data_group = layout.key.data_group
-        shard_name = shard_group_name(data_group, self.ddp_config)
-        replica_name = replica_group_name(data_group, self.ddp_config)
-        replica = None if replica_name is None else self.groups.require(replica_name)
-        groups = BucketGroups(self.groups.require(data_group), self.groups.require(shard_name), replica)
-        return GradBuffer(
-            layout,
-            self.plan.params,
-            self.plan.contracts,
-            groups,
-            sharded=self.ddp_config.sharded,
-            scale=self._scale_before(data_group),
-            average=self.ddp_config.average_in_collective,
-            scale_later=self.ddp_config.scale_in_optimizer,
-            streamed=self.ddp_config.shards_gradients,
-            share_memory=self.ddp_config.share_host_memory,
-            device=self.plan.device,
-        )
-
-    def _scale_before(self, data_group: str) -> float:
-        """What a bucket is multiplied by before its reduction, to come out divided by the contract's divisor."""
-        averaged = self.groups.size(data_group) if self.ddp_config.average_in_collective else 1
-        return averaged / divisor_of(self.groups, self.config)
-
-    def _control_groups(self, order: list[Bucket]) -> list[ControlGroup]:
-        control = []
-        for name, twin in CONTROL_TWIN.items():
-            buckets = tuple(bucket for bucket in order if bucket.contracts[0].data_group == name)
-            if buckets or name == "dp_cp":
-                group = self.groups.require(name)
-                model = SharedWire.of(group).next_model
-                control.append(ControlGroup(name, getattr(self.groups, twin) or group, buckets, model))
-        return control
-
-    def _hook_module(self) -> None:
-        """On the wrapped module, so that calling it without the wrapper is the same."""
-        self.module.register_forward_pre_hook(partial(_begin_forward, WeakLink(self)), prepend=True)
-        # A step that Ctrl-C interrupted has left gathers in flight; whoever then saves or loads finds them complete.
-        finish = partial(finish_gathers, WeakLink(self.param_sync))
-        self.module.register_state_dict_pre_hook(finish)
-        self.module.register_load_state_dict_pre_hook(finish)
-
-    def _hook_params(self, order: list[Bucket]) -> None:
-        # A bound method is made and called faster than a partial.
-        reducer_of = WeakLink(self.reducer)
-        for bucket in order:
-            arrived = self._make_hook(bucket)
-            for index, param in enumerate(bucket.params):
-                if "grad_added_to_main_grad" in param.__dict__:
-                    ignore_dummies(param, bucket.contracts[index].name)
-                hook_gradient(param, MethodType(arrived, index))
-                param.grad_reducer = reducer_of
-
-    def _make_hook(self, bucket: Bucket) -> Callable[[int, torch.Tensor], None]:
-        # Weak, so that deleting the wrapper leaves a plain module, which can be wrapped again.
-        reducer_of, bucket_of = weakref.ref(self.reducer), weakref.ref(bucket)
-
-        def arrived(index: int, param: torch.Tensor) -> None:
-            reducer, bucket = reducer_of(), bucket_of()
-            if reducer is not None and bucket is not None:
-                if param.__dict__.get("grad_added_to_main_grad"):
-                    check_declared(param, bucket.contracts[index].name)
-                reducer.arrive(bucket, index)
-
-        return arrived
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -433,9 +306,27 @@ class DistributedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
-def _begin_forward(wrapper_of: WeakLink[DistributedDataParallel], module: nn.Module, _inputs: Any) -> None:
+_WRAPPERS: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that live in this process
+
+
+def wrapper_of(part: nn.Module | torch.Tensor) -> DistributedDataParallel | None:
+    """The living wrapper around this module, or the one that reduces this parameter's gradient."""
+    return next((wrapper for wrapper in _WRAPPERS if id(part) in wrapper.held), None)
+
+
+# Hooks. Those of modules are functions without state, so that a copied or pickled module takes nothing along.
+
+
+def arrived(reducer: GradReducer, bucket: Bucket, index: int, param: torch.Tensor) -> None:
+    """Autograd has added to the gradient of `bucket.params[index]`."""
+    if param.__dict__.get("grad_added_to_main_grad"):
+        check_declared(param, bucket.contracts[index].name)
+    reducer.arrive(bucket, index)
+
+
+def _begin_forward(module: nn.Module, _inputs: Any) -> None:
     """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
-    wrapper = wrapper_of()
+    wrapper = wrapper_of(module)
     if wrapper is None:
         return
     outside = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # its forward is running
@@ -449,13 +340,13 @@ def _begin_forward(wrapper_of: WeakLink[DistributedDataParallel], module: nn.Mod
         wrapper.reducer.forward_seen = True
 
 
-def hook_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have `hook` called with the parameter whenever autograd has added to its gradient."""
-    if type(param) is nn.Parameter and param._post_accumulate_grad_hooks is None:
-        # As register_post_accumulate_grad_hook does, which takes ten times as long for a handle that nobody would use.
-        # torch numbers its hooks, so a name is nobody else's key.
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        hooks[HOOK] = hook
-        param._post_accumulate_grad_hooks = hooks
-    else:
-        param.register_post_accumulate_grad_hook(hook)
+def _finish_gathers(module: nn.Module, *_: Any) -> None:
+    """Complete the gathers that an interrupted step has left in flight, before the module is saved or loaded."""
+    wrapper = wrapper_of(module)
+    if wrapper is not None:
+        wrapper.param_sync.finish()
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -20,6 +20,7 @@ from core import parallel_state
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, data_group_of
+from core.distributed.distributed_data_parallel import wrapper_of
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
@@ -211,8 +212,8 @@ def is_expert(param: nn.Parameter) -> bool:
 
 def reducer_of(param: nn.Parameter) -> GradReducer | None:
     """The reducer of the DistributedDataParallel of ours that holds the parameter, while that lives."""
-    held = getattr(param, "grad_reducer", None)
-    return None if held is None else held()
+    wrapper = wrapper_of(param)
+    return None if wrapper is None else wrapper.reducer
 
 
 def bucket_of(param: nn.Parameter) -> Bucket | None:

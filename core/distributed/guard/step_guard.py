@@ -25,6 +25,7 @@ class StepGuard:
     def __init__(self, owner: nn.Module, reducer: GradReducer) -> None:
         self.reducer = reducer
         self.needs_rules = any(contract.rules for bucket in reducer.order for contract in bucket.contracts)
+        self.ours = frozenset(id(param) for bucket in reducer.order for param in bucket.params)
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)
 
@@ -70,12 +71,6 @@ class StepGuard:
         known = self.concerned.get(optimizer)
         if known is None:
             held = (param for group in optimizer.param_groups for param in group["params"])
-            known = any(_reducer_of(param) is self.reducer for param in held)
+            known = any(id(param) in self.ours for param in held)
             self.concerned[optimizer] = known
         return known
-
-
-def _reducer_of(param: torch.Tensor) -> GradReducer | None:
-    """Of the wrapper that holds a parameter, if one does."""
-    reference = getattr(param, "grad_reducer", None)
-    return None if reference is None else reference()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -218,8 +218,12 @@ def plan_model(
     groups: ProcessGroups,
     *,
     one_bucket: bool,
+    owned: Collection[int] = (),
 ) -> ModelPlan:
-    """Read contracts and lay out buffers. Local: raises ContractError or ValueError, touches nothing."""
+    """Read contracts and lay out buffers. Local: raises ContractError or ValueError, touches nothing.
+
+    owned: ids of parameters that another wrapper reduces already.
+    """
     if getattr(config, "calculate_per_token_loss", False) and ddp_config.average_in_collective:
         raise ValueError(
             "calculate_per_token_loss divides by the number of tokens of the whole batch, so gradients must be summed; "
@@ -250,8 +254,7 @@ def plan_model(
         if not look[0]:
             frozen[name] = param
             continue
-        owner = getattr(param, "grad_reducer", None)
-        if owner is not None and owner() is not None:
+        if id(param) in owned:
             raise ValueError(
                 f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
                 "second time. Delete that wrapper first, or wrap the model once"

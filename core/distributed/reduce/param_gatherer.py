@@ -7,13 +7,11 @@ sees all of that: see "Why parameters are not gathered under the forward" in doc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.measure.step_clock import BucketEvent
-from core.distributed.reduce.weak_link import WeakLink
 from core.distributed.wire.collectives import Collectives, InFlight
 from core.waiting import waiting
 
@@ -64,10 +62,3 @@ class ParamSync:
     def events(self) -> list[BucketEvent]:
         """Of each bucket the gather that was last waited for, in the order of their launch."""
         return [self.finished[id(bucket)] for bucket in self.order if id(bucket) in self.finished]
-
-
-def finish_gathers(sync_of: WeakLink[ParamSync], *_: Any) -> None:
-    """Complete what is in flight, if there is still a wrapper. A hook of modules, whose arguments are not needed."""
-    sync = sync_of()
-    if sync is not None:
-        sync.finish()

@@ -1,0 +1,191 @@
+"""assemble(): makes the parts that work for one wrapped model chunk, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from core.agree import control_device
+from core.distributed.buffer.bucket import Bucket, BucketGroups
+from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.contract.gradient_contract import divisor_of
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.guard.agreement import ControlGroup
+from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
+from core.distributed.guard.model_watch import ModelWatch
+from core.distributed.guard.same_model import Facts, check_same
+from core.distributed.layout.model_plan import (
+    ModelPlan,
+    option_table,
+    plan_model,
+    replica_group_name,
+    shard_group_name,
+)
+from core.distributed.layout.param_layout import BufferLayout
+from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.reduce.param_gatherer import ParamSync
+from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.sync_rules import GradSync
+from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.formats import gradient_collectives
+from core.distributed.wire.simulated_wire import over_wire
+from core.process_groups import ProcessGroups
+
+CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What `assemble` has made for one model chunk."""
+
+    plan: ModelPlan
+    collectives: Collectives
+    buffers: list[GradBuffer]
+    buckets: list[Bucket]  # of all buffers, in launch order
+    reducer: GradReducer
+    grad_sync: GradSync
+    param_sync: ParamSync
+    nan_watch: NonFiniteWatch | None
+    large_watch: LargeGradientWatch | None
+
+
+def assemble(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
+    *,
+    one_bucket: bool,
+    owned: Collection[int],
+) -> Engine:
+    """Plan, make the memory, and put reducer, gatherer and guards on it. Collective over all ranks with this chunk.
+
+    one_bucket: True if each buffer is one bucket. owned: ids of parameters that other wrappers reduce already.
+    """
+    _settle_other_models(groups)
+    plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
+    on_wire = over_wire(ddp_config.simulated_wire, plan.device)
+    plain = Collectives(
+        ordered=ddp_config.deterministic_reduction
+        or ddp_config.reduce_scatter_with_fp32_accumulation
+        or getattr(config, "deterministic_mode", False)
+    )
+    buffers = [_allocate(layout, plan, config, ddp_config, groups) for layout in plan.layout.buffers]
+    plain.channels += [channel for buffer in buffers for channel in buffer.channels]
+    buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.order]
+    if plan.shared:
+        for bucket in buckets:
+            bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
+    watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
+    nan_watch = NonFiniteWatch(buckets) if watches_nan else None
+    reducer = GradReducer(
+        buckets,
+        on_wire(gradient_collectives(ddp_config.grad_communication_dtype, plain)),
+        _control_groups(buckets, groups),
+        ModelWatch(module, plan, buckets).problems,
+        in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and plan.wire_is_free,
+        wait_at_once=not ddp_config.overlap_grad_reduce,
+        many_rounds=ddp_config.reduces_every_microbatch and plan.wire_is_free,
+        watch=nan_watch,
+        channels=plain.channels,
+    )
+    collectives = on_wire(plain)
+    return Engine(
+        plan,
+        collectives,
+        buffers,
+        buckets,
+        reducer,
+        GradSync(buckets, plan.rules, groups, collectives, list(plan.params)),
+        ParamSync(buckets, on_wire(Collectives(channels=plain.channels))),
+        nan_watch,
+        LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
+    )
+
+
+def _settle_other_models(groups: ProcessGroups) -> None:
+    """Launch what models on the same groups have begun, before this wrap's first collective."""
+    for name, twin in CONTROL_TWIN.items():
+        if groups.size(name) > 1:
+            group = groups.require(name)
+            control = getattr(groups, twin) or (group if control_device(group).type == "cpu" else None)
+            SharedWire.of(group).quiesce(control)
+
+
+def _plan_together(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
+    one_bucket: bool,
+    owned: Collection[int],
+) -> ModelPlan:
+    """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
+    options = option_table(config, ddp_config)
+    failure: Exception | None = None
+    plan: ModelPlan | None = None
+    try:
+        plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
+    except (ValueError, RuntimeError, TypeError) as error:
+        failure = error
+    for name in ("dp_cp", "expt_dp"):
+        if groups.size(name) > 1:
+            failure = _compare(None if plan is None else plan.facts(name, options), groups, name, failure)
+    for name in ("tp", "expt_tp"):
+        if groups.size(name) > 1:
+            failure = _compare(None if plan is None else plan.facts_over_tp(options, name), groups, name, failure)
+    if plan is None or failure is not None:
+        raise failure or RuntimeError("this model could not be planned")
+    return plan
+
+
+def _compare(facts: Facts | None, groups: ProcessGroups, name: str, failure: Exception | None) -> Exception | None:
+    """A failure in one group must still be told to the next group, so it is returned and raised at the end."""
+    try:
+        check_same(facts, groups.require(name), name, failure)
+    except (ValueError, RuntimeError, TypeError) as error:
+        return error
+    return failure
+
+
+def _allocate(
+    layout: BufferLayout,
+    plan: ModelPlan,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
+) -> GradBuffer:
+    data_group = layout.key.data_group
+    replica_name = replica_group_name(data_group, ddp_config)
+    # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
+    averaged = groups.size(data_group) if ddp_config.average_in_collective else 1
+    return GradBuffer(
+        layout,
+        plan.params,
+        plan.contracts,
+        BucketGroups(
+            groups.require(data_group),
+            groups.require(shard_group_name(data_group, ddp_config)),
+            None if replica_name is None else groups.require(replica_name),
+        ),
+        sharded=ddp_config.sharded,
+        scale=averaged / divisor_of(groups, config),
+        average=ddp_config.average_in_collective,
+        scale_later=ddp_config.scale_in_optimizer,
+        streamed=ddp_config.shards_gradients,
+        share_memory=ddp_config.share_host_memory,
+        device=plan.device,
+    )
+
+
+def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[ControlGroup]:
+    control = []
+    for name, twin in CONTROL_TWIN.items():
+        members = tuple(bucket for bucket in buckets if bucket.contracts[0].data_group == name)
+        if members or name == "dp_cp":
+            group = groups.require(name)
+            control.append(ControlGroup(name, getattr(groups, twin) or group, members, SharedWire.of(group).next_model))
+    return control
