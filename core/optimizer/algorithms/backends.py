@@ -1,7 +1,7 @@
 """Whose kernels run the inner step of Adam and SGD, and why not the others'.
 
-In order: TransformerEngine's and apex's `multi_tensor_adam` where the package is installed, has that symbol and agrees
-with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype.
+In this order: TransformerEngine's and apex's `multi_tensor_adam` where the package is installed, has that symbol and
+agrees with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype.
 
     print(core.optimizer.algorithms.backends.report())           # what Adam would use on this machine
     print(core.optimizer.algorithms.backends.report(optimizer))  # what an optimizer uses
@@ -10,47 +10,39 @@ with torch on a small vector; torch's fused kernels; torch's foreach ones, which
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-
-from core.optimizer.algorithms.kernel_adam import KernelAdam, MultiTensorAdam
 
 # package to load first, module with the kernel, its name there
 KERNELS = {
     "transformer_engine": ("transformer_engine.pytorch", "transformer_engine_torch", "multi_tensor_adam"),
     "apex": ("apex", "amp_C", "multi_tensor_adam"),
 }
-TORCH_KERNELS = ("fused", "foreach", "single")
-ORDER = (*KERNELS, *TORCH_KERNELS)
+ORDER = (*KERNELS, "fused", "foreach", "single")
 # A kernel is taken if after three steps its fp32 weights differ from torch's by no more than this part of the way they
 # have gone. The same formula in another order of rounding stays some 50 times below.
 AGREEMENT = 1e-4
+CHUNK_ELEMENTS = 2048 * 32  # what one block of threads takes; the value both packages' optimizers pass
+
+# (chunk size, overflow flag, [gradients, parameters, first moments, second moments], lr, beta1, beta2, eps, step,
+#  1 for decoupled weight decay, 1 for bias correction, weight decay)
+MultiTensorAdam = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One backend, and why it is not in use; '' for the one that is."""
-
-    name: str
-    why_not: str
-
-
-@dataclass(frozen=True, slots=True)
-class BackendReport:
-    """Which kernels step which algorithm; str() is a few lines for a log."""
+class BackendReport(NamedTuple):
+    """Which kernels step which algorithm; str() is a few lines for a log. others: (backend, why it is not in use)."""
 
     algorithm: str
     device: str
     in_use: str
-    others: tuple[Candidate, ...]
+    others: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """One line for what is in use, one for each that was passed over."""
-        lines = [f"{self.algorithm} on {self.device}: {self.in_use}"]
-        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
+        """One line for what is in use, one for each backend that was passed over."""
+        lines = [f"  not {name}: {why_not}" for name, why_not in self.others]
+        return "\n".join([f"{self.algorithm} on {self.device}: {self.in_use}", *lines])
 
 
 def report(optimizer: Any = None) -> str:
@@ -58,25 +50,16 @@ def report(optimizer: Any = None) -> str:
     if optimizer is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return str(choose("adam", device, torch.float32)[0])
-    inner = getattr(optimizer, "optimizer", optimizer)
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        return "\n".join(dict.fromkeys(report(each) for each in chained))
-    return "\n".join(str(each) for each in reports_of(inner))
-
-
-def reports_of(inner: torch.optim.Optimizer) -> list[BackendReport]:
-    """The reports of an inner optimizer and of what it is made of."""
+        return "\n".join(dict.fromkeys(map(report, chained)))
+    inner = getattr(optimizer, "optimizer", optimizer)
     members = getattr(inner, "members", None)
     if members is not None:
-        return [each for member in members for each in reports_of(member)]
-    found = getattr(inner, "backend_report", None)
-    return [found if found is not None else BackendReport(type(inner).__name__, _devices(inner), "its own code", ())]
-
-
-def _devices(inner: torch.optim.Optimizer) -> str:
-    found = {param.device.type for group in inner.param_groups for param in group["params"]}
-    return ", ".join(sorted(found)) or "no parameters"
+        return "\n".join(map(report, members))
+    devices = sorted({param.device.type for group in inner.param_groups for param in group["params"]})
+    own = BackendReport(type(inner).__name__, ", ".join(devices) or "no parameters", "its own code")
+    return str(getattr(inner, "backend_report", own))
 
 
 def choose(
@@ -86,34 +69,30 @@ def choose(
 
     wanted: OptimizerConfig.optimizer_backend. Raises ValueError where a backend that was named cannot be used.
     """
-    passed_over: list[Candidate] = []
+    others: dict[str, str] = {}
     for name in ORDER if wanted == "auto" else (wanted,):
-        kernel, why_not = _usable(name, algorithm, device, dtype)
-        if not why_not:
-            rest = ORDER[ORDER.index(name) + 1 :] if wanted == "auto" else [each for each in ORDER if each != name]
-            later = "is slower" if wanted == "auto" else f"optimizer_backend={wanted!r} was asked for"
-            passed_over += [Candidate(other, later) for other in rest]
-            return BackendReport(algorithm, str(device), name, tuple(passed_over)), kernel
-        passed_over.append(Candidate(name, why_not))
-    raise ValueError(f"optimizer_backend={wanted!r} cannot be used: {passed_over[-1].why_not}")
+        kernel, others[name] = _usable(name, algorithm, device, dtype)
+        if not others[name]:
+            why_not = "is slower" if wanted == "auto" else f"optimizer_backend={wanted!r} was asked for"
+            reasons = tuple((other, others.get(other, why_not)) for other in ORDER if other != name)
+            return BackendReport(algorithm, str(device), name, reasons), kernel
+    raise ValueError(f"optimizer_backend={wanted!r} cannot be used: {others[wanted]}")
 
 
 def _usable(name: str, algorithm: str, device: torch.device, dtype: torch.dtype) -> tuple[MultiTensorAdam | None, str]:
     """(kernel, why not): an empty reason means that it can be used."""
-    if name in KERNELS and algorithm != "adam":
+    if name not in KERNELS:
+        return None, _torch_fused_problem(algorithm, device, dtype) if name == "fused" else ""
+    if algorithm != "adam":
         return None, f"is used for Adam only, not for {algorithm}"
-    if name in KERNELS:
-        kernel, why_not = find_kernel(name)
-        if kernel is None:
-            return None, why_not
-        if device.type != "cuda":
-            return None, f"has no kernel for {device.type}"
-        if dtype != torch.float32:
-            return None, f"steps fp32 weights, and these are {dtype}"
-        return kernel, disagreement(kernel, device)
-    if name == "fused":
-        return None, _torch_fused_problem(algorithm, device, dtype)
-    return None, ""
+    kernel, why_not = find_kernel(name)
+    if kernel is None:
+        return None, why_not
+    if device.type != "cuda":
+        return None, f"has no kernel for {device.type}"
+    if dtype != torch.float32:
+        return None, f"steps fp32 weights, and these are {dtype}"
+    return kernel, disagreement(kernel, device)
 
 
 def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
@@ -132,16 +111,15 @@ def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
 def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
     """How a kernel's AdamW differs from torch's single-tensor one beyond AGREEMENT; '' where it does not."""
     start = torch.linspace(-1.0, 1.0, 1027, device=device)
-    gradient = torch.sin(37.0 * start)
-    options: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW([torchs], lr=0.01, foreach=False, **options)]
-    optimizers.append(KernelAdam([ours], lr=0.01, kernel=kernel, decoupled_weight_decay=True, **options))
+    reference = torch.optim.AdamW([torchs], foreach=False, **options)
     try:
-        for count in range(3):
-            ours.grad = torchs.grad = gradient * (count + 1)
-            for optimizer in optimizers:
-                optimizer.step()
+        optimizer = KernelAdam([ours], kernel=kernel, decoupled_weight_decay=True, **options)
+        for count in range(1, 4):
+            ours.grad = torchs.grad = torch.sin(37.0 * start) * count
+            optimizer.step()
+            reference.step()
     except (RuntimeError, TypeError, ValueError) as error:
         return f"its kernel does not take the arguments that apex 0.1 defined: {str(error).splitlines()[0]}"
     relative = float((ours - torchs).detach().norm() / (torchs - start).detach().norm())
@@ -149,8 +127,8 @@ def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
 
 
 def _torch_fused_problem(algorithm: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What torch says about a fused step of this kind."""
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD if algorithm == "sgd" else torch.optim.AdamW
+    """What torch says against a fused step of this kind; '' if nothing."""
+    make: Any = torch.optim.SGD if algorithm == "sgd" else torch.optim.AdamW
     probe = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
     try:
@@ -164,19 +142,64 @@ def make_with_backend(
     algorithm: str, groups: list[dict[str, Any]], *, wanted: str, lr: float, decoupled: bool, **options: Any
 ) -> torch.optim.Optimizer:
     """Adam, AdamW (`decoupled`) or SGD over these groups, by the best backend; it carries its `backend_report`."""
-    sample = next((param for group in groups for param in group["params"]), None)
-    device = torch.device("cpu") if sample is None else sample.device
-    dtype = torch.float32 if sample is None else sample.dtype
-    found, kernel = choose(algorithm, device, dtype, wanted)
+    sample = next((param for group in groups for param in group["params"]), torch.empty(0))
+    found, kernel = choose(algorithm, sample.device, sample.dtype, wanted)
+    make: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
     optimizer: Any
     if kernel is not None:
         optimizer = KernelAdam(groups, lr, kernel=kernel, decoupled_weight_decay=decoupled, **options)
-    else:
-        cls: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
-        fused, foreach = found.in_use == "fused", found.in_use == "foreach"
-        # Neither is torch's way to ask for one tensor at a time; both at once are refused.
-        optimizer = (
-            cls(groups, lr=lr, fused=True, **options) if fused else cls(groups, lr=lr, foreach=foreach, **options)
-        )
+    elif found.in_use == "fused":
+        optimizer = make(groups, lr=lr, fused=True, **options)
+    else:  # foreach=False without fused is torch's way to ask for one tensor at a time
+        optimizer = make(groups, lr=lr, foreach=found.in_use == "foreach", **options)
     optimizer.backend_report = found
     return optimizer
+
+
+class KernelAdam(torch.optim.Optimizer):
+    """Adam and AdamW with torch's state and formulas; the arithmetic is a `multi_tensor_adam` kernel's.
+
+    The packages' own optimizer classes keep one step count a param group. Here every parameter has its own, as in
+    torch, because runs may be frozen and thawed apart from each other, and because checkpoints hold it by parameter.
+    """
+
+    state_keys = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        kernel: MultiTensorAdam,
+        betas: tuple[float, float],
+        eps: float,
+        decoupled_weight_decay: bool,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.kernel = kernel
+        self.decoupled_weight_decay = decoupled_weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient; one kernel call a group, device and step count."""
+        for group in self.param_groups:
+            together: dict[tuple[torch.device, torch.dtype, int], list[list[torch.Tensor]]] = {}
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "step" not in state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                state["step"] += 1
+                lists = together.setdefault((param.device, param.grad.dtype, int(state["step"])), [[], [], [], []])
+                tensors = (param.grad, param.detach(), state["exp_avg"], state["exp_avg_sq"])
+                for listed, tensor in zip(lists, tensors, strict=True):
+                    listed.append(tensor)
+            for (device, _, count), lists in together.items():
+                no_overflow = torch.zeros(1, dtype=torch.int32, device=device)
+                numbers = (group["lr"], *group["betas"], group["eps"], count)
+                modes = (int(self.decoupled_weight_decay), 1, group["weight_decay"])
+                self.kernel(CHUNK_ELEMENTS, no_overflow, lists, *numbers, *modes)
