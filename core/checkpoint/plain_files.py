@@ -6,7 +6,6 @@ A source gives names, and one tensor at a time; so neither reading nor writing s
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import pickle
@@ -21,6 +20,15 @@ from torch import Tensor
 
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.pieces import MODEL, OPTIMIZER
+from core.checkpoint.tensor_files import (
+    check,
+    read_index,
+    runs_by_size,
+    safetensors,
+    save_safetensors,
+    save_torch,
+    write_index,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,6 +53,7 @@ class StateDictFile:
 
     def __init__(self, path: Path) -> None:
         try:
+            check(path)
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{path} is no file of torch.save with tensors only: {error}") from None
@@ -84,13 +93,12 @@ class SafetensorsFiles:
     """A safetensors file, or a directory of them with an index, as `save_pretrained` of transformers writes it."""
 
     def __init__(self, path: Path) -> None:
-        safe_open = _safetensors("safetensors").safe_open
+        safe_open = safetensors("safetensors").safe_open
         if path.is_dir():
             index = path / INDEX_NAME
             single = path / SINGLE_NAME
             if index.exists():
-                names = json.loads(index.read_text())["weight_map"]
-                files = {name: path / file for name, file in names.items()}
+                files = {name: path / file for name, file in read_index(index)[0].items()}
             elif single.exists():
                 files = dict.fromkeys(_names_in(safe_open, single), single)
             else:
@@ -128,6 +136,7 @@ class SafetensorsFiles:
 
 def _opened(safe_open: Any, file: Path) -> Any:
     try:
+        check(file)
         return safe_open(str(file), framework="pt", device="cpu")
     except Exception as error:  # the package's own error class has moved between its versions
         raise CheckpointError(f"{file} is no safetensors file: {error}") from None
@@ -156,9 +165,7 @@ def write_state_dict(
                 _, state_key, name = key.split(".", 2)
                 state.setdefault(name, {})[state_key] = source.read(key)
         content = {MODEL: weights, OPTIMIZER: state}
-    partial = path.with_name(f".{path.name}.partial")
-    torch.save(content, partial)
-    os.replace(partial, path)
+    save_torch(path, content)
 
 
 def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes: int) -> list[str]:
@@ -166,10 +173,9 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
 
     The directory appears complete or not at all. Holds one file's tensors at a time.
     """
-    save_file = _safetensors("safetensors.torch").save_file
     keys = [key for key in source.keys() if key.startswith(f"{MODEL}.")]  # noqa: SIM118
     sizes = {key: source.nbytes(key) for key in keys}
-    shards = split_by_size(sizes, max_shard_bytes)
+    shards = list(runs_by_size(keys, sizes.__getitem__, max_shard_bytes)) or [[]]
     names = [SINGLE_NAME]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -179,38 +185,11 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
     weight_map: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
         tensors = {key.partition(".")[2]: source.read(key) for key in shard}
-        save_file(tensors, str(partial / file), metadata={"format": "pt"})
+        save_safetensors(partial / file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(partial / INDEX_NAME, weight_map, {"total_size": sum(sizes.values())})
     if directory.exists():
         directory.rmdir()  # it was seen to be empty
     os.replace(partial, directory)
     return names
-
-
-def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, cut into runs of at most `limit` bytes; a larger one stands alone. At least one run."""
-    runs: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if runs[-1] and used + size > limit:
-            runs.append([])
-            used = 0
-        runs[-1].append(name)
-        used += size
-    return runs
-
-
-def _safetensors(module: str) -> Any:
-    """The package of an extra, or an error that says how to get it."""
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise CheckpointError(
-            f"safetensors files need the package 'safetensors', which could not be imported ({error}); install it "
-            "with: pip install 'gradient-core[safetensors]'"
-        ) from None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from core.booster.checkpoint_io import files
+from core.checkpoint.tensor_files import SAFE_SUFFIX
 
 StrPath = str | os.PathLike[str]
 
@@ -232,7 +233,7 @@ def checked_target(checkpoint: StrPath, request: SaveRequest) -> Path:
         return path
     if path.is_dir():
         raise ValueError(f"{path.absolute()} is a directory; give a file's path, or shard=True")
-    named_safe, named_torch = path.suffix == files.SAFE_SUFFIX, path.suffix in files.TORCH_SUFFIXES
+    named_safe, named_torch = path.suffix == SAFE_SUFFIX, path.suffix in files.TORCH_SUFFIXES
     if request.optimizer and named_safe:
         raise ValueError(
             f"{path.name}: an optimizer's state is written as torch.save writes it, since safetensors holds tensors "

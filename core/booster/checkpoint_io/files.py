@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from core.checkpoint import tensor_files
+from core.checkpoint.tensor_files import runs_by_size, save_safetensors, save_torch
 from core.optimizer.optimizer_state import plain_numbers
 
 INDEX_SUFFIX = ".index.json"
-SAFE_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 MIB = 1024 * 1024
 
@@ -84,54 +84,23 @@ def is_index(path: Path) -> bool:
 
 def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
     """(file of each key, metadata). Raises FileNotFoundError, with names, when a shard is missing."""
-    index = json.loads(path.read_text())
-    weight_map = {key: path.parent / name for key, name in index["weight_map"].items()}
+    names, metadata = tensor_files.read_index(path)
+    weight_map = {key: path.parent / name for key, name in names.items()}
     missing = sorted({file.name for file in weight_map.values() if not file.is_file()})
     if missing:
         raise FileNotFoundError(f"{path.name} in {path.parent.absolute()} lists {missing}, which are not there")
-    return weight_map, index.get("metadata", {})
-
-
-def write_index(
-    path: Path, weight_map: dict[str, str], total_bytes: int, metadata: dict[str, Any] | None = None
-) -> None:
-    """Write the index of shards that are complete."""
-    content = {"metadata": {"total_size": total_bytes, **(metadata or {})}, "weight_map": weight_map}
-    replace(path, lambda temporary: Path(temporary).write_text(json.dumps(content, indent=2) + "\n"))
+    return weight_map, metadata
 
 
 def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
     """Write a dictionary to a file that appears under its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not use_safetensors:
-        replace(path, lambda temporary: torch.save(plain_numbers(content), temporary))
+        save_torch(path, plain_numbers(content))
         return
-    save_file = safetensors_package().save_file
     odd = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise ValueError(f"{path.name}: safetensors holds tensors only, and {odd[0]!r} is none; use_safetensors=False")
-    kept = {name: value.contiguous() for name, value in without_duplicates(content)}
-    replace(path, lambda temporary: save_file(kept, temporary, metadata={"format": "pt"}))
-
-
-def replace(path: Path, write_to: Callable[[str], Any]) -> None:
-    """Write beside a file, then take its place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_to(str(temporary))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read(path: Path) -> Any:
-    """The content of a file, on the CPU, whatever its name ends in. Runs no code from it."""
-    with path.open("rb") as file:
-        start = file.read(9)
-        if start[:2] == b"PK" or (path.suffix != SAFE_SUFFIX and start[8:] != b"{"):
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)  # given a name, torch goes by its suffix
-    return safetensors_package().load_file(str(path))
+    save_safetensors(path, dict(without_duplicates(content)))
 
 
 def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,17 +117,9 @@ def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
 
 def shards_of(items: Iterable[tuple[Any, Any]], limit_mib: float) -> Iterator[tuple[dict[Any, Any], int]]:
     """Items in order, as many together as fit into the limit: (items, bytes). A larger one is alone."""
-    shard: dict[Any, Any] = {}
-    shard_bytes = 0
-    for name, value in items:
-        size = bytes_of(value)
-        if shard and shard_bytes + size > limit_mib * MIB:
-            yield shard, shard_bytes
-            shard, shard_bytes = {}, 0
-        shard[name] = value
-        shard_bytes += size
-    if shard:
-        yield shard, shard_bytes
+    for run in runs_by_size(items, lambda item: bytes_of(item[1]), limit_mib * MIB):
+        shard = dict(run)
+        yield shard, bytes_of(shard)
 
 
 def bytes_of(value: Any) -> int:
@@ -177,15 +138,3 @@ def clean_directory(directory: Path, names: Iterable[Names]) -> None:
         for file in directory.glob(f"{stem}-*.{suffix}"):
             if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
                 file.unlink()
-
-
-def safetensors_package() -> Any:
-    """safetensors.torch, or an error that names the extra."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "files of safetensors need the package; install the extra: pip install 'gradient-core[safetensors]', or "
-            "write torch's files with use_safetensors=False"
-        ) from error
-    return safetensors.torch

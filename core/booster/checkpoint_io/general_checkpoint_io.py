@@ -27,6 +27,8 @@ from core.booster.checkpoint_io.checkpoint_io_base import (
     expect_model,
     expect_optimizer,
 )
+from core.checkpoint import tensor_files
+from core.checkpoint.bounded_read import file_name
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
@@ -148,7 +150,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         """Read one file."""
-        self._checked(lambda: self._load(model, [lambda: files.read(checkpoint)], None, strict), checkpoint)
+        self._checked(lambda: self._load(model, [lambda: tensor_files.load(checkpoint)], None, strict), checkpoint)
 
     def load_sharded_model(
         self, model: nn.Module, index_file: Path, strict: bool, low_cpu_mem_mode: bool = True, num_threads: int = 1
@@ -229,7 +231,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """Read one file; also one that torch.save wrote of a torch optimizer's state_dict."""
 
         def load() -> None:
-            content = files.read(checkpoint)
+            content = tensor_files.load(checkpoint)
             if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
                 raise ValueError(
                     f"{checkpoint.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
@@ -247,7 +249,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def load() -> None:
             weight_map, metadata = files.read_index(index_file)
-            groups = files.read(index_file.parent / metadata["param_groups"])
+            groups = tensor_files.load(index_file.parent / file_name(metadata["param_groups"]))
             self._load_optimizer(optimizer, groups, _readers(weight_map.values(), low_cpu_mem_mode, num_threads))
             _load_scaler(optimizer, metadata.get("loss_scaler"))
 
@@ -279,7 +281,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
         """Read a scheduler's state."""
         self.synchronize()
-        self._checked(lambda: lr_scheduler.load_state_dict(files.read(Path(checkpoint))), checkpoint)
+        self._checked(lambda: lr_scheduler.load_state_dict(tensor_files.load(Path(checkpoint))), checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Write the adapters of a peft model, and their configuration, into a directory."""
@@ -385,7 +387,8 @@ class ShardWriter:
             weight_map |= {str(key): name for key in content}
             total_bytes += size
         self.finish()
-        files.write_index(self.directory / self.names.index_file, weight_map, total_bytes, self.metadata)
+        metadata = {"total_size": total_bytes, **(self.metadata or {})}
+        tensor_files.write_index(self.directory / self.names.index_file, weight_map, metadata)
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -484,9 +487,9 @@ def _readers(paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int) ->
     """One function a file that reads it: when it is called, or all together by threads before."""
     unique = list(dict.fromkeys(paths))
     if low_cpu_mem_mode:
-        return [lambda path=path: files.read(path) for path in unique]  # type: ignore[misc]
+        return [lambda path=path: tensor_files.load(path) for path in unique]  # type: ignore[misc]
     with ThreadPoolExecutor(max(1, num_threads)) as threads:
-        contents = list(threads.map(files.read, unique))
+        contents = list(threads.map(tensor_files.load, unique))
     return [lambda content=content: content for content in contents]  # type: ignore[misc]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from core.checkpoint.convert import add_arguments, convert, open_source, parse_size, run
-from core.checkpoint.plain_files import split_by_size
+from core.checkpoint.tensor_files import runs_by_size
 from core.models import GPTModel
 from core.process_groups import ProcessGroups
 from tests.unit_tests.checkpoint.checkpoint_reference import (
@@ -217,5 +217,6 @@ def test_sizes_that_are_none_are_refused(text: str) -> None:
 
 
 def test_runs_of_names_stay_below_the_limit_where_they_can() -> None:
-    assert split_by_size({"a": 3, "b": 3, "c": 9, "d": 1, "e": 0}, 6) == [["a", "b"], ["c"], ["d", "e"]]
-    assert split_by_size({}, 6) == [[]]
+    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 0}
+    assert list(runs_by_size(sizes, sizes.__getitem__, 6)) == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(runs_by_size({}, sizes.__getitem__, 6)) == []

@@ -1,0 +1,59 @@
+"""Reading files that somebody else may have made: regular ones only, and no more of them than is expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+CHUNK_BYTES = 4 << 20
+LONGEST_JSON = 128 << 20  # bytes; the manifest of a thousand ranks has a tenth of that
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. OSError for anything but a regular file: a FIFO makes one wait, a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, limit: int = LONGEST_JSON) -> bytes:
+    """The whole of a small file. OSError where it is no regular file or is larger than `limit`."""
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise OSError(f"{path} has {size} bytes, and at most {limit} are read")
+        return stream.read(limit + 1)
+
+
+def parse_json(data: bytes) -> Any:
+    """A JSON value. ValueError for anything else, for nesting without end, and for numbers that no file holds."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def file_name(name: Any) -> str:
+    """The name of a file in the directory whose index or manifest has it. ValueError where it names anything else."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a file in this directory")
+    return name
+
+
+def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:
+    """CRC-32 of a file or of a part of it, after `crc32` of what came before."""
+    stream.seek(start)
+    remaining = length
+    while remaining is None or remaining > 0:
+        data = stream.read(CHUNK_BYTES if remaining is None else min(CHUNK_BYTES, remaining))
+        if not data:
+            break
+        crc32 = zlib.crc32(data, crc32)
+        remaining = None if remaining is None else remaining - len(data)
+    return crc32
