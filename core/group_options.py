@@ -9,31 +9,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-# The name in user's lists and files -> field of ProcessGroups.
-GROUP_NAMES = {
-    "dp": "dp",
-    "dp_cp": "dp_cp",
-    "intra_dp_cp": "intra_dp_cp",
-    "inter_dp_cp": "inter_dp_cp",
-    "cp": "cp",
-    "mp": "mp",
-    "tp": "tp",
-    "pp": "pp",
-    "embd": "embd",
-    "pos_embd": "pos_embd",
-    "tp_dp": "tp_dp",
-    "tp_dp_cp": "tp_dp_cp",
-    "tp_cp": "tp_cp",
-    "ep": "ep",
-    "ep_tp": "expt_tp",
-    "tp_ep_mp": "tp_ep",
-    "tp_ep_pp": "tp_ep_pp",
-    "ep_dp": "expt_dp",
-    "intra_ep_dp": "intra_expt_dp",
-    "inter_ep_dp": "inter_expt_dp",
-    "intra_dist_opt_instance": "intra_dist_opt",
-    "inter_dist_opt_instance": "inter_dist_opt",
+from core.rank_grid import KINDS
+
+# Megatron's other names for a few kinds of groups, and the name in users' lists and files -> field of ProcessGroups.
+MEGATRON_NAMES = {
+    "expt_tp": "ep_tp",
+    "tp_ep": "tp_ep_mp",
+    **{kind: kind.replace("expt_dp", "ep_dp") for kind in KINDS if "expt_dp" in kind},
+    **{kind: f"{kind}_instance" for kind in KINDS if "dist_opt" in kind},
 }
+GROUP_NAMES = {MEGATRON_NAMES.get(kind, kind): kind for kind in KINDS}
 COMMUNICATOR_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 NET_NAMES = {"ib": "IB", "socket": "Socket"}
 

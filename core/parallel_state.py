@@ -6,7 +6,7 @@ All state is the one object `_state`; groups live in a `ProcessGroups`, arithmet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -239,19 +239,44 @@ def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
     return None if _state.groups is None else getattr(_state.groups, name)
 
 
-def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold one dense model replica: tensor x pipeline."""
-    return _group("mp", check_initialized)
+def _group_getter(name: str, meaning: str) -> Callable[..., ProcessGroup | None]:
+    def get(check_initialized: bool = True) -> ProcessGroup | None:
+        return _group(name, check_initialized)
+
+    get.__doc__ = meaning
+    return get
 
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks over which this rank's tensors are split."""
-    return _group("tp", check_initialized)
+get_tensor_model_parallel_group = _group_getter("tp", "The ranks over which this rank's tensors are split.")
+get_expert_tensor_parallel_group = _group_getter("expt_tp", "The ranks over which each expert's tensors are split.")
+get_context_parallel_group = _group_getter("cp", "The ranks that split the sequence of one sample.")
+get_expert_model_parallel_group = _group_getter("ep", "The ranks over which experts are distributed.")
+get_pipeline_model_parallel_group = _group_getter("pp", "The stages of this rank's pipeline.")
 
-
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages of this rank's pipeline."""
-    return _group("pp", check_initialized)
+get_model_parallel_group = _group_getter("mp", "The ranks that hold one dense model replica: tensor x pipeline.")
+get_tensor_and_context_parallel_group = _group_getter("tp_cp", "The ranks that work on the same samples in one stage.")
+get_embedding_group = _group_getter("embd", "The stages that hold the tied word embedding; other ranks have none.")
+get_position_embedding_group = _group_getter(
+    "pos_embd", "The stages that hold the position embedding; other ranks have none."
+)
+get_expert_tensor_and_model_parallel_group = _group_getter(
+    "tp_ep", "The ranks that hold one stage's experts: expert tensor x expert."
+)
+get_expert_tensor_model_pipeline_parallel_group = _group_getter(
+    "tp_ep_pp", "The ranks that hold all experts of the model once: expert tensor x expert x pipeline."
+)
+get_inter_partial_data_parallel_group = _group_getter(
+    "inter_dp_cp", "This rank's place in every optimizer instance; sharded dense gradients are all-reduced over it."
+)
+get_inter_partial_expert_data_parallel_group = _group_getter(
+    "inter_expt_dp", "This rank's place in every optimizer instance; sharded expert gradients are all-reduced over it."
+)
+get_intra_distributed_optimizer_instance_group = _group_getter(
+    "intra_dist_opt", "All ranks of this optimizer instance; gradient statistics are reduced over it."
+)
+get_inter_distributed_optimizer_instance_group = _group_getter(
+    "inter_dist_opt", "This rank's place in every optimizer instance."
+)
 
 
 def get_data_parallel_group(
@@ -280,36 +305,11 @@ def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str
     return "intra_dp_cp"
 
 
-def get_inter_partial_data_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """This rank's place in every optimizer instance: over it sharded dense gradients are all-reduced."""
-    return _group("inter_dp_cp", check_initialized)
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that split the sequence of one sample."""
-    return _group("cp", check_initialized)
-
-
-def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages that hold the tied word embedding; only those ranks have it."""
-    return _group("embd", check_initialized)
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages that hold the position embedding; only those ranks have it."""
-    return _group("pos_embd", check_initialized)
-
-
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """All ranks of this rank's pipeline stage (of this place in the sequence, without context parallelism)."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that work on the same samples in one stage."""
-    return _group("tp_cp", check_initialized)
 
 
 def get_amax_reduction_group(
@@ -319,26 +319,6 @@ def get_amax_reduction_group(
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks over which experts are distributed."""
-    return _group("ep", check_initialized)
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks over which each expert's tensors are split."""
-    return _group("expt_tp", check_initialized)
-
-
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold one stage's experts: expert tensor x expert."""
-    return _group("tp_ep", check_initialized)
-
-
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold all experts of the model once: expert tensor x expert x pipeline."""
-    return _group("tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -353,44 +333,19 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     return _group("intra_expt_dp_gloo" if partial_expert_data_parallel else "expt_dp_gloo")
 
 
-def get_inter_partial_expert_data_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """This rank's place in every optimizer instance: over it sharded expert gradients are all-reduced."""
-    return _group("inter_expt_dp", check_initialized)
+def _not_built(kind: str) -> Callable[..., None]:
+    def get(check_initialized: bool = True, group_size: int | None = None) -> None:
+        if check_initialized:
+            raise RuntimeError(f"{kind} group is not initialized: initialize_model_parallel does not build this kind.")
+
+    get.__doc__ = "Not built: an error that says so, or None if `check_initialized` is False."
+    return get
 
 
-def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """All ranks of this optimizer instance; gradient statistics are reduced over it."""
-    return _group("intra_dist_opt", check_initialized)
-
-
-def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """This rank's place in every optimizer instance."""
-    return _group("inter_dist_opt", check_initialized)
-
-
-def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> None:
-    """Not built: an error that says so, or None if `check_initialized` is False."""
-    _not_built("hierarchical context parallel", check_initialized)
-
-
-def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> None:
-    """Not built: an error that says so, or None if `check_initialized` is False."""
-    _not_built("hybrid data context parallel", check_initialized)
-
-
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> None:
-    """Not built: an error that says so, or None if `check_initialized` is False."""
-    _not_built("gtp weight remat", check_initialized)
-
-
-def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> None:
-    """Not built: an error that says so, or None if `check_initialized` is False."""
-    _not_built("expert gtp weight remat", check_initialized)
-
-
-def _not_built(kind: str, check_initialized: bool) -> None:
-    if check_initialized:
-        raise RuntimeError(f"{kind} group is not initialized: initialize_model_parallel does not build this kind.")
+get_hierarchical_context_parallel_groups = _not_built("hierarchical context parallel")
+get_hybrid_data_context_parallel_groups = _not_built("hybrid data context parallel")
+get_gtp_weight_remat_group = _not_built("gtp weight remat")
+get_expert_gtp_weight_remat_group = _not_built("expert gtp weight remat")
 
 
 # --- sizes and ranks --------------------------------------------------------------------------------------------------
@@ -413,24 +368,25 @@ def _override(what: str, name: str, value: int | None) -> None:
         _state.overrides[f"{what} {name}"] = value
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks over which a tensor is split."""
-    return _size("tp")
+def _size_and_rank(name: str) -> tuple[Callable[[], int], Callable[[], int]]:
+    def get_world_size() -> int:
+        return _size(name)
+
+    def get_rank() -> int:
+        return _rank(name)
+
+    get_world_size.__doc__ = f"Number of ranks of this rank's group '{name}'."
+    get_rank.__doc__ = f"This rank's place in its group '{name}'."
+    return get_world_size, get_rank
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in its tensor group."""
-    return _rank("tp")
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Number of pipeline stages."""
-    return _size("pp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's pipeline stage."""
-    return _rank("pp")
+get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _size_and_rank("tp")
+get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = _size_and_rank("expt_tp")
+get_context_parallel_world_size, get_context_parallel_rank = _size_and_rank("cp")
+get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _size_and_rank("ep")
+get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = _size_and_rank("pp")
+get_tensor_and_context_parallel_world_size, get_tensor_and_context_parallel_rank = _size_and_rank("tp_cp")
+get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_parallel_rank = _size_and_rank("tp_ep")
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
@@ -443,56 +399,6 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
     if "rank dp" in _state.overrides:
         return _state.overrides["rank dp"]
     return _rank(_data_group(with_context_parallel, partial_data_parallel))
-
-
-def get_context_parallel_world_size() -> int:
-    """Number of ranks that split the sequence of one sample."""
-    return _size("cp")
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place in the sequence."""
-    return _rank("cp")
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Number of ranks that work on the same samples in one stage."""
-    return _size("tp_cp")
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's place among the ranks that work on the same samples."""
-    return _rank("tp_cp")
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Number of ranks over which experts are distributed."""
-    return _size("ep")
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's place among them."""
-    return _rank("ep")
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Number of ranks over which each expert's tensors are split."""
-    return _size("expt_tp")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """This rank's place among them."""
-    return _rank("expt_tp")
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Number of ranks that hold one stage's experts."""
-    return _size("tp_ep")
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """This rank's place among them."""
-    return _rank("tp_ep")
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
@@ -508,24 +414,23 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) ->
 # Stand-ins for tests that have no such groups: a value that the getters return instead, None to take it back.
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Make `get_tensor_model_parallel_world_size` return this."""
-    _override("size", "tp", world_size)
+def _setters(name: str) -> tuple[Callable[[int | None], None], Callable[[int | None], None]]:
+    def set_world_size(world_size: int | None) -> None:
+        _override("size", name, world_size)
+
+    def set_rank(rank: int | None) -> None:
+        _override("rank", name, rank)
+
+    set_world_size.__doc__ = f"Make the getter of the size of '{name}' return this."
+    set_rank.__doc__ = f"Make the getter of the rank in '{name}' return this."
+    return set_world_size, set_rank
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Make `get_tensor_model_parallel_rank` return this."""
-    _override("rank", "tp", rank)
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Make `get_pipeline_model_parallel_world_size` return this."""
-    _override("size", "pp", world_size)
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Make `get_pipeline_model_parallel_rank` return this."""
-    _override("rank", "pp", rank)
+set_tensor_model_parallel_world_size, set_tensor_model_parallel_rank = _setters("tp")
+set_expert_tensor_parallel_world_size, set_expert_tensor_parallel_rank = _setters("expt_tp")
+set_expert_model_parallel_world_size, set_expert_model_parallel_rank = _setters("ep")
+set_pipeline_model_parallel_world_size, set_pipeline_model_parallel_rank = _setters("pp")
+_, set_data_parallel_rank = _setters("dp")  # with and without context parallelism
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -536,31 +441,6 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Say which model chunk this rank works on; new code passes `vp_stage` instead."""
     _state.virtual_rank = rank
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Make `get_data_parallel_rank` return this, with and without context parallelism."""
-    _override("rank", "dp", rank)
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Make `get_expert_model_parallel_world_size` return this."""
-    _override("size", "ep", world_size)
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Make `get_expert_model_parallel_rank` return this."""
-    _override("rank", "ep", rank)
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Make `get_expert_tensor_parallel_world_size` return this."""
-    _override("size", "expt_tp", world_size)
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Make `get_expert_tensor_parallel_rank` return this."""
-    _override("rank", "expt_tp", rank)
 
 
 # --- position in the pipeline -----------------------------------------------------------------------------------------
@@ -612,9 +492,18 @@ def is_rank_in_position_embedding_group() -> bool:
     return get_process_groups().pos_embd is not None
 
 
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage of this rank's pipeline."""
-    return get_process_groups().ranks("pp")[0]
+def _first_rank(name: str, meaning: str) -> Callable[[], int]:
+    def get() -> int:
+        return get_process_groups().ranks(name)[0]
+
+    get.__doc__ = f"Global rank of {meaning}."
+    return get
+
+
+get_tensor_model_parallel_src_rank = _first_rank("tp", "the first member of this rank's tensor group; it broadcasts")
+get_model_parallel_src_rank = _first_rank("mp", "the first member of this rank's model group")
+get_expert_model_parallel_src_rank = _first_rank("ep", "the first member of this rank's expert group")
+get_pipeline_model_parallel_first_rank = _first_rank("pp", "the first stage of this rank's pipeline")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -632,24 +521,9 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return _pipeline_neighbour(-1)
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tensor group, from which it broadcasts."""
-    return get_process_groups().ranks("tp")[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's model group."""
-    return get_process_groups().ranks("mp")[0]
-
-
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of the first member of this rank's data group."""
     return get_process_groups().ranks("dp_cp" if with_context_parallel else "dp")[0]
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's expert group."""
-    return get_process_groups().ranks("ep")[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:

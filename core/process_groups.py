@@ -14,63 +14,23 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from core.group_options import NO_OPTIONS, GroupOptions
+from core.rank_grid import GRADIENT_KINDS, KINDS
 
-# Gloo twin -> the group it doubles, for CPU tensors where the backend moves only device memory.
-GLOO_TWINS = {
-    "dp_gloo": "dp",
-    "dp_cp_gloo": "dp_cp",
-    "intra_dp_cp_gloo": "intra_dp_cp",
-    "expt_dp_gloo": "expt_dp",
-    "intra_expt_dp_gloo": "intra_expt_dp",
-}
-
-
-# Kinds whose collectives backward launches whenever gradients happen to be complete: Note [Lanes].
-GRADIENT_KINDS = frozenset(
-    (
-        *("dp", "dp_cp", "intra_dp_cp", "inter_dp_cp"),
-        *("expt_dp", "intra_expt_dp", "inter_expt_dp", "intra_dist_opt", "inter_dist_opt"),
-    )
-)
+# Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
+GLOO_TWINS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
+FIELDS = (*KINDS, *GLOO_TWINS)
 
 
 class ProcessGroups:
     """The process groups of one rank; Megatron's users know it as a process group collection.
 
-    Constructed by keyword from any subset of the fields; ValueError on an unknown one. A field that was not given reads
-    None; `require` turns that into an error that names it.
+    The fields are the kinds of `core.rank_grid` and their gloo twins (dp_gloo, ...). Constructed by keyword from any
+    subset of them; ValueError on an unknown one. A field that was not given reads None; `require` turns that into an
+    error that names it.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
     """
-
-    tp: ProcessGroup | None = None
-    pp: ProcessGroup | None = None
-    mp: ProcessGroup | None = None
-    embd: ProcessGroup | None = None
-    pos_embd: ProcessGroup | None = None
-    cp: ProcessGroup | None = None
-    tp_cp: ProcessGroup | None = None
-    tp_dp: ProcessGroup | None = None
-    tp_dp_cp: ProcessGroup | None = None
-    dp: ProcessGroup | None = None
-    dp_cp: ProcessGroup | None = None
-    intra_dp_cp: ProcessGroup | None = None
-    inter_dp_cp: ProcessGroup | None = None
-    ep: ProcessGroup | None = None
-    expt_tp: ProcessGroup | None = None
-    tp_ep: ProcessGroup | None = None
-    tp_ep_pp: ProcessGroup | None = None
-    expt_dp: ProcessGroup | None = None
-    intra_expt_dp: ProcessGroup | None = None
-    inter_expt_dp: ProcessGroup | None = None
-    intra_dist_opt: ProcessGroup | None = None
-    inter_dist_opt: ProcessGroup | None = None
-    dp_gloo: ProcessGroup | None = None
-    dp_cp_gloo: ProcessGroup | None = None
-    intra_dp_cp_gloo: ProcessGroup | None = None
-    expt_dp_gloo: ProcessGroup | None = None
-    intra_expt_dp_gloo: ProcessGroup | None = None
 
     _created: tuple[ProcessGroup, ...] = ()
 
@@ -84,6 +44,11 @@ class ProcessGroups:
         elif name != "_created":
             raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> ProcessGroup | None:
+        if name in FIELDS:
+            return None
+        raise AttributeError(f"ProcessGroups has no {name!r}; the process groups are {', '.join(FIELDS)}.")
 
     def __repr__(self) -> str:
         held = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
@@ -118,12 +83,9 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Destroy the groups that `build` created, once; groups that were passed in belong to the caller."""
-        created, self._created = self._created, ()
+        created = self._created
+        self.__dict__.clear()
         _destroy(created)
-        self.__dict__.pop("_places", None)
-        for name in FIELDS:
-            if name in self.__dict__:
-                delattr(self, name)
 
     def _place(self, name: str) -> tuple[int, int]:
         """(rank, size), remembered: torch takes microseconds to say, and wrapping asks for every parameter."""
@@ -200,7 +162,6 @@ class ProcessGroups:
         return groups
 
 
-FIELDS = tuple(name for name in ProcessGroups.__annotations__ if not name.startswith("_"))
 ProcessGroupCollection = ProcessGroups
 
 

@@ -1,17 +1,114 @@
-"""Pure arithmetic from the sizes of a job to its groups of ranks: the dense and the expert grid.
+"""Pure arithmetic from the sizes of a job to its groups of ranks: one table of axes, a dense and an expert grid.
 
 A rank is a number written in mixed radix. `order` names the digits, leftmost first and with the smallest stride: in
-'tp-cp-ep-dp-pp' neighbouring ranks differ in tp. The dense grid has digits tp, cp, dp, pp (ep is 1); the expert grid
-factors the same ranks into tp (of the experts), ep, dp (of the experts), pp (cp is 1). Nothing here imports torch.
+'tp-cp-ep-dp-pp' neighbouring ranks differ in tp. The dense grid and the expert grid factor the same ranks; an axis that
+a grid does not have is 1 there. Nothing here imports torch.
+
+A new axis is a row of `AXES`, an argument of `core.parallel_state.initialize_model_parallel`, and the sync rules that
+it needs in `core.distributed.contract.gradient_contract`. All else follows from the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
-TOKENS = ("tp", "cp", "ep", "dp", "pp")
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+@dataclass(frozen=True)
+class Axis:
+    """One way in which ranks are divided.
+
+    name: argument of RankGrid and field of ProcessGroups. token: its digit in `order`. label: its name in messages.
+    grid: which of the two grids has it. carries: what its group transports; the ranks of an axis that carries gradients
+    hold equal weights and form the data group. option: the argument of initialize_model_parallel that sets its size;
+    None for the size that remains. always_split: True if no two of its ranks hold the same parameter, unless the
+    parameter says so. crosses_stages: True if its ranks hold different layers.
+    """
+
+    name: str
+    token: str
+    label: str
+    grid: Literal["dense", "expert", "both"]
+    carries: Literal["gradients", "activations", "both"]
+    option: str | None = None
+    always_split: bool = False
+    crosses_stages: bool = False
+
+    @property
+    def words(self) -> str:
+        """The adjective in the option: 'expert tensor' of expert_tensor_parallel_size."""
+        return (self.option or self.label).split("_model")[0].split("_parallel")[0].replace("_", " ")
+
+
+# The rows stand in the default order of their tokens.
+AXES = (
+    Axis("tp", "tp", "tp", "dense", "activations", "tensor_model_parallel_size"),
+    Axis("expt_tp", "tp", "etp", "expert", "activations", "expert_tensor_parallel_size"),
+    Axis("cp", "cp", "cp", "dense", "both", "context_parallel_size"),
+    Axis("ep", "ep", "ep", "expert", "activations", "expert_model_parallel_size", always_split=True),
+    Axis("dp", "dp", "dp", "dense", "gradients"),
+    Axis("expt_dp", "dp", "expert dp", "expert", "gradients"),
+    Axis("pp", "pp", "pp", "both", "activations", "pipeline_model_parallel_size", True, crosses_stages=True),
+)
+
+
+def axes_of(expert: bool) -> list[Axis]:
+    """The axes of the dense or of the expert grid."""
+    return [axis for axis in AXES if axis.grid in ("both", "expert" if expert else "dense")]
+
+
+def size_options(sizes: Any) -> dict[str, Any]:
+    """The arguments of initialize_model_parallel that are sizes, from an object with attributes such as tp and etp."""
+    return {axis.option: getattr(sizes, axis.label) for axis in AXES if axis.option and hasattr(sizes, axis.label)}
+
+
+def _kind(expert: bool, belongs: Callable[[Axis], bool]) -> tuple[str, bool]:
+    return "-".join(axis.token for axis in axes_of(expert) if belongs(axis)), expert
+
+
+def _is_model(axis: Axis) -> bool:
+    return axis.carries == "activations"
+
+
+TOKENS = tuple(dict.fromkeys(axis.token for axis in AXES))
+DEFAULT_ORDER = "-".join(TOKENS)
+
+# Every kind of group that is a set of axes of one grid: field of ProcessGroups -> (tokens, expert grid).
+GRID_KINDS: dict[str, tuple[str, bool]] = {
+    **{axis.name: (axis.token, axis.grid == "expert") for axis in AXES},
+    "dp_cp": _kind(False, lambda axis: not _is_model(axis)),
+    "mp": _kind(False, _is_model),
+    "tp_dp": _kind(False, lambda axis: not axis.crosses_stages and axis.carries != "both"),
+    "tp_dp_cp": _kind(False, lambda axis: not axis.crosses_stages),
+    "tp_cp": _kind(False, lambda axis: not axis.crosses_stages and axis.carries != "gradients"),
+    "tp_ep": _kind(True, lambda axis: not axis.crosses_stages and _is_model(axis)),
+    "tp_ep_pp": _kind(True, _is_model),
+}
+
+
+def _kinds_where(holds: Callable[[Axis], bool]) -> set[str]:
+    """The kinds of groups of which every axis has a property."""
+    return {
+        kind
+        for kind, (tokens, expert) in GRID_KINDS.items()
+        if all(holds(axis) for axis in axes_of(expert) if axis.token in tokens.split("-"))
+    }
+
+
+DATA_KINDS = ("dp_cp", "expt_dp")  # over which a gradient is reduced, of dense and of expert parameters
+MODEL_AXES = tuple(axis.name for axis in axes_of(False) if _is_model(axis))  # with 'dp_cp' they reach every rank once
+COPY_AXES = tuple(axis.name for axis in AXES if _is_model(axis) and not axis.always_split)  # tagged split or copies
+# The parts of data groups that one optimizer instance has, and equal places in all instances.
+INSTANCE_KINDS = [f"{side}_{kind}" for kind in (*DATA_KINDS, "dist_opt") for side in ("intra", "inter")]
+KINDS = (*GRID_KINDS, "embd", "pos_embd", *INSTANCE_KINDS)
+# Kinds whose members hold different layers.
+STAGE_CROSSING = set(GRID_KINDS) - _kinds_where(lambda axis: not axis.crosses_stages) | {"embd", "pos_embd"}
+# Kinds that exchange activations in forward and backward.
+ACTIVATION_KINDS = _kinds_where(lambda axis: axis.carries != "gradients")
+# Kinds whose collectives backward launches whenever gradients are complete: Note [Lanes] in core/process_groups.py.
+GRADIENT_KINDS = _kinds_where(lambda axis: not _is_model(axis)) - ACTIVATION_KINDS | set(INSTANCE_KINDS)
 
 
 def parse_tokens(text: str) -> tuple[str, ...]:
@@ -25,74 +122,58 @@ def parse_tokens(text: str) -> tuple[str, ...]:
     return tokens
 
 
-@dataclass(frozen=True)
 class RankGrid:
     """The ranks of a job laid out on a dense and an expert grid.
 
-    world_size: number of ranks. tp, pp, cp, ep: tensor, pipeline, context and expert parallel size. expt_tp: tensor
-    parallel size of the experts, tp by default. order: the tokens of all axes larger than 1, smallest stride first.
-    The data parallel sizes follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
+    world_size: number of ranks. sizes: by the names of `AXES`, 1 by default, and expt_tp by default tp. order: the
+    tokens of all axes larger than 1, smallest stride first. Each size is also an attribute. The data parallel sizes
+    follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
 
     Raises ValueError on sizes below 1 and malformed orders, RuntimeError where the arithmetic does not come out.
 
         RankGrid(8, tp=2, pp=2).groups("tp-dp")   # [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
-    world_size: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    expt_tp: int | None = None
-    order: str = DEFAULT_ORDER
-
-    def __post_init__(self) -> None:
-        if self.expt_tp is None:
-            object.__setattr__(self, "expt_tp", self.tp)
-        for name in ("world_size", "tp", "pp", "cp", "ep", "expt_tp"):
-            size = getattr(self, name)
+    def __init__(self, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: int | None) -> None:
+        known = {axis.name: 1 for axis in AXES if axis.option}
+        if not sizes.keys() <= known.keys():
+            raise TypeError(f"unknown sizes {sorted(sizes.keys() - known.keys())}; the axes are {', '.join(known)}.")
+        if sizes.get("expt_tp") is None:
+            sizes["expt_tp"] = sizes.get("tp", 1)
+        self.world_size = world_size
+        self.sizes: dict[str, Any] = {**known, **sizes}
+        for name, size in {"world_size": world_size, **self.sizes}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}.")
-        self._check_divisible()
-        object.__setattr__(self, "order", "-".join(self._complete(parse_tokens(self.order))))
+        self.sizes |= {"dp": self._remaining(False), "expt_dp": self._remaining(True)}
+        self._token_sizes = {
+            expert: {axis.token: self.sizes[axis.name] for axis in axes_of(expert)} for expert in (False, True)
+        }
+        self.order = order
+        self.order = "-".join(self._complete(parse_tokens(order)))
         self._check_pipeline_agrees()
 
-    @property
-    def dp(self) -> int:
-        """Data parallel size of the dense grid, without context parallelism."""
-        return self.world_size // (self.tp * self.cp * self.pp)
+    def __getattr__(self, name: str) -> int:
+        sizes: dict[str, int] = self.__dict__.get("sizes", {})
+        if name not in sizes:
+            raise AttributeError(f"a RankGrid has no {name!r}; its sizes are {', '.join(sizes)}")
+        return sizes[name]
 
-    @property
-    def expt_dp(self) -> int:
-        """Data parallel size of the expert grid."""
-        return self.world_size // (self._expt_tp * self.ep * self.pp)
+    def __repr__(self) -> str:
+        return f"RankGrid({self.world_size}, {self.sizes}, order={self.order!r})"
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The tokens of `order`, smallest stride first, all five of them."""
+        """The tokens of `order`, smallest stride first, all of them."""
         return tuple(self.order.split("-"))
-
-    @property
-    def _expt_tp(self) -> int:
-        assert self.expt_tp is not None, "expt_tp is resolved in __post_init__"
-        return self.expt_tp
 
     def size(self, token: str, expert: bool = False) -> int:
         """Number of ranks along one axis of the dense or the expert grid."""
-        if expert:
-            sizes = {"tp": self._expt_tp, "cp": 1, "ep": self.ep, "dp": self.expt_dp, "pp": self.pp}
-        else:
-            sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
-        return sizes[token]
+        return self._token_sizes[expert].get(token, 1)
 
     def stride(self, token: str, expert: bool = False) -> int:
         """Distance between two ranks that are neighbours along an axis."""
-        stride = 1
-        for axis in self.axes:
-            if axis == token:
-                break
-            stride *= self.size(axis, expert)
-        return stride
+        return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
         """Where a rank lies along one axis."""
@@ -103,44 +184,46 @@ class RankGrid:
         """The group of `rank` that spans the axes `tokens`, ascending; costs O(size of the group)."""
         self._check_rank(rank)
         wanted = parse_tokens(tokens)
-        group, stride = [rank], 1
-        for axis in self.axes:
-            size = self.size(axis, expert)
+        group = [rank]
+        for axis, size, stride in self._digits(expert):
             if axis in wanted:
                 first = rank // stride % size * stride
                 group = [member + step * stride - first for step in range(size) for member in group]
-            stride *= size
         return group
 
     def groups(self, tokens: str, expert: bool = False) -> list[list[int]]:
         """All groups of the world that span the axes `tokens`, ordered by their first rank."""
         wanted = parse_tokens(tokens)
-        firsts, stride = [0], 1
-        for axis in self.axes:
-            size = self.size(axis, expert)
+        firsts = [0]
+        for axis, size, stride in self._digits(expert):
             if axis not in wanted:
                 firsts = [first + step * stride for step in range(size) for first in firsts]
-            stride *= size
         return [self.group_of(first, tokens, expert) for first in firsts]
+
+    def _digits(self, expert: bool) -> Iterator[tuple[str, int, int]]:
+        """(token, size, stride) of every axis, smallest stride first."""
+        stride = 1
+        for token in self.axes:
+            size = self.size(token, expert)
+            yield token, size, stride
+            stride *= size
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1}).")
 
-    def _check_divisible(self) -> None:
-        dense = self.tp * self.pp * self.cp
-        if self.world_size % dense:
+    def _remaining(self, expert: bool) -> int:
+        """The data parallel size of one grid."""
+        factors = [axis for axis in axes_of(expert) if axis.option]
+        product = math.prod(self.sizes[axis.name] for axis in factors)
+        if self.world_size % product:
+            what = f"expert_tensor_model_pipeline_parallel size ({product})" if expert else product
+            words = " x ".join(f"{axis.words} ({self.sizes[axis.name]})" for axis in factors)
             raise RuntimeError(
-                f"world_size ({self.world_size}) is not divisible by {dense} = tensor ({self.tp}) x pipeline "
-                f"({self.pp}) x context ({self.cp}) parallel size; start a multiple of {dense} ranks or change a size."
+                f"world_size ({self.world_size}) is not divisible by {what} = {words} parallel size; start a multiple "
+                f"of {product} ranks or change a size."
             )
-        expert = self._expt_tp * self.ep * self.pp
-        if self.world_size % expert:
-            raise RuntimeError(
-                f"world_size ({self.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size "
-                f"({expert}) = expert tensor ({self.expt_tp}) x expert ({self.ep}) x pipeline ({self.pp}) parallel "
-                f"size; start a multiple of {expert} ranks or change a size."
-            )
+        return self.world_size // product
 
     def _complete(self, tokens: tuple[str, ...]) -> tuple[str, ...]:
         """Append the axes of size 1 that the order leaves out; refuse one that is larger."""
@@ -158,9 +241,9 @@ class RankGrid:
         dense, expert = self.stride("pp"), self.stride("pp", expert=True)
         if self.pp > 1 and dense != expert:
             raise RuntimeError(
-                f"With order '{self.order}' pipeline stages are {dense} ranks apart in the dense grid (tp {self.tp}, "
-                f"cp {self.cp}, dp {self.dp}) and {expert} in the expert grid (tp {self.expt_tp}, ep {self.ep}, dp "
-                f"{self.expt_dp}), but both must have the same pipeline groups; let the order end in 'pp'."
+                f"With order '{self.order}' pipeline stages are {dense} ranks apart in the dense grid and {expert} in "
+                f"the expert grid (sizes {self.sizes}), but both must have the same pipeline groups; let the order end "
+                "in 'pp'."
             )
 
 
@@ -175,25 +258,6 @@ def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """The ranks of a pipeline group that hold the position embedding: its first."""
     return [pp_ranks[0]]
-
-
-# Every kind of group that is a set of axes of one grid: field of ProcessGroups -> (tokens, expert grid).
-GRID_KINDS: dict[str, tuple[str, bool]] = {
-    "dp": ("dp", False),
-    "dp_cp": ("dp-cp", False),
-    "cp": ("cp", False),
-    "mp": ("tp-pp", False),
-    "tp": ("tp", False),
-    "pp": ("pp", False),
-    "tp_dp": ("tp-dp", False),
-    "tp_dp_cp": ("tp-dp-cp", False),
-    "tp_cp": ("tp-cp", False),
-    "ep": ("ep", True),
-    "expt_tp": ("tp", True),
-    "tp_ep": ("tp-ep", True),
-    "tp_ep_pp": ("tp-ep-pp", True),
-    "expt_dp": ("dp", True),
-}
 
 
 def group_ranks(
@@ -222,7 +286,7 @@ def group_ranks(
         chosen = _apply_rule(kind, rule, members["pp"])
         if rank in chosen:
             members[kind] = chosen
-    for kind in ("dp_cp", "expt_dp"):
+    for kind in DATA_KINDS:
         members[f"intra_{kind}"] = _own_slice(members[kind], rank, num_instances)
         members[f"inter_{kind}"] = _across_slices(members[kind], rank, num_instances)
     members["intra_dist_opt"] = _instance_ranks(grid, rank, num_instances, expert=True)
@@ -245,7 +309,7 @@ def _instance_ranks(grid: RankGrid, rank: int, num_instances: int, expert: bool)
     """All ranks of one optimizer instance: the model replicas of one slice of a data group. O(size of the instance)."""
     if num_instances == 1:
         return list(range(grid.world_size))
-    data, model = ("dp", "tp-ep-pp") if expert else ("dp-cp", "tp-pp")
+    data, model = (GRID_KINDS[kind][0] for kind in (("expt_dp", "tp_ep_pp") if expert else ("dp_cp", "mp")))
     replicas = _own_slice(grid.group_of(rank, data, expert), rank, num_instances)
     return sorted(member for replica in replicas for member in grid.group_of(replica, model, expert))
 
@@ -255,21 +319,16 @@ def _check_instances(grid: RankGrid, num_instances: int) -> None:
         raise ValueError(f"num_distributed_optimizer_instances must be at least 1, got {num_instances!r}.")
     if num_instances == 1:
         return
-    dp_cp = grid.dp * grid.cp
-    if dp_cp % num_instances:
-        raise RuntimeError(
-            f"Data parallel size should be divisible by partial DistOpt shard factor: data x context parallel size "
-            f"{dp_cp} = world {grid.world_size} / (tp {grid.tp} x pp {grid.pp}) is not divisible by "
-            f"num_distributed_optimizer_instances {num_instances}."
-        )
-    if grid.expt_dp % num_instances:
-        raise RuntimeError(
-            f"Expert data parallel size should be divisible by partial DistOpt shard factor: {grid.expt_dp} = world "
-            f"{grid.world_size} / (expert tp {grid.expt_tp} x ep {grid.ep} x pp {grid.pp}) is not divisible by "
-            f"num_distributed_optimizer_instances {num_instances}."
-        )
-    data_group = grid.group_of(0, "dp-cp")
-    for first in data_group[:: dp_cp // num_instances]:
+    for kind, words in zip(DATA_KINDS, ("Data", "Expert data"), strict=True):
+        size = len(grid.group_of(0, *GRID_KINDS[kind]))
+        if size % num_instances:
+            raise RuntimeError(
+                f"{words} parallel size should be divisible by partial DistOpt shard factor: the size {size} of group "
+                f"{kind!r} (world {grid.world_size}, sizes {grid.sizes}) is not divisible by "
+                f"num_distributed_optimizer_instances {num_instances}."
+            )
+    data_group = grid.group_of(0, *GRID_KINDS["dp_cp"])
+    for first in data_group[:: len(data_group) // num_instances]:
         if _instance_ranks(grid, first, num_instances, False) != _instance_ranks(grid, first, num_instances, True):
             raise RuntimeError(
                 f"With order '{grid.order}' the dense and the expert data groups, cut into {num_instances} optimizer "

@@ -23,6 +23,7 @@ from torch import nn
 from core.checkpoint.boxes import Box, Index, Split, split_boxes
 from core.distributed.contract.gradient_contract import data_group_of, shared_copies
 from core.global_names import global_name, without_transparent
+from core.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
 class Places(Protocol):
@@ -81,8 +82,9 @@ def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
 def buffer_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
     """The same of the buffers that a state_dict would hold, which all ranks of a stage hold alike."""
     kept = set(module.state_dict(keep_vars=True))
+    within_stage = [axis for axis in MODEL_AXES if axis in COPY_AXES]
     return {
-        name: _slice(name, global_name(module, name), tuple(buffer.shape), [], ("tp", "dp_cp"), places)
+        name: _slice(name, global_name(module, name), tuple(buffer.shape), [], (*within_stage, "dp_cp"), places)
         for name, buffer in module.named_buffers()
         if name in kept
     }
@@ -112,6 +114,7 @@ def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> 
     data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
     tp_axis = "expt_tp" if is_expert else "tp"
+    copies = [axis.name for axis in axes_of(is_expert) if axis.name in COPY_AXES and axis.name != tp_axis]
     splits = []
     if is_expert and places.size("ep") > 1:
         expert_dim = getattr(param, "expert_dim", None)
@@ -141,8 +144,8 @@ def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> 
                     getattr(param, "partition_length", None),
                 )
             )
-        return splits, (data_group,)
-    return splits, (tp_axis, data_group)
+        return splits, (*copies, data_group)
+    return splits, (tp_axis, *copies, data_group)
 
 
 def _slice(

@@ -11,12 +11,15 @@ import torch
 
 from core.checkpoint.pieces import RANDOM
 from core.process_groups import ProcessGroups
+from core.rank_grid import MODEL_AXES
 from core.tensor_parallel.random import get_rng_tracker
 
 
 def random_key(groups: ProcessGroups) -> str:
     """The name of this rank's streams in the file: its place, not its number."""
-    return f"{RANDOM}.pp_{groups.rank('pp')}.dp_cp_{groups.rank('dp_cp')}.tp_{groups.rank('tp')}"
+    places = ((axis, groups.rank(axis)) for axis in ("pp", "dp_cp", "tp"))
+    others = ((axis, groups.rank(axis)) for axis in MODEL_AXES if axis not in ("pp", "tp"))
+    return ".".join((RANDOM, *(f"{axis}_{rank}" for axis, rank in (*places, *others))))
 
 
 def save_random_state() -> bytes:

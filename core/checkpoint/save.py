@@ -28,9 +28,10 @@ from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.optimizer.optimizer_state import GROUP_IDENTITY, save_groups
 from core.process_groups import ProcessGroups
+from core.rank_grid import AXES
 
 CONTENT_FORMAT = 1  # of names and of what `meta` holds
-LAYOUT_AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
+LAYOUT_AXES = {axis.label: axis.name for axis in AXES if axis.name != "expt_dp"}  # expert dp follows from the others
 
 
 def save_checkpoint(

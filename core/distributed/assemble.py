@@ -33,6 +33,7 @@ from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
 from core.distributed.wire.simulated_wire import over_wire
 from core.process_groups import ProcessGroups
+from core.rank_grid import COPY_AXES, DATA_KINDS
 
 CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
 
@@ -131,10 +132,10 @@ def _plan_together(
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
-    for name in ("dp_cp", "expt_dp"):
+    for name in DATA_KINDS:
         if groups.size(name) > 1:
             failure = _compare(None if plan is None else plan.facts(name, options), groups, name, failure)
-    for name in ("tp", "expt_tp"):
+    for name in COPY_AXES:
         if groups.size(name) > 1:
             failure = _compare(None if plan is None else plan.facts_over_tp(options, name), groups, name, failure)
     if plan is None or failure is not None:

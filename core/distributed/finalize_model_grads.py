@@ -20,6 +20,7 @@ from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.shared_wire import link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.process_groups import ProcessGroups
+from core.rank_grid import COPY_AXES, DATA_KINDS
 from core.waiting import waiting
 
 
@@ -154,7 +155,7 @@ def _check_arguments(
 
 
 def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
-    for name in ("dp_cp", "expt_dp", "tp", "pp", "embd", "pos_embd"):
+    for name in (*DATA_KINDS, *COPY_AXES, "pp", "embd", "pos_embd"):
         ranks = [
             None if group is None else dist.get_process_group_ranks(group)
             for group in (getattr(wrapped, name), getattr(given, name, None))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.rank_grid import AXES, DEFAULT_ORDER
 
 DEFAULT_BUCKET_NUMEL = 200_000  # a small model still gets several buckets, so that there is something to overlap
 
@@ -90,7 +91,7 @@ class ParallelOptions:
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"  # how they see each other's keys and values
     ep: int = 1  # ranks that share the experts of a layer
     etp: int | None = None  # tensor parallel size of experts; None for tp
-    order: str = "tp-cp-ep-dp-pp"  # axes from the smallest stride to the largest
+    order: str = DEFAULT_ORDER  # axes from the smallest stride to the largest
     timeout_minutes: int = 30
 
     @property
@@ -105,6 +106,10 @@ class ParallelOptions:
             return self.schedule
         several = self.vpp > 1 or len(self.layers_per_stage) > self.pp
         return "Interleaved1F1B" if several else "1F1B"
+
+
+# The options that are the size of an axis.
+AXIS_OPTIONS = tuple(f.name for f in fields(ParallelOptions) if f.name in {axis.label for axis in AXES})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.training.config import JobConfig
+from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
 from core.training.limits import flag
@@ -24,7 +24,7 @@ from core.training.limits import flag
 Config = TypeVar("Config")
 
 # Flags that stand for another one, by the names every user of parallel training knows.
-SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "schedule")}
+SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in (*AXIS_OPTIONS, "vpp", "schedule")}
 OTHER_NAMES = {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"}  # Python keeps `async` for itself
 
 

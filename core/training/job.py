@@ -18,6 +18,7 @@ from core import parallel_state
 from core.checkpoint import StopSignal
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
+from core.rank_grid import size_options
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.checkpoints import JobCheckpoints, check_root
 from core.training.config import JobConfig
@@ -133,13 +134,9 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
     """The process groups of the configured sizes, in parallel_state. Collective."""
     layout = plan.layout
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
+        **size_options(config.parallel),
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         get_embedding_ranks=layout.embedding_ranks,
-        context_parallel_size=config.parallel.cp,
-        expert_model_parallel_size=config.parallel.ep,
-        expert_tensor_parallel_size=config.parallel.etp,
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.parallel.timeout_minutes,
         order=config.parallel.order,

@@ -8,7 +8,7 @@ from numbers import Real
 from core.distributed.distributed_data_parallel_config import RANGES as DDP_RANGES
 from core.number_ranges import Range, check_ranges, whole
 from core.optimizer.optimizer_config import RANGES as OPTIMIZER_RANGES
-from core.training.config import JobConfig
+from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.errors import ConfigError
 from core.transformer.expert_config import EXPERT_RANGES
 from core.transformer.transformer_config import RANGES as MODEL_RANGES
@@ -26,7 +26,7 @@ RANGES: dict[str, dict[str, Range]] = {
         **dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), SIZE),
     },
     "parallel": {
-        **dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "etp"), SIZE),
+        **dict.fromkeys(AXIS_OPTIONS, SIZE),
         "vpp": whole(1, 64),
         "timeout_minutes": whole(1, 60 * 24 * 365),
     },

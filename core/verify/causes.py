@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.process_groups import ProcessGroups
-from core.verify.diagnosis import BiasPart, RankPart, explain, explain_bias
+from core.rank_grid import AXES, axes_of
+from core.verify.diagnosis import DATA_AXES, BiasPart, RankPart, explain, explain_bias
 from core.verify.gathered import Held
 from core.verify.job import Job
 from core.verify.reference import Expected, Reference
 
 SAMPLE = 65536  # elements of a wrong gradient that the diagnosis looks at
 # Words of the diagnosis -> fields of ProcessGroups. Experts have a data group and a tensor group of their own.
-DENSE_AXES = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp"}
-EXPERT_AXES = {"expert dp": "expt_dp", "ep": "ep", "etp": "expt_tp", "pp": "pp"}
+DENSE_AXES, EXPERT_AXES = ({axis.label: axis.name for axis in axes_of(expert)} for expert in (False, True))
 DENSE_INSTANCES = {"optimizer instances": "inter_dp_cp", "dp inside an instance": "intra_dp_cp"}
 EXPERT_INSTANCES = {"optimizer instances": "inter_expt_dp", "expert dp inside an instance": "intra_expt_dp"}
 
@@ -140,15 +140,16 @@ class Reductions:
 def _reductions(job: Job) -> dict[str, Reductions]:
     """Of every trained parameter of this rank, by its whole name."""
     table: dict[str, Reductions] = {}
+    labels = {axis.name: axis.label for axis in AXES}
     for held in job.model.trained:
         contract = held.contract
         assert contract is not None, "trained"
         sizes = {axis: job.groups.size(field) for axis, field in _axes(job.groups, held).items()}
-        data = {axis for axis in sizes if axis not in ("tp", "etp", "pp") and sizes[axis] > 1}
+        data = {axis for axis in sizes if axis in DATA_AXES and sizes[axis] > 1}
         axes = {contract.reductions[0]: frozenset(data)}
         fields = (*contract.partial_over, *contract.averaged_over)
         for text in contract.rules:
-            axes[text] = frozenset("etp" if f == "expt_tp" else f for f in fields if f" over {f} " in text)
+            axes[text] = frozenset(labels.get(f, f) for f in fields if f" over {f} " in text)
         sizes |= {axis: job.groups.size(axis) for axis in ("embd", "pos_embd") if axis in fields}
         table[held.name] = Reductions(axes, sizes)
     return table

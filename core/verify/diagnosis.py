@@ -15,9 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.rank_grid import AXES, COPY_AXES
+
 # Gradients are averaged over these.
 DATA_AXES = (
-    *("dp", "cp", "ep", "expert dp", "optimizer instances", "dp inside an instance", "expert dp inside an instance"),
+    *(axis.label for axis in AXES if axis.name not in (*COPY_AXES, "pp")),
+    *("optimizer instances", "dp inside an instance", "expert dp inside an instance"),
 )
 SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
 

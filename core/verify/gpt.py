@@ -24,6 +24,7 @@ from core.pipeline_parallel import (
     wrap_stages,
 )
 from core.process_groups import ProcessGroups
+from core.rank_grid import size_options
 from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig
@@ -91,12 +92,8 @@ def groups_of(layout: Layout) -> Iterator[ProcessGroups]:
         raise ValueError(f"layout [{layout}] is of {layout.world} ranks, and {dist.get_world_size()} have started")
     ends = layout.pipeline.embedding_ranks if layout.pipeline is not None else None
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
+        **size_options(layout),
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
         num_distributed_optimizer_instances=layout.instances,
         order=layout.order,
         get_embedding_ranks=ends,

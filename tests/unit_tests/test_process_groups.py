@@ -195,7 +195,7 @@ def test_a_torch_that_does_not_take_our_names_is_an_error(rank: int) -> None:
         return new_group(ranks, **rest)
 
     before = known_groups()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match='named the group .dp. "torch.s'):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match='named the group .tp. "torch.s'):
         patch.setattr(dist, "new_group", rename)
         build(RankGrid(1))
     assert known_groups() == before
@@ -347,7 +347,7 @@ def test_options_are_given_to_nccl_only_and_split_sharing(rank: int, backend: st
         groups = build(RankGrid(2, pp=2), options=group_options(["pp"]))
     world = [row for row in given if len(row[0]) == 2]
     if "nccl" in backend:
-        assert world == [([0, 1], None, None), ([0, 1], None, True)]  # mp and pp
+        assert world == [([0, 1], None, True), ([0, 1], None, None)]  # pp and mp
         assert groups.pp is not groups.mp
         assert groups.dp_gloo is not groups.dp
         assert groups.dp_gloo is groups.expt_dp_gloo

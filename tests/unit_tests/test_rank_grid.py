@@ -7,7 +7,17 @@ import time
 
 import pytest
 
-from core.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks, parse_tokens
+from core.rank_grid import (
+    ACTIVATION_KINDS,
+    COPY_AXES,
+    DEFAULT_ORDER,
+    GRADIENT_KINDS,
+    MODEL_AXES,
+    STAGE_CROSSING,
+    RankGrid,
+    group_ranks,
+    parse_tokens,
+)
 
 ORDERS = [DEFAULT_ORDER, "tp-cp-dp-ep-pp", "dp-tp-cp-ep-pp", "tp-cp-pp-ep-dp", "pp-dp-ep-cp-tp"]
 TOKEN_SETS = ["tp", "cp", "ep", "dp", "pp", "dp-tp", "tp-pp", "dp-cp", "tp-dp-cp", "tp-ep-pp", "pp-dp-cp-ep-tp"]
@@ -42,10 +52,10 @@ def test_groups_are_those_of_a_naive_enumeration(order):
         expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world // (expt_tp * ep * pp), "pp": pp}
         if naive_groups(dense, order, "pp") != naive_groups(expert, order, "pp"):
             with pytest.raises(RuntimeError, match="same pipeline groups"):
-                RankGrid(world, tp, pp, cp, ep, expt_tp, order)
+                RankGrid(world, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=expt_tp, order=order)
             refused += 1
             continue
-        grid = RankGrid(world, tp, pp, cp, ep, expt_tp, order)
+        grid = RankGrid(world, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=expt_tp, order=order)
         for tokens in TOKEN_SETS:
             assert grid.groups(tokens) == naive_groups(dense, order, tokens), (grid, tokens)
             assert grid.groups(tokens, expert=True) == naive_groups(expert, order, tokens), (grid, tokens)
@@ -58,7 +68,7 @@ def test_groups_are_those_of_a_naive_enumeration(order):
 def test_group_of_a_rank_is_the_one_that_contains_it(order):
     for world, tp, pp, cp, ep, expt_tp in layouts((8,)):
         try:
-            grid = RankGrid(world, tp, pp, cp, ep, expt_tp, order)
+            grid = RankGrid(world, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=expt_tp, order=order)
         except RuntimeError:
             continue
         for tokens, expert, rank in itertools.product(TOKEN_SETS, (False, True), range(world)):
@@ -107,7 +117,7 @@ def test_axes_of_size_one_may_be_left_out_of_the_order():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"world_size": 6, "tp": 4}, RuntimeError, r"world_size \(6\) is not divisible by 4 = tensor \(4\) x pipeline"),
+        ({"world_size": 6, "tp": 4}, RuntimeError, r"world_size \(6\) is not divisible by 4 = tensor \(4\) x context"),
         ({"world_size": 8, "tp": 2, "cp": 3}, RuntimeError, r"is not divisible by 6 = .* x context \(3\)"),
         (
             {"world_size": 8, "ep": 3},
@@ -133,7 +143,7 @@ def test_axes_of_size_one_may_be_left_out_of_the_order():
         (
             {"world_size": 8, "tp": 1, "cp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"},
             RuntimeError,
-            "2 ranks apart in the dense grid .* and 1 in the expert grid",
+            r"2 ranks apart in the dense grid and 1 in the expert grid \(sizes .*'cp': 2",
         ),
     ],
 )
@@ -145,6 +155,22 @@ def test_sizes_that_do_not_come_out_are_refused_with_the_arithmetic(arguments, e
 def test_a_rank_outside_the_world_is_refused():
     with pytest.raises(ValueError, match=r"rank 8 is not in a world of 8 ranks \(0 to 7\)"):
         RankGrid(8).group_of(8, "tp")
+
+
+def test_a_size_that_is_no_axis_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"unknown sizes \['etp'\]; the axes are tp, expt_tp, cp, ep, pp"):
+        RankGrid(8, etp=2)
+    with pytest.raises(AttributeError, match="a RankGrid has no 'etp'; its sizes are tp, expt_tp, cp, ep, pp, dp"):
+        RankGrid(8).etp  # noqa: B018
+
+
+def test_the_kinds_that_follow_from_the_table():
+    assert DEFAULT_ORDER == "tp-cp-ep-dp-pp"
+    assert {"pp", "embd", "pos_embd", "mp", "tp_ep_pp"} == STAGE_CROSSING
+    assert {"tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"} == ACTIVATION_KINDS
+    halves = {f"{half}_{kind}" for half in ("intra", "inter") for kind in ("dp_cp", "expt_dp", "dist_opt")}
+    assert {"dp", "dp_cp", "expt_dp"} | halves == GRADIENT_KINDS
+    assert (MODEL_AXES, COPY_AXES) == (("tp", "pp"), ("tp", "expt_tp"))
 
 
 def test_tokens_are_parsed_and_not_searched():
@@ -171,7 +197,9 @@ def test_optimizer_instances_slice_the_data_groups(order, count):
     compared = 0
     for layout in layouts((8, 12)):
         try:
-            grid = RankGrid(*layout, order)
+            grid = RankGrid(
+                layout[0], order=order, **dict(zip(("tp", "pp", "cp", "ep", "expt_tp"), layout[1:], strict=True))
+            )
         except RuntimeError:
             continue
         if grid.dp * grid.cp % count or grid.expt_dp % count:
@@ -225,9 +253,13 @@ def test_an_embedding_rule_that_leaves_its_pipeline_is_refused(chosen):
 
 
 def test_instance_counts_that_do_not_divide_are_refused_with_the_arithmetic():
-    with pytest.raises(RuntimeError, match=r"Data parallel size .* 4 = world 8 / \(tp 2 x pp 1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"Data parallel size .* the size 4 of group 'dp_cp' \(world 8, sizes \{'tp': 2"
+    ):
         group_ranks(RankGrid(8, tp=2), 0, num_instances=3)
-    with pytest.raises(RuntimeError, match=r"Expert data parallel size .* 1 = world 8 / \(expert tp 2 x ep 4 x pp 1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"Expert data parallel size .* the size 1 of group 'expt_dp' .*'expt_tp': 2, .*'ep': 4"
+    ):
         group_ranks(RankGrid(8, tp=2, ep=4), 0, num_instances=2)
     with pytest.raises(ValueError, match="num_distributed_optimizer_instances must be at least 1, got 0"):
         group_ranks(RankGrid(8), 0, num_instances=0)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from core.distributed.contract.split_widths import params_beside_split_layers
+from core.rank_grid import COPY_AXES, STAGE_CROSSING, axes_of
 
 if TYPE_CHECKING:
     from core.process_groups import ProcessGroups
 
-STAGE_CROSSING = frozenset({"pp", "embd", "pos_embd", "mp", "tp_ep_pp"})  # groups whose members hold different layers
 DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` leaves on a parameter
 
 
@@ -259,17 +259,15 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
                 f"parameter {name!r}: its gradient over {axis!r} is to be added and to be averaged; choose one"
             )
 
+    model_axes = [axis for axis in axes_of(is_expert) if axis.carries == "activations"]
+    split = {axis.name for axis in model_axes if axis.always_split or (sharded and axis.name == tp_axis)}
+    reduced = (*partial_over, *averaged_over)
     sharded_over = tuple(
-        axis
-        for axis, is_sharded in ((tp_axis, sharded), ("ep", is_expert), ("pp", True))
-        if is_sharded and groups.size(axis) > 1 and axis not in partial_over and axis not in averaged_over
+        axis.name for axis in model_axes if axis.name in split - set(reduced) and groups.size(axis.name) > 1
     )
-    crosses = any(axis in STAGE_CROSSING for axis in (*partial_over, *averaged_over))
-    counts = (
-        (sharded or groups.rank(tp_axis) == 0)
-        and not tags.shared
-        and not any(groups.rank(axis) > 0 for axis in (*partial_over, *averaged_over))
-    )
+    crosses = any(axis in STAGE_CROSSING for axis in reduced)
+    copies = (axis.name for axis in model_axes if axis.name not in split)
+    counts = not tags.shared and all(groups.rank(axis) == 0 for axis in (*copies, *reduced))
     return GradientContract(
         name,
         is_expert,
@@ -288,6 +286,7 @@ def replicated_over(tags: Tags, groups: ProcessGroups) -> tuple[str, ...]:
     """The groups, data groups apart, whose ranks hold copies of this parameter."""
     declared = () if tags.declaration is None else (*tags.declaration[0], *tags.declaration[1])
     copied = {
+        **{axis.name: axis.name in COPY_AXES for axis in axes_of(tags.is_expert)},
         "expt_tp" if tags.is_expert else "tp": not tags.sharded,
         "pp": tags.pipeline_parallel or "pp" in declared,
         "embd": tags.word_embedding or "embd" in declared,

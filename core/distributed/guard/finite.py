@@ -13,6 +13,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 from core.distributed.wire.collectives import agree_max, gather_objects
 from core.process_groups import ProcessGroups
+from core.rank_grid import MODEL_AXES
 from core.waiting import waiting
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
@@ -90,11 +91,11 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
 
 def first_of_all(
-    finding: Finding | None, groups: ProcessGroups, names: Sequence[str] = ("dp_cp", "tp", "pp")
+    finding: Finding | None, groups: ProcessGroups, names: Sequence[str] = ("dp_cp", *MODEL_AXES)
 ) -> Finding | None:
     """The smallest finding of any rank; None where no rank has one.
 
-    Collective over the named groups in turn: the data, the tensor and the pipeline group together reach every rank.
+    Collective over the named groups in turn: the data group and those of the model's axes together reach every rank.
     """
     reach = [groups.require(name) for name in names if groups.size(name) > 1]
     anywhere = int(finding is not None)

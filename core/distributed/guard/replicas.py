@@ -14,14 +14,13 @@ from torch import nn
 
 from core.agree import LayoutMismatch
 from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.contract.gradient_contract import STAGE_CROSSING
 from core.distributed.guard.finite import Finding, ReplicaDriftError, first_of_all
 from core.distributed.guard.same_model import checksum, same_on_all
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.collectives import Collectives, gather_objects
 from core.process_groups import ProcessGroups
+from core.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
 
-DATA_GROUPS = ("dp_cp", "expt_dp")
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
 REMEDIES = {
     DATA: "Seed all data ranks alike, load the same checkpoint, or wrap with initial_weights='broadcast'",
@@ -105,9 +104,9 @@ def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
 def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """(group, parameters of which each of its ranks holds a copy), the same groups in one order on all ranks."""
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
-    for name in dict.fromkeys((*DATA_GROUPS, *others)):
+    for name in dict.fromkeys((*DATA_KINDS, *COPY_AXES, *others)):
         if groups.size(name) > 1:
-            yield name, plan.of_group(name) if name in DATA_GROUPS else plan.copies_over(name)
+            yield name, plan.of_group(name) if name in DATA_KINDS else plan.copies_over(name)
 
 
 def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups, buffers: Sequence[GradBuffer]) -> Finding | None:
@@ -121,7 +120,7 @@ def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups, buffers: Sequen
         found = first_unequal(named, groups.require(name), name, memory or None)
         # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
-            finding = DATA if name in DATA_GROUPS else WITHIN_STAGE, dist.get_rank(), found
+            finding = DATA if name in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
     return finding
 
 
@@ -146,7 +145,8 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
 
 def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
     """Raise what any rank has found, on all of them. Collective; at the wrap over one stage, later over the job."""
-    finding = first_of_all(finding, groups, ("dp_cp", "tp") if at_wrap else ("dp_cp", "tp", "pp"))
+    reach = [axis for axis in MODEL_AXES if not (at_wrap and axis in STAGE_CROSSING)]
+    finding = first_of_all(finding, groups, ("dp_cp", *reach))
     if finding is None:
         return
     kind, _, found = finding

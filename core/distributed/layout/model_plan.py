@@ -38,8 +38,7 @@ from core.distributed.layout.param_layout import (
 )
 from core.distributed.layout.wrap_checks import check_kinds, check_storage, shared_params
 from core.process_groups import ProcessGroups
-
-ACTIVATION_KINDS = ("tp", "pp", "mp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
+from core.rank_grid import ACTIVATION_KINDS, COPY_AXES
 
 
 class ParamKind(NamedTuple):
@@ -125,7 +124,7 @@ class ModelPlan:
         return Facts((options, names, list(kinds.values()), chosen, reductions, cuts), lines)
 
     def facts_over_tp(self, options: list[str], group: str) -> Facts:
-        """What the ranks of 'tp' or 'expt_tp' must agree on: all but their slices, which may differ in shape."""
+        """What the ranks of a tensor-parallel group must agree on: all but their slices, which may differ in shape."""
         reductions = Reductions.of(self.contracts.values())
         copies = [(name, self.kinds[name]) for name in self.copies.get(group, ())]
 
@@ -326,7 +325,7 @@ def _copies(
     """`ModelPlan.copies`: frozen parameters are weights too, and what a rule of the user's makes equal is a copy."""
     rules = [rule for rule in rules if groups.size(rule.group) > 1]
     copies: dict[str, list[str]] = {}
-    if not rules and all(groups.size(axis) == 1 for axis in ("tp", "expt_tp", "pp")):
+    if not rules and all(groups.size(axis) == 1 for axis in (*COPY_AXES, "pp")):
         return copies
     word, position = shared_copies(modules)
     for name, param in named.items():

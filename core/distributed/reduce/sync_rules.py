@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from core.agree import LayoutMismatch, SyncError, control_device
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.contract.gradient_contract import STAGE_CROSSING, GradSyncRule
+from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
 from core.distributed.guard.same_model import check_same_tables
 from core.distributed.wire.collectives import Collectives, InFlight, agree_max, gather_objects
 from core.process_groups import ProcessGroups
+from core.rank_grid import COPY_AXES, STAGE_CROSSING
 from core.waiting import waiting
 
 IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
@@ -188,10 +189,10 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
     each group of copies; the tensor-parallel group and then that of all stages carry an error to the others.
     """
     groups = chunks[0].groups
-    of_rules = {rule.group for chunk in chunks for rule in chunk.rules} - {"tp", "pp"}
-    names = [*sorted(of_rules), "expt_tp", "tp", "pp"]
+    last = (*COPY_AXES, "pp")
+    names = [*sorted({rule.group for chunk in chunks for rule in chunk.rules} - set(last)), *last]
     failure: SyncError | None = None
-    for name in dict.fromkeys(names):
+    for name in names:
         if groups.size(name) == 1:
             continue
         group = groups.require(name)

@@ -14,6 +14,7 @@ from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, Par
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer import ModelChunk
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.rank_grid import COPY_AXES
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
@@ -110,7 +111,7 @@ def split_parameter(
 def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[str]:
     """The axes whose ranks hold slices of one parameter. Along 'ep' only a stack of experts is one, not an expert."""
     stacked = getattr(param, "expert_dim", None) is not None
-    return [axis for axis in contract.sharded_over if axis in ("tp", "expt_tp") or (axis == "ep" and stacked)]
+    return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
 
 def check_whole_params(groups: ParamGroups, model_chunks: Sequence[ModelChunk]) -> None:

@@ -25,6 +25,7 @@ from core.distributed.wire.collectives import Collectives, gather_objects
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
+from core.rank_grid import MODEL_AXES
 from core.waiting import waiting
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class GradStats:
 
 
 # Each chain whose groups are all there reaches every rank of the model once.
-CHAINS: tuple[tuple[str, ...], ...] = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), ("tp", "pp", "dp_cp"))
+CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "dp_cp"))
 
 
 def everybody(groups: ProcessGroups) -> list[dist.ProcessGroup]:
