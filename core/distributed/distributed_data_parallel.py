@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
+        if "reducer" not in vars(self) and self.training and torch.is_grad_enabled():
+            raise _copy_error("reducer")  # its gradients would not be reduced
         return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -220,15 +223,32 @@ class DistributedDataParallel(nn.Module):
         """
         broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(0)
+    # -- copies -----------------------------------------------------------------------------------------------------
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises TypeError: a copy would need process groups and buffers of its own."""
-        raise TypeError(
-            "DistributedDataParallel cannot be copied or pickled: it holds process groups and buffers. Give the model "
-            "inside, ddp.module, to copy.deepcopy, AveragedModel or torch.save; its copy is a plain module"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A copy that computes what this model computes now, for averages and evaluation. Local.
+
+        The copy has a plain module and no buffers. Its forward raises SyncError where gradients would be recorded in
+        training mode, and so does every call that reduces. Wrap `copy.module` to train it.
+        """
+        if "param_sync" in vars(self):
+            self.param_sync.finish()
+        copied = type(self).__new__(type(self))
+        memo |= {id(self): copied, id(self.config): self.config, id(self.ddp_config): self.ddp_config}
+        state = {name: value for name, value in vars(self).items() if name not in _ENGINE}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        for param, twin in zip(self.parameters(), copied.parameters(), strict=True):
+            vars(twin).update({name: tag for name, tag in vars(param).items() if name != "main_grad"})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and torch.save keep: a copy, as from copy.deepcopy."""
+        return copy.deepcopy(self).__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ENGINE:
+            raise _copy_error(name)
+        return super().__getattr__(name)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
@@ -304,6 +324,23 @@ class DistributedDataParallel(nn.Module):
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+# What the engine made, and a copy does not have.
+_ENGINE = frozenset(
+    (
+        *("groups", "plan", "contracts", "collectives", "grad_buffers", "expert_parallel_buffers", "reducer"),
+        *("grad_sync", "param_sync", "nan_watch", "large_watch", "stages_checked", "step_guard", "held"),
+    )
+)
+
+
+def _copy_error(missing: str) -> SyncError:
+    return SyncError(
+        f"this DistributedDataParallel is a copy of a wrapped model and has no {missing}: copies have no gradient "
+        "buffers and are not reduced. Evaluate with it, or wrap its module to train it: "
+        "DistributedDataParallel(copy.config, copy.ddp_config, copy.module)"
+    )
 
 
 _WRAPPERS: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that live in this process

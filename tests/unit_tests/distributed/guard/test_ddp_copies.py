@@ -1,11 +1,14 @@
-"""A wrapped model can be copied, averaged, pickled and saved; what comes out is a plain model with equal values."""
+"""A wrapped model and its wrapper can be copied, averaged, pickled and saved; the copy is plain, its values equal."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,15 +93,82 @@ def test_an_average_of_the_model_is_torchs_average(rank: int, world: int) -> Non
             assert (param - ddp.module.get_parameter(name)).abs().max() > 1e-4
 
 
-@ranks(1)
-@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel, saved_and_loaded])
-def test_a_copy_of_the_wrapper_is_refused_with_what_to_copy(
-    rank: int, world: int, act: Callable[[nn.Module], object]
+@ranks(2)
+@pytest.mark.parametrize("how", [*COPIES, "copy"])
+def test_a_copy_of_the_wrapper_computes_the_same_and_training_goes_on_equal_to_the_bit(
+    rank: int, world: int, how: str
 ) -> None:
+    """For averages and evaluation. It keeps the tags of parameters, and nothing of what the engine made."""
     parallel_state.initialize_model_parallel()
-    ddp = wrap(make_net())
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*ddp\.module"):
-        act(ddp)
+    for strategy in STRATEGIES:
+        weights: list[dict[str, torch.Tensor]] = []
+        for copies in (False, True):
+            ddp = wrap(make_net(torch.float32), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True)
+            ddp.module.first.weight.color = "blue"
+            train_a_step(ddp, rank, 0)
+            if copies:
+                twin = {**COPIES, "copy": copy.copy}[how](ddp)
+                assert isinstance(twin, DistributedDataParallel)
+                assert set(vars(twin)) == {*vars(nn.Module()), "config", "ddp_config"}
+                assert twin.ddp_config == ddp.ddp_config
+                assert vars(twin.module.first.weight) == {"color": "blue"}
+                with torch.no_grad():
+                    value = loss_of(twin, rank, 5)
+                    assert torch.equal(value, loss_of(ddp, rank, 5))
+                    before = {name: param.clone() for name, param in twin.module.named_parameters()}
+            for step in range(1, 3):
+                train_a_step(ddp, rank, step)
+            weights.append({name: param.detach().clone() for name, param in ddp.module.named_parameters()})
+        for name, param in twin.module.named_parameters():
+            assert torch.equal(weights[0][name], weights[1][name])
+            assert torch.equal(param, before[name]) and not torch.equal(param, weights[1][name])
+        # It is no model in training until it is wrapped again.
+        for act in (lambda: loss_of(twin, rank, 0), twin.zero_grad_buffer, lambda: finalize_model_grads(twin)):  # noqa: B023
+            with pytest.raises(SyncError, match=r"is a copy of a wrapped model.*copy\.module\)"):
+                act()
+        again = DistributedDataParallel(twin.config, twin.ddp_config, twin.module)
+        loss_of(again, rank, 3).backward()
+        finalize_model_grads(again)
+        expected = make_net(torch.float32)
+        expected.load_state_dict(before)
+        assert_same(whole_grads(again), mean_over_ranks(expected, world, (3,)), rtol=1e-5)
+
+
+@ranks(2)
+def test_a_copy_of_a_copy_and_an_average_of_the_wrapper(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(torch.float32), data_parallel_sharding_strategy="optim")
+    average = AveragedModel(copy.deepcopy(ddp), multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    start = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+    average.update_parameters(ddp)
+    train_a_step(ddp, rank, 0)
+    average.update_parameters(ddp)
+    for name, param in average.module.module.named_parameters():
+        now = ddp.module.get_parameter(name).detach()
+        torch.testing.assert_close(param, 0.75 * start[name] + 0.25 * now)
+        assert not torch.equal(param, start[name])
+    loss_of(average.eval(), rank, 0)
+
+
+@ranks(1)
+def test_a_pickled_model_loads_in_a_process_that_has_started_no_group(rank: int, world: int, tmp_path: Path) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(nn.Linear(3, 2), data_parallel_sharding_strategy="optim")
+    ddp(torch.ones(1, 3)).sum().backward()
+    finalize_model_grads(ddp)
+    data = torch.arange(6.0).view(2, 3)
+    torch.save([ddp, ddp.module, data, ddp(data).detach()], tmp_path / "both.pt")
+    program = (
+        "import sys, torch\n"
+        "wrapped, plain, data, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert torch.equal(plain(data), expected)\n"
+        "assert torch.equal(wrapped.eval()(data), expected)\n"
+        "plain(data).sum().backward()\n"
+        "assert plain.bias.grad.tolist() == [2.0, 2.0]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "both.pt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @ranks(2)
