@@ -24,11 +24,8 @@ class ModelParallelConfig:
 
     Not frozen, because users set the callbacks once optimizer and wrapper exist; nothing in `core` writes to it.
 
-    Two fields are Megatron's names for what is so in any case, and True or False makes no difference:
-    use_cpu_initialization: weights are drawn whole, in fp32 on the CPU, and each rank keeps its slice, so that they
-    depend neither on the device nor on the layout (core/tensor_parallel/initialization.py).
-    has_cond_embedder: a conditional embedder's parameters carry `param.pipeline_parallel = True` before they are
-    wrapped, and that alone has `finalize_model_grads` sum their gradients over the pipeline's stages.
+    Parameters are made in params_dtype; fp16 and bf16 must agree with it. use_cpu_initialization and has_cond_embedder
+    are Megatron's names for what happens in any case, and may only be False.
 
     Raises ValueError where fields contradict each other, naming both.
     """
@@ -80,6 +77,22 @@ class ModelParallelConfig:
             )
         if self.fp16 and self.bf16:
             raise ValueError("fp16=True and bf16=True; choose one of them.")
+        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            if getattr(self, name) and self.params_dtype != dtype:
+                raise ValueError(
+                    f"{name}=True with params_dtype={self.params_dtype}: parameters are made in params_dtype; set "
+                    f"params_dtype={dtype}, or leave {name} out."
+                )
+        if self.use_cpu_initialization:
+            raise ValueError(
+                "use_cpu_initialization=True changes nothing: weights are always drawn whole, in fp32 on the CPU, and "
+                "each rank keeps its slice; leave it out."
+            )
+        if self.has_cond_embedder:
+            raise ValueError(
+                "has_cond_embedder=True changes nothing: set `param.pipeline_parallel = True` on the embedder's "
+                "parameters before they are wrapped, which has their gradients summed over the stages; leave it out."
+            )
         if self.moe_router_enable_expert_bias and not self.moe_router_bias_update_rate > 0:
             raise ValueError(
                 f"moe_router_bias_update_rate must be above 0 with moe_router_enable_expert_bias=True, got "

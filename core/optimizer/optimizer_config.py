@@ -44,7 +44,7 @@ class OptimizerConfig:
     decoupled_weight_decay: AdamW's decay of the weights themselves; False adds it to the gradient, as Adam did. SGD
         always adds it to the gradient.
     adam_beta1, adam_beta2, adam_eps, sgd_momentum: the algorithm's own numbers.
-    fp16, bf16, params_dtype: what the model's parameters are. 16-bit parameters get fp32 master weights.
+    fp16, bf16, params_dtype: what the model's parameters are; checked. 16-bit parameters get fp32 master weights.
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
         next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
     optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU; with
@@ -104,7 +104,7 @@ class OptimizerConfig:
 
     fp16: bool = False
     bf16: bool = False
-    params_dtype: torch.dtype = torch.float32
+    params_dtype: torch.dtype | None = None
 
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**32

@@ -43,6 +43,8 @@ def test_a_size_that_is_needed_may_not_be_none(name):
         ({"sequence_parallel": True}, "sequence_parallel=True with tensor_model_parallel_size=1"),
         ({"virtual_pipeline_model_parallel_size": 2}, "with pipeline_model_parallel_size=1: pipeline-model-"),
         ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
+        ({"fp16": True}, "fp16=True with params_dtype=torch.float32"),
+        ({"bf16": True, "params_dtype": torch.float16}, "bf16=True with params_dtype=torch.float16"),
         (
             {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
             "moe_router_bias_update_rate must be above 0",

@@ -57,12 +57,17 @@ def buckets_of(model_chunks: Sequence[ModelChunk]) -> Iterator[Bucket]:
 
 def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
     dtypes = {bucket.params[0].dtype: bucket.contracts[0].name for bucket in buckets}
-    for flag, dtype, convert in (("bf16", torch.bfloat16, "model.bfloat16()"), ("fp16", torch.float16, "model.half()")):
-        if getattr(config, flag) and dtypes and dtype not in dtypes:
+    said = {
+        "bf16 is True": torch.bfloat16 if config.bf16 else None,
+        "fp16 is True": torch.float16 if config.fp16 else None,
+        f"params_dtype is {config.params_dtype}": config.params_dtype,
+    }
+    for option, dtype in said.items():
+        if dtype is not None and dtypes and dtype not in dtypes:
             first, name = next(iter(dtypes.items()))
             raise ValueError(
-                f"OptimizerConfig.{flag} is True and no parameter is in {flag} (the first, {name!r}, is {first}); "
-                f"convert the model with {convert} before wrapping it, or set {flag}=False"
+                f"OptimizerConfig.{option} and no parameter is in {dtype} (the first, {name!r}, is {first}); convert "
+                f"the model with model.to({dtype}) before wrapping it, or leave the option out"
             )
     if torch.float16 in dtypes and not config.fp16 and config.loss_scale is None:
         raise ValueError(

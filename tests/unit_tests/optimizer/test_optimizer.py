@@ -311,8 +311,10 @@ def test_contradictions_with_the_wrapped_model_are_refused(rank: int, world: int
     ddp = wrap(make_net())
     with pytest.raises(ValueError, match="use_distributed_optimizer is True"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [ddp])
-    with pytest.raises(ValueError, match="bf16 is True and no parameter is in bf16"):
+    with pytest.raises(ValueError, match=r"bf16 is True and no parameter is in torch\.bfloat16 \(the first"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), [ddp])
+    with pytest.raises(ValueError, match=r"params_dtype is torch\.bfloat16 and no parameter is in torch\.bfloat16"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, params_dtype=torch.bfloat16), [ddp])
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [ddp])
     assert dist.get_world_size() == 1

@@ -287,7 +287,7 @@ def test_dtypes_that_contradict_the_model_are_refused(rank: int, world: int) -> 
         OptimizerConfig(**aware(exp_avg_dtype=torch.int8))
     with pytest.raises(ValueError, match="is in fp16 and there is no loss scale"):
         build("optim", {"lr": 0.1}, dtype=FP16)
-    with pytest.raises(ValueError, match="fp16 is True and no parameter is in fp16"):
+    with pytest.raises(ValueError, match="fp16 is True and no parameter is in torch.float16"):
         build("optim", {"lr": 0.1, "fp16": True}, dtype=BF16)
 
 
