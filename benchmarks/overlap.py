@@ -2,7 +2,7 @@
 
 Two ranks train a small model whose layers stand for layers on a device: their forward and backward sleep, so that the
 processor is free meanwhile, as it is while a GPU computes; the gradients, the reductions and the wrapper are real. The
-wire is simulated too (core/distributed/wire/simulated_wire.py): latency + bytes / bandwidth a collective, one after
+wire is simulated too (benchmarks/simulated_wire.py): latency + bytes / bandwidth a collective, one after
 another. So the curve is about overlap, and not about two ranks that share this machine's cores.
 
 Each point counts only if its losses are those of one process on the batches of both ranks, and of every other point.
@@ -26,12 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.bucket_advisor import advise_bucket_size, fit_wire, record_backward, sent_per_byte
 from benchmarks.report import add_json, circumstances, write_json
+from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.measure.bucket_advisor import advise_bucket_size, fit_wire, record_backward, sent_per_byte
 from core.distributed.measure.overlap_report import measure_overlap
-from core.distributed.wire.simulated_wire import Wire
 from core.training.step_trace import StepTrace
 
 RANKS = 2
@@ -162,10 +162,10 @@ def train(
         overlap_grad_reduce=True,
         bucket_size=layers_a_bucket * WIDTH * WIDTH,
         share_host_memory=False,  # reductions by gloo's threads, as a network card would, not in the wait
-        simulated_wire=wire,
         initial_weights="ignore",
     )
     ddp = DistributedDataParallel(None, config, make_model(1.0))
+    put_on_wire(ddp, wire)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
     seconds, traces, losses = [], [], []
     for step in range(steps):

@@ -31,7 +31,6 @@ from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
-from core.distributed.wire.simulated_wire import over_wire
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, DATA_KINDS
 
@@ -68,7 +67,6 @@ def assemble(
     """
     _settle_other_models(groups)
     plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
-    on_wire = over_wire(ddp_config.simulated_wire, plan.device)
     plain = Collectives(
         ordered=ddp_config.deterministic_reduction
         or ddp_config.reduce_scatter_with_fp32_accumulation
@@ -84,7 +82,7 @@ def assemble(
     nan_watch = NonFiniteWatch(buckets) if watches_nan else None
     reducer = GradReducer(
         buckets,
-        on_wire(gradient_collectives(ddp_config.grad_communication_dtype, plain)),
+        gradient_collectives(ddp_config.grad_communication_dtype, plain),
         _control_groups(buckets, groups),
         ModelWatch(module, plan, buckets).problems,
         in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and plan.wire_is_free,
@@ -93,15 +91,14 @@ def assemble(
         watch=nan_watch,
         channels=plain.channels,
     )
-    collectives = on_wire(plain)
     return Engine(
         plan,
-        collectives,
+        plain,
         buffers,
         buckets,
         reducer,
-        GradSync(buckets, plan.rules, groups, collectives, list(plan.params)),
-        ParamSync(buckets, on_wire(Collectives(channels=plain.channels))),
+        GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
+        ParamSync(buckets, Collectives(channels=plain.channels)),
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )

@@ -9,7 +9,6 @@ import torch
 
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.wire.formats import WIRE_DTYPES
-from core.distributed.wire.simulated_wire import Wire
 from core.number_ranges import COUNT, check_ranges, whole
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
@@ -67,8 +66,6 @@ class DistributedDataParallelConfig:
     share_host_memory: keep buffers in memory that the ranks of one host map from each other where they are on CPU with
         gloo, and reduce there instead of through sockets. Groups that span hosts do not. A forked process shares them
         as well: it has no snapshot of them, and its parent sees what it writes there.
-    simulated_wire: for measuring overlap on a CPU: `Wire(latency_s, bytes_per_s)`; no collective of this model is done
-        earlier than on such a network, and a wait for it sleeps (core/distributed/wire/simulated_wire.py).
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
     """
@@ -98,7 +95,6 @@ class DistributedDataParallelConfig:
     whole_param_shards: bool | Literal["all"] = False
     grad_communication_dtype: torch.dtype | None = None
     share_host_memory: bool = True
-    simulated_wire: Wire | None = None
     sync_rules: tuple[GradSyncRule, ...] = ()
 
     def __post_init__(self) -> None:

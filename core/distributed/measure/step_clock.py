@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.wire.collectives import Handle, InFlight
-from core.distributed.wire.simulated_wire import Transfer
 
 Moment = Literal["ready_s", "launched_s", "in_flight_s", "done_s", "wait_start_s", "wait_end_s"]
 
@@ -37,7 +36,7 @@ class BucketEvent:
 
     ready_s: the last gradient came. launched_s: the collective was queued. done_s: it was first seen done, by a look
     from the hook of a later gradient or right before the wait, or else the wait ended; in_flight_s: the last look that
-    found it on its way, or the end of its time on a simulated wire. Between the two lies its true end, unless
+    found it on its way. Between the two lies its true end, unless
     end_is_exact: the wait saw it, or on CUDA a stream. wait_start_s, wait_end_s: the main thread (on CUDA: the model's
     stream) waited for it, and did what was left of it, such as a division or a copy.
     """
@@ -70,10 +69,7 @@ class HostClock:
         setattr(event, moment, time.perf_counter())
 
     def follow(self, event: BucketEvent, flight: InFlight) -> None:
-        """Hooks look. But a simulated wire says before which moment it will not be done."""
-        ends = [work.done_s for work in _works_of(flight) if isinstance(work, Transfer)]
-        if ends:
-            event.in_flight_s = max(ends)
+        """Nothing: hooks look."""
 
     def look(self, event: BucketEvent, flight: InFlight) -> bool:
         """Note whether a collective is done; is there nothing left to look for?"""

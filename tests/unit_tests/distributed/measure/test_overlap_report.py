@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.measure.overlap_report import OverlapReport, covered, exposed_seconds, measure_overlap
 from core.distributed.measure.step_clock import BucketEvent, HostClock, StreamClock, resolve
 from core.distributed.wire.collectives import Handle
-from core.distributed.wire.simulated_wire import Wire, WireQueue
 from core.training.perfetto import trace_events, write_trace
 from core.training.plots import draw_bucket_timeline
 from core.training.step_trace import Span, StepTrace, trace_of
@@ -89,16 +89,6 @@ def test_a_look_right_before_the_wait_makes_its_end_exact() -> None:
     assert clock.look(seen, Handle())
     clock.end(seen)
     assert seen.done_s < seen.wait_end_s and not seen.end_is_exact
-
-
-def test_a_simulated_wire_says_itself_when_a_collective_cannot_have_ended_yet() -> None:
-    clock, mark = HostClock(), BucketEvent(0, "bucket 0", 4)
-    now = [10.0]
-    transfer = WireQueue(Wire(0.0, 1.0), lambda: now[0]).send(5)
-    clock.follow(mark, Handle((transfer,), first=Handle()))
-    assert mark.in_flight_s == 15.0 and mark.done_s is None
-    now[0] = 20.0
-    assert clock.look(mark, Handle((transfer,))) and mark.in_flight_s == 15.0
 
 
 class _Work:
@@ -191,9 +181,9 @@ def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int,
         overlap_param_gather=strategy != "no_shard",
         bucket_size=1,
         data_parallel_sharding_strategy=strategy,
-        simulated_wire=wire,
     )
     ddp = DistributedDataParallel(None, config, nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    put_on_wire(ddp, wire)
     for _ in range(2):
         ddp.zero_grad_buffer()
         ddp(torch.ones(2, 4)).sum().backward()

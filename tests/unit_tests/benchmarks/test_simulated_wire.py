@@ -1,16 +1,16 @@
 """A simulated wire: its arithmetic with a fake clock, and real gradients under it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from benchmarks.simulated_wire import SimulatedCollectives, Transfer, Wire, WireQueue, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.wire.collectives import Collectives, Handle
-from core.distributed.wire.simulated_wire import SimulatedCollectives, Transfer, Wire, WireQueue, over_wire
 from tests.unit_tests.ranks import ranks
 
 
@@ -94,13 +94,10 @@ def test_collectives_on_a_wire_count_once_and_finish_after_their_time() -> None:
     assert time.slept == [6.0, 6.0]
 
 
-def test_without_a_wire_collectives_stay_what_they_are_and_a_gpu_is_refused() -> None:
-    plain = Collectives()
-    assert over_wire(None, torch.device("cuda"))(plain) is plain
+def test_a_model_on_a_gpu_is_refused_because_its_streams_would_go_on() -> None:
+    on_gpu = SimpleNamespace(plan=SimpleNamespace(device=torch.device("cuda:1")))
     with pytest.raises(ValueError, match="cuda:1"):
-        over_wire(Wire(0.0, 1.0), torch.device("cuda:1"))
-    put = over_wire(Wire(0.0, 1.0), torch.device("cpu"))
-    assert put(plain).queue is put(Collectives()).queue  # one wire for gradients and parameters
+        put_on_wire(on_gpu, Wire(0.0, 1.0))
 
 
 @ranks(2)
@@ -120,9 +117,10 @@ def test_gradients_and_parameters_are_the_same_under_a_wire_and_no_step_is_faste
             bucket_size=1,
             data_parallel_sharding_strategy=strategy,
             grad_communication_dtype=dtype,
-            simulated_wire=simulated,
         )
         ddp = DistributedDataParallel(None, config, model)
+        if simulated is not None:
+            put_on_wire(ddp, simulated)
         x = torch.arange(32.0).reshape(2, 16) * (rank + 1) / 32
         ddp(x).square().sum().backward()
         finalize_model_grads([ddp])
@@ -137,12 +135,3 @@ def test_gradients_and_parameters_are_the_same_under_a_wire_and_no_step_is_faste
     assert torch.cat(found[None]).abs().max() > 0.1  # one by one they may be padding
     for plain, wired in zip(found[None], found[wire], strict=True):
         assert torch.equal(plain, wired)
-
-
-@ranks(2)
-def test_ranks_that_simulate_different_wires_are_told_when_they_wrap(rank: int, world: int) -> None:
-    parallel_state.initialize_model_parallel()
-    config = DistributedDataParallelConfig(simulated_wire=Wire(0.0, 1e9 * (1 + rank)))
-    with pytest.raises(RuntimeError, match="simulated_wire"):
-        DistributedDataParallel(None, config, nn.Linear(2, 2))
-    dist.barrier()

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from benchmarks.simulated_wire import Wire
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import stays_whole
 from core.distributed.layout.param_layout import ParamLayout, ParamSpec, group_by_key, launch_order, plan_buffer
 from core.distributed.measure.step_clock import BucketEvent
-from core.distributed.wire.simulated_wire import Wire
 
 if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import StepReport

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from core.distributed import DistributedDataParallel
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op
 
 
@@ -118,14 +119,13 @@ class SimulatedCollectives(Collectives):
         return Handle((transfer,), first=handle)
 
 
-def over_wire(wire: Wire | None, device: torch.device) -> Callable[[Collectives], Collectives]:
-    """What puts the collectives of one model on one wire; what leaves them as they are where `wire` is None."""
-    if wire is None:
-        return lambda collectives: collectives
-    if device.type != "cpu":
-        raise ValueError(
-            f"simulated_wire makes the host sleep, which says nothing about a model on {device}: its streams go on. "
-            "Measure the real network there, and leave simulated_wire out"
-        )
+def put_on_wire(ddp: DistributedDataParallel, wire: Wire) -> None:
+    """Have the collectives of a wrapped model travel on one simulated wire from now on. On every rank, between steps.
+
+    Raises ValueError for a model on a GPU: only the host would sleep, and its streams would go on.
+    """
+    if ddp.plan.device.type != "cpu":
+        raise ValueError(f"a simulated wire makes the host sleep, and this model is on {ddp.plan.device}")
     queue = WireQueue(wire)
-    return lambda collectives: SimulatedCollectives(collectives, queue)
+    for holder in (ddp, ddp.reducer, ddp.grad_sync, ddp.param_sync):
+        holder.collectives = SimulatedCollectives(holder.collectives, queue)

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from core import parallel_state
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.layout.param_layout import BufferKey, ParamSpec
-from core.distributed.measure.bucket_advisor import (
+from benchmarks.bucket_advisor import (
     BackwardTimes,
     advise_bucket_size,
     buckets_of,
@@ -19,8 +16,11 @@ from core.distributed.measure.bucket_advisor import (
     record_backward,
     sent_per_byte,
 )
+from benchmarks.simulated_wire import Wire
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.layout.param_layout import BufferKey, ParamSpec
 from core.distributed.measure.step_clock import BucketEvent
-from core.distributed.wire.simulated_wire import Wire
 from tests.unit_tests.ranks import ranks
 
 DENSE, EXPERT = BufferKey("float32", "float32", "dp_cp"), BufferKey("bfloat16", "bfloat16", "expt_dp")
