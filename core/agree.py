@@ -71,22 +71,21 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
     return everyone
 
 
-def first(finding: T | None, groups: Groups, what: str, *, order: int = 0) -> tuple[int, T] | None:
-    """The rank that has a finding, and the finding: that of the lowest order, then of the lowest rank.
+def first(finding: T | None, groups: Groups, what: str) -> T | None:
+    """The smallest finding of any rank; None where no rank has one, which costs one small maximum a group.
 
-    None where no rank has one; learning this costs one small maximum a group.
+    A finding is a tuple that begins with what decides between ranks, such as the rank itself.
     """
     if not any(finding is not None, groups, what):
         return None
-    told = gather((order, finding), groups, what)
-    found = [(theirs, rank, text) for rank, (theirs, text) in told.items() if text is not None]
-    _, rank, text = min(found, key=lambda entry: entry[:2])
-    return rank, text
+    found: list[Any] = [theirs for theirs in gather(finding, groups, what).values() if theirs is not None]
+    return min(found)
 
 
 def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
     """Raise on all ranks if any has an error: its own on each rank that has one, elsewhere `kind`, naming the first."""
-    found = first(None if error is None else f"{type(error).__name__}: {error}", groups, what)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
     if error is not None:
         raise error
     if found is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from core.group_options import NO_OPTIONS, GroupOptions
-from core.rank_grid import GRADIENT_KINDS, KINDS
+from core.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
 
 # Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
 GLOO_TWINS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
@@ -68,6 +69,10 @@ class ProcessGroups:
                 f"call core.parallel_state.initialize_model_parallel (ranks outside an embedding group have none)."
             )
         return group
+
+    def control(self, name: str) -> ProcessGroup:
+        """The ranks of the group `name` for agreements: its gloo twin where there is one, else the group itself."""
+        return getattr(self, f"{name}_gloo", None) or self.require(name)
 
     def size(self, name: str) -> int:
         """Number of ranks in the group `name`; 1 where this object has none."""
@@ -160,6 +165,16 @@ class ProcessGroups:
                 raise
         groups._created = tuple(shared.values())
         return groups
+
+
+# Each chain whose groups are all there reaches every rank of the model once.
+CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "dp_cp"))
+
+
+def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
+    """Groups that one after the other reach every rank of the model once; where some are missing, most ranks."""
+    longest = max(CHAINS, key=lambda chain: math.prod(map(groups.size, chain)))
+    return [groups.control(name) for name in longest if groups.size(name) > 1]
 
 
 ProcessGroupCollection = ProcessGroups

@@ -15,8 +15,8 @@ from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
-from core.distributed.guard.model_watch import ModelWatch
-from core.distributed.guard.same_model import Facts, check_same
+from core.distributed.guard.misuse import ModelWatch
+from core.distributed.guard.same_model import check_same_model
 from core.distributed.layout.model_plan import (
     ModelPlan,
     option_table,
@@ -32,9 +32,7 @@ from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
 from core.process_groups import ProcessGroups
-from core.rank_grid import COPY_AXES, DATA_KINDS
-
-CONTROL_TWIN = {"dp_cp": "dp_cp_gloo", "expt_dp": "expt_dp_gloo"}
+from core.rank_grid import DATA_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +104,11 @@ def assemble(
 
 def _settle_other_models(groups: ProcessGroups) -> None:
     """Launch what models on the same groups have begun, before this wrap's first collective."""
-    for name, twin in CONTROL_TWIN.items():
+    for name in DATA_KINDS:
         if groups.size(name) > 1:
-            group = groups.require(name)
-            control = getattr(groups, twin) or (group if control_device(group).type == "cpu" else None)
-            SharedWire.of(group).quiesce(control)
+            control = groups.control(name)
+            on_cpu = control_device(control).type == "cpu"
+            SharedWire.of(groups.require(name)).quiesce(control if on_cpu else None)
 
 
 def _plan_together(
@@ -122,31 +120,15 @@ def _plan_together(
     owned: Collection[int],
 ) -> ModelPlan:
     """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
-    options = option_table(config, ddp_config)
     failure: Exception | None = None
     plan: ModelPlan | None = None
     try:
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
-    for name in DATA_KINDS:
-        if groups.size(name) > 1:
-            failure = _compare(None if plan is None else plan.facts(name, options), groups, name, failure)
-    for name in COPY_AXES:
-        if groups.size(name) > 1:
-            failure = _compare(None if plan is None else plan.facts_over_tp(options, name), groups, name, failure)
-    if plan is None or failure is not None:
-        raise failure or RuntimeError("this model could not be planned")
+    check_same_model(plan, option_table(config, ddp_config), groups, failure)
+    assert plan is not None, "check_same_model raises this rank's failure"
     return plan
-
-
-def _compare(facts: Facts | None, groups: ProcessGroups, name: str, failure: Exception | None) -> Exception | None:
-    """A failure in one group must still be told to the next group, so it is returned and raised at the end."""
-    try:
-        check_same(facts, groups.require(name), name, failure)
-    except (ValueError, RuntimeError, TypeError) as error:
-        return error
-    return failure
 
 
 def _allocate(
@@ -181,9 +163,9 @@ def _allocate(
 
 def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[ControlGroup]:
     control = []
-    for name, twin in CONTROL_TWIN.items():
+    for name in DATA_KINDS:
         members = tuple(bucket for bucket in buckets if bucket.contracts[0].data_group == name)
         if members or name == "dp_cp":
-            group = groups.require(name)
-            control.append(ControlGroup(name, getattr(groups, twin) or group, members, SharedWire.of(group).next_model))
+            model = SharedWire.of(groups.require(name)).next_model
+            control.append(ControlGroup(name, groups.control(name), members, model))
     return control

@@ -23,8 +23,8 @@ from core.distributed.buffer.streamed_bucket import StreamedBucket
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding
+from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
-from core.distributed.guard.step_guard import StepGuard
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.measure.step_clock import resolve

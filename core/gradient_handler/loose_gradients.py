@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import agree
 from core.agree import control_device
-from core.distributed.guard.same_model import check_same_tables
 from core.distributed.reduce.sync_rules import PendingSync, pack
-from core.distributed.wire.collectives import Collectives, agree_max, gather_objects
+from core.distributed.wire.collectives import Collectives
 
 IN_FLIGHT = 2  # collectives at a time, and so packed copies of gradients at a time
 GRAD_DTYPES = (
@@ -31,7 +31,7 @@ GRAD_DTYPES = (
     torch.complex128,
 )
 MISSING = 0  # the code of "no gradient here"; dtype i of GRAD_DTYPES has code i + 1
-LOWEST = -(2**20)
+HIGHEST = len(GRAD_DTYPES) + 1
 
 
 class GradientHandlerError(RuntimeError):
@@ -76,15 +76,10 @@ class LooseReduction:
         self.cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.alone = [g for g in gradients if _size(g.group) == 1]
         self.shared = _by_group([g for g in gradients if _size(g.group) > 1])
-        failure: Exception | None = None
-        for served in self.shared:
-            table = [_fact(number, g, same_names) for number, g in enumerate(served)]
-            try:
-                check_same_tables(table, _group(served), "gradient handler", failure)
-            except Exception as error:  # told to the next group, raised at the end
-                failure = error
-        if failure is not None:
-            raise failure
+        tables = [[_fact(number, g, same_names) for number, g in enumerate(served)] for served in self.shared]
+        agree.same(
+            ("gradient handler", _group(served), table) for served, table in zip(self.shared, tables, strict=True)
+        )
 
     @torch.no_grad()
     def run(self, failure: Exception | None = None) -> None:
@@ -195,26 +190,24 @@ def _agree(served: Sequence[LooseGradient], failure: Exception | None) -> list[i
             codes = [_code(g) for g in served]
         except GradientHandlerError as error:
             failure = error
-    lows = [-code if code != MISSING else LOWEST for code in codes]
-    words = [*trainable, *(-t for t in trainable), *codes, *lows, int(failure is not None)]
-    bounds = torch.tensor(words, dtype=torch.int64, device=control_device(group))
-    agree_max(bounds, group).wait()
-    *words, failed = bounds.tolist()
-    count = len(served)
-    high_train, low_train, high, low = (words[i * count : (i + 1) * count] for i in range(4))
-    if failed:
-        _raise_together(failure, group)
+    present = [code if code != MISSING else HIGHEST for code in codes]  # so that the least is of a gradient
+    what, count = "the gradients of a handler", len(served)
+    least, largest = agree.bounds([*trainable, *codes, *present, failure is not None], group, what)
+    if largest[-1]:
+        agree.refuse(failure, group, what, GradientHandlerError)
+    low_train, _, low = (least[i * count : (i + 1) * count] for i in range(3))
+    high_train, high, _ = (largest[i * count : (i + 1) * count] for i in range(3))
     for number, gradient in enumerate(served):
         ranks = dist.get_process_group_ranks(group)
-        if high_train[number] != -low_train[number]:
+        if high_train[number] != low_train[number]:
             raise GradientHandlerError(
                 f"parameter {gradient.name!r} is frozen on some ranks of {ranks} and trained on others (here "
                 f"requires_grad is {gradient.param.requires_grad}); freeze it on all of them or on none"
             )
-        if high[number] != MISSING and high[number] != -low[number]:
+        if high[number] != MISSING and high[number] != low[number]:
             raise GradientHandlerError(
                 f"the gradient of {gradient.name!r} is {GRAD_DTYPES[high[number] - 1]} on one rank of {ranks} and "
-                f"{GRAD_DTYPES[-low[number] - 1]} on another; give the ranks the same precision"
+                f"{GRAD_DTYPES[low[number] - 1]} on another; give the ranks the same precision"
             )
     return high
 
@@ -237,12 +230,3 @@ def _code(gradient: LooseGradient) -> int:
     if grad.dtype not in GRAD_DTYPES:
         raise GradientHandlerError(f"the gradient of {gradient.name!r} is {grad.dtype}, which cannot be reduced")
     return GRAD_DTYPES.index(grad.dtype) + 1
-
-
-def _raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:
-    messages = gather_objects(None if failure is None else str(failure), group)
-    if failure is not None:
-        raise failure
-    ranks = dist.get_process_group_ranks(group)
-    rank, message = next((r, m) for r, m in zip(ranks, messages, strict=True) if m is not None)
-    raise GradientHandlerError(f"rank {rank} could not reduce its gradients: {message}")

@@ -8,18 +8,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from core.agree import control_device
+from core import agree
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
-from core.distributed.wire.collectives import agree_max, gather_objects
-from core.process_groups import ProcessGroups
-from core.rank_grid import MODEL_AXES
-from core.waiting import waiting
+from core.process_groups import ProcessGroups, world_groups
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1
 
-Finding = tuple[int, int, str]  # (order of importance, rank, what): the smallest of all ranks is told to all
+Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.first` tells all ranks the smallest
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -80,7 +77,7 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
     Collective: every rank of the job.
     """
-    finding = first_of_all(_find_bad(watches), groups)
+    finding = agree.first(_find_bad(watches), world_groups(groups), "the guard against NaN")
     if finding is None:
         return
     _, rank, message = finding
@@ -88,28 +85,6 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
         f"rank {rank}: {message}. No rank may step on it; zero the gradients and skip the batch, or look for the cause "
         "on that rank (learning rate, loss scale, a division by zero)"
     )
-
-
-def first_of_all(
-    finding: Finding | None, groups: ProcessGroups, names: Sequence[str] = ("dp_cp", *MODEL_AXES)
-) -> Finding | None:
-    """The smallest finding of any rank; None where no rank has one.
-
-    Collective over the named groups in turn: the data group and those of the model's axes together reach every rank.
-    """
-    reach = [groups.require(name) for name in names if groups.size(name) > 1]
-    anywhere = int(finding is not None)
-    for group in reach:
-        flag = torch.tensor([anywhere], dtype=torch.int64, device=control_device(group))
-        with waiting("the guards", group):
-            agree_max(flag, group).wait()
-        anywhere = int(flag[0])
-    if not anywhere:
-        return None
-    findings = [finding]
-    for group in reach:
-        findings = [item for gathered in gather_objects(findings, group) for item in gathered]
-    return min(item for item in findings if item is not None)
 
 
 def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
@@ -182,10 +157,10 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
     drift: Finding | None = None
     for name in sorted(by_group):
         if groups.size(name) > 1:
-            found = _compare_over(name, by_group[name], groups.require(name))
+            found = _compare_over(name, by_group[name], groups.control(name))
             # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
             drift = drift or (None if found is None else (0, dist.get_rank(), found))
-    drift = first_of_all(drift, groups)
+    drift = agree.first(drift, world_groups(groups), "the guard of equal copies")
     if drift is not None:
         raise ReplicaDriftError(drift[2])
 
@@ -193,8 +168,8 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
 def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
     """The first difference in words."""
     sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 3]
-    everyone = gather_objects(sketches.cpu(), group)
-    ranks = dist.get_process_group_ranks(group)
+    told = agree.gather(sketches.cpu(), group, f"the gradients of copies over group {name}")
+    ranks, everyone = list(told), list(told.values())
     for rank, other in zip(ranks[1:], everyone[1:], strict=True):
         for n, (bucket, i) in enumerate(served):
             tolerance = 1e-2 if bucket.dtype.itemsize == 2 else 1e-5

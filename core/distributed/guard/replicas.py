@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import agree
 from core.agree import LayoutMismatch
 from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.guard.finite import Finding, ReplicaDriftError, first_of_all
-from core.distributed.guard.same_model import checksum, same_on_all
+from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
-from core.distributed.wire.collectives import Collectives, gather_objects
-from core.process_groups import ProcessGroups
+from core.distributed.wire.collectives import Collectives
+from core.process_groups import ProcessGroups, world_groups
 from core.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
 
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
@@ -71,15 +71,16 @@ def first_unequal(
     the tensors in which the first copies lie, where those are fewer. A hash travels; the checksums of each parameter
     only when hashes differ.
     """
-    named, rank, ranks = list(named), dist.get_rank(), dist.get_process_group_ranks(group)
+    named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
     firsts = [copies[0] for _, copies in named] if memory is None else memory
     with torch.inference_mode():  # a view of each that autograd keeps no account of
         sums = [checksum(_flat(pack)) for pack in packs_of(firsts)]
     several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
-    if same_on_all((sums, several), group):
+    if agree.equal((sums, several), group, what):
         return None
-    everyone = gather_objects([(name, _sums(copies, rank)) for name, copies in named], group)
-    for held in itertools.zip_longest(*everyone, fillvalue=("nothing", ())):
+    everyone = agree.gather([(name, _sums(copies, rank)) for name, copies in named], group, what)
+    ranks = list(everyone)
+    for held in itertools.zip_longest(*everyone.values(), fillvalue=("nothing", ())):
         name, expected = held[0]
         others = {rank: other for rank, (other, found) in zip(ranks, held, strict=True) if found != expected}
         if others:
@@ -101,6 +102,28 @@ def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
     return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
 
 
+def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Three int64 sums over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
+
+    Equal for equal tensors; one changed element, or two exchanged ones, change at least one of the sums.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return 0, 0, 0
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point else flat
+    width = 61
+    body, tail = bits[: bits.numel() // width * width].view(-1, width), bits[bits.numel() // width * width :]
+    columns = body.sum(dim=0, dtype=torch.int64)
+    columns[: tail.numel()] += tail
+    rows = torch.cat([body.sum(dim=1, dtype=torch.int64), tail.sum(dtype=torch.int64).reshape(1)])
+    return int(columns.sum()), int((columns * _count(columns)).sum()), int((rows * _count(rows)).sum())
+
+
+def _count(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, like.numel() + 1, device=like.device)
+
+
 def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """(group, parameters of which each of its ranks holds a copy), the same groups in one order on all ranks."""
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
@@ -117,7 +140,7 @@ def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups, buffers: Sequen
         if memory:  # all that trains lies there
             memory += [param for key, param in held.items() if key in plan.frozen]
         named = ((key, [param]) for key, param in held.items())
-        found = first_unequal(named, groups.require(name), name, memory or None)
+        found = first_unequal(named, groups.control(name), name, memory or None)
         # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
             finding = DATA if name in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
@@ -137,7 +160,7 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
         for plan in plans:
             for key, param in plan.copies_over(name).items():
                 held.setdefault(key, []).append(param)
-        found = first_unequal(held.items(), groups.require(name), name)
+        found = first_unequal(held.items(), groups.control(name), name)
         if found is not None and finding is None:
             finding = ACROSS_STAGES, dist.get_rank(), found
     return finding
@@ -145,8 +168,9 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
 
 def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
     """Raise what any rank has found, on all of them. Collective; at the wrap over one stage, later over the job."""
-    reach = [axis for axis in MODEL_AXES if not (at_wrap and axis in STAGE_CROSSING)]
-    finding = first_of_all(finding, groups, ("dp_cp", *reach))
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    stage = [groups.control(name) for name in names if groups.size(name) > 1]
+    finding = agree.first(finding, stage if at_wrap else world_groups(groups), "the guard of equal weights")
     if finding is None:
         return
     kind, _, found = finding

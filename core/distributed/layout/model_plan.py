@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from core.distributed.contract.gradient_contract import (
     shared_copies,
 )
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.guard.same_model import Facts
 from core.distributed.layout.model_walk import walk_model
 from core.distributed.layout.param_layout import (
     BufferKey,
@@ -38,7 +37,7 @@ from core.distributed.layout.param_layout import (
 )
 from core.distributed.layout.wrap_checks import check_kinds, check_storage, shared_params
 from core.process_groups import ProcessGroups
-from core.rank_grid import ACTIVATION_KINDS, COPY_AXES
+from core.rank_grid import ACTIVATION_KINDS, COPY_AXES, DATA_KINDS
 
 
 class ParamKind(NamedTuple):
@@ -85,91 +84,43 @@ class ModelPlan:
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
         """All parameters of a data group, frozen ones too."""
-        return {name: self.named[name] for name in self._described(data_group)}
+        return {name: self.named[name] for name in self._kinds_of(data_group)}
 
     def copies_over(self, group: str) -> dict[str, nn.Parameter]:
         """All parameters of which each rank of this group holds a copy; not for data groups."""
         return {name: self.named[name] for name in self.copies.get(group, ())}
 
-    def _described(self, data_group: str) -> dict[str, ParamKind]:
-        # By identity: a hash of a kind's shape and dtype for each parameter would take longer than all else here.
-        wanted = {number for number, kind in self._distinct(self.kinds) if kind.key.data_group == data_group}
-        return {name: kind for name, kind in self.kinds.items() if id(kind) in wanted}
+    def fingerprint(self, group: str) -> list[str]:
+        """What the ranks of a data group or a tensor-parallel group must have in common, one line a fact.
 
-    @staticmethod
-    def _distinct(kinds: dict[str, ParamKind]) -> Iterable[tuple[int, ParamKind]]:
-        return {id(kind): kind for kind in kinds.values()}.items()
-
-    def facts(self, data_group: str, options: list[str]) -> Facts:
-        """What all ranks of a data group must agree on; `options` comes first."""
-        described = self._described(data_group)
-        kinds = dict(self._distinct(described))
-        number = {known: n for n, known in enumerate(kinds)}
-        names, chosen = list(described), [number[id(kind)] for kind in described.values()]
-        reductions = Reductions.of(
-            contract for contract in self.contracts.values() if contract.data_group == data_group
-        )
-        cuts = [
-            f"buffer {number} ({buffer.key}) of {buffer.shards} shards: {bucket.describe()} "
-            f"[{bucket.start}, {bucket.end})"
-            for number, buffer in enumerate(self.layout.buffers)
-            if buffer.key.data_group == data_group
-            for bucket in buffer.buckets
+        Tensor-parallel ranks hold slices of different shapes: of what they split, only the reductions are listed.
+        """
+        of_data = group in DATA_KINDS
+        held = self._kinds_of(group) if of_data else {name: self.kinds[name] for name in self.copies.get(group, ())}
+        return [
+            *(describe_param(name, kind) for name, kind in held.items()),
+            *(
+                f"parameter {name!r}: {'; '.join(contract.reductions)}"
+                for name, contract in self.contracts.items()
+                if not of_data or contract.data_group == group
+            ),
+            *(
+                f"buffer {number} ({buffer.key}) of {buffer.shards} shards: {bucket.describe()} "
+                f"[{bucket.start}, {bucket.end})"
+                for number, buffer in enumerate(self.layout.buffers)
+                if buffer.key.data_group == group
+                for bucket in buffer.buckets
+            ),
         ]
 
-        def lines() -> list[str]:
-            table = [describe_param(name, kind) for name, kind in described.items()]
-            return [*options, *table, *reductions.lines(), *cuts]
-
-        return Facts((options, names, list(kinds.values()), chosen, reductions, cuts), lines)
-
-    def facts_over_tp(self, options: list[str], group: str) -> Facts:
-        """What the ranks of a tensor-parallel group must agree on: all but their slices, which may differ in shape."""
-        reductions = Reductions.of(self.contracts.values())
-        copies = [(name, self.kinds[name]) for name in self.copies.get(group, ())]
-
-        def lines() -> list[str]:
-            return [*options, *reductions.lines(), *(describe_param(name, kind) for name, kind in copies)]
-
-        return Facts((options, reductions, copies), lines)
+    def _kinds_of(self, data_group: str) -> dict[str, ParamKind]:
+        return {name: kind for name, kind in self.kinds.items() if kind.key.data_group == data_group}
 
 
 def describe_param(name: str, kind: ParamKind) -> str:
     """A line of the table that ranks compare."""
     trains = "trained" if kind.trains else "frozen"
     return f"parameter {name!r}: shape {list(kind.shape)}, {dtype_name(kind.dtype)}, {trains}"
-
-
-class Reductions(NamedTuple):
-    """What is done to each parameter's gradient: the few different answers, and which of them each parameter has."""
-
-    names: list[str]
-    answers: list[str]
-    chosen: list[int]
-
-    @classmethod
-    def of(cls, contracts: Iterable[GradientContract]) -> Reductions:
-        """Of these contracts, in their order."""
-        names, chosen = [], []
-        numbers: dict[tuple[str, int, tuple[str, ...]], int] = {}
-        answers: list[str] = []
-        before: GradientContract | None = None
-        number = 0  # of the answer at hand
-        for contract in contracts:
-            alike = before is not None and contract.rules is before.rules and contract.data_group is before.data_group
-            if before is None or not alike or contract.divisor != before.divisor:
-                before = contract
-                key = contract.data_group, contract.divisor, contract.rules
-                number = numbers.setdefault(key, len(answers))
-                if number == len(answers):
-                    answers.append("; ".join(contract.reductions))
-            names.append(contract.name)
-            chosen.append(number)
-        return cls(names, answers, chosen)
-
-    def lines(self) -> list[str]:
-        """One a parameter."""
-        return [f"parameter {n!r}: {self.answers[c]}" for n, c in zip(self.names, self.chosen, strict=True)]
 
 
 def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:

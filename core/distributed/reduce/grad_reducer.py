@@ -23,7 +23,7 @@ import torch.distributed as dist
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.buffer.streamed_bucket import StreamedBucket
-from core.distributed.guard.agreement import Agreement, ControlGroup, Moment
+from core.distributed.guard.agreement import ControlGroup, Moment, StepAnswer, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.measure.overlap_report import measure_overlap
@@ -207,7 +207,7 @@ class GradReducer:
             if self.rounds:
                 self._launch_rest()  # of a backward that failed: other ranks wait for it
             self.agreed_rounds = self.rounds
-            self._agree(Moment.BACKWARD).late_anywhere()
+            self._agree(Moment.BACKWARD)
             if self.rounds:
                 self._reset_round()
         self.rounds += 1
@@ -231,8 +231,8 @@ class GradReducer:
         """Surrounds a call of the user that waits for other ranks, to say who did not come."""
         return naming_lost_ranks(call, self.steps + 1, self.channels)
 
-    def _agree(self, moment: Moment) -> Agreement:
-        return Agreement(self.control, moment, self.rounds, self.launches)
+    def _agree(self, moment: Moment) -> StepAnswer:
+        return agree_on_step(self.control, moment, self.rounds, self.launches)
 
     def complete_round(self) -> None:
         """Where every backward is a round: end the open one, if a failed backward or another model left it open.
@@ -343,7 +343,7 @@ class GradReducer:
             self._launch_rest()  # of a backward that failed, or outside of one: other ranks may wait for it
         if self.many_rounds and self.agreed_rounds != self.rounds:
             self.agreed_rounds = self.rounds
-            self._agree(Moment.END).late_anywhere()
+            self._agree(Moment.END)
         self._launch_rest(detach=detach)
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
@@ -366,18 +366,17 @@ class GradReducer:
     def _complete(self, then: Callable[[Bucket], None] | None) -> int:
         """Agree, and wait for every bucket; how many got gradients after their launch."""
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
-        agreement = Agreement(
-            self.control,
-            Moment.FINISH,
-            self.rounds,
-            self.launches,
-            problems=[*self._dropped(), *self.problems()],
-            dirty=self.dirty,
-            unasked=self.begun_unasked,
-            wants_whole=self.force_all_reduce,
-        )
         try:
-            late = agreement.late_anywhere()
+            answer = agree_on_step(
+                self.control,
+                Moment.FINISH,
+                self.rounds,
+                self.launches,
+                problems=[*self._dropped(), *self.problems()],
+                has_gradients=self.dirty,
+                begun_by_forward=self.begun_unasked,
+                wants_whole=self.force_all_reduce,
+            )
         except SyncError:
             self.force_all_reduce = False
             with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
@@ -392,13 +391,13 @@ class GradReducer:
             in_steps = [bucket for bucket in in_steps if bucket.step()]
         for bucket in self.order:
             bucket.complete()
-            if id(bucket) in late:
+            if id(bucket) in answer.late:
                 bucket.add_late(bucket.late_gradients(), self.collectives)
-            if bucket.groups.data in agreement.gathers:
+            if bucket.groups.data in answer.whole:
                 bucket.gather_whole(self.collectives)
             if then is not None:
                 then(bucket)
-        return len(late)
+        return len(answer.late)
 
     def _dropped(self) -> list[str]:
         """Gradients that the user has dropped too late, in words."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core.agree import LayoutMismatch, SyncError, control_device
+from core import agree
+from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
-from core.distributed.guard.same_model import check_same_tables
-from core.distributed.wire.collectives import Collectives, InFlight, agree_max, gather_objects
+from core.distributed.wire.collectives import Collectives, InFlight
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, STAGE_CROSSING
 from core.waiting import waiting
@@ -195,7 +195,7 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
     for name in names:
         if groups.size(name) == 1:
             continue
-        group = groups.require(name)
+        group = groups.control(name)
         alike = _copies_over(chunks, name)
         for first, *others in alike:
             first[0].used[first[1]] |= any(bucket.used[i] for bucket, i in others)
@@ -209,15 +209,13 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
             )
         )
         unused = any(not bucket.used[i] for bucket, i in members)
-        flags = torch.tensor([unused, failure is not None, digest, -digest], device=control_device(group))
-        with waiting("the agreement on copies over group", group, name):
-            agree_max(flags, group).wait()
-        any_unused, any_failure, highest, minus_lowest = flags.tolist()
-        if highest != -minus_lowest:
+        told = [unused, failure is not None, digest]
+        (*_, lowest), (any_unused, any_failure, highest) = agree.bounds(told, group, f"the copies over group {name}")
+        if highest != lowest:
             failure = unequal_copies(members, group, f"group {name!r}", must)
         elif any_failure:
-            told = gather_objects(None if failure is None else str(failure), group)
-            failure = failure or SyncError(next(message for message in told if message is not None))
+            messages = agree.gather(None if failure is None else str(failure), group, "the copies")
+            failure = failure or SyncError(next(message for message in messages.values() if message is not None))
         if any_unused:
             share_used(members, group)
         for first, *others in alike:
@@ -245,22 +243,18 @@ def check_stages(chunks: Sequence[GradSync]) -> None:
     Raises LayoutMismatch on every stage, naming the first difference. Collective over every such group; the one of all
     stages comes last and carries what an earlier one found to the stages between.
     """
-    failure: Exception | None = None
-    for group_name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):
-        if chunks[0].groups.size(group_name) < 2:
-            continue
-        rules = [rule for chunk in chunks for rule in chunk.rules if rule.group == group_name]
-        table = [
-            f"copy {number} for {rule.name!r} of {numel} elements"
-            for rule in dict.fromkeys(rules)
-            for number, numel in enumerate(_copies(chunks, rule))
-        ]
-        try:
-            check_same_tables(table, chunks[0].groups.require(group_name), group_name, failure)
-        except LayoutMismatch as error:
-            failure = error
-    if failure is not None:
-        raise failure
+    groups = chunks[0].groups
+    names = [name for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp") if groups.size(name) > 1]
+    agree.same((name, groups.control(name), _table(chunks, name)) for name in names)
+
+
+def _table(chunks: Sequence[GradSync], group: str) -> list[str]:
+    rules = dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group == group)
+    return [
+        f"copy {number} for {rule.name!r} of {numel} elements"
+        for rule in rules
+        for number, numel in enumerate(_copies(chunks, rule))
+    ]
 
 
 def _copies(chunks: Sequence[GradSync], rule: GradSyncRule) -> list[int]:

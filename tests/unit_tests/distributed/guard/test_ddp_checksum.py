@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.distributed.guard.same_model import checksum
+from core.distributed.guard.replicas import checksum
 
 
 @pytest.mark.parametrize("numel", [2, 61, 77, 122, 200])

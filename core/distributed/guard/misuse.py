@@ -1,22 +1,30 @@
-"""ModelWatch: what was done to a model after it was wrapped that its buffers cannot follow."""
+"""Misuse that is only noticed when somebody looks: a model changed after its wrap, a step on unreduced gradients."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from core.distributed.buffer.bucket import Bucket
+from core.agree import SyncError
+from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.layout.model_plan import ModelPlan
 
 REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
 class ModelWatch:
-    """Looks once a step, at the edge: a pass over modules and parameters that reads identities and addresses only."""
+    """Finds changes of a wrapped model that its buffers cannot follow.
+
+    It looks once a step, in one pass over modules and parameters that reads identities and addresses only.
+    """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, order: Sequence[Bucket]) -> None:
         self.module = module
@@ -81,8 +89,76 @@ class ModelWatch:
     def _watch_tables(self, modules: Iterable[nn.Module]) -> None:
         tables = chain.from_iterable((module._parameters, module._modules) for module in modules)
         self.tables = [table.values() for table in tables]  # these show later changes
-        self.kept = list(chain.from_iterable(self.tables))  # alive, so that nothing new can have an id of theirs
+        self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
         self.signature = self._signature()
 
     def _signature(self) -> int:
         return hash(tuple(map(id, chain.from_iterable(self.tables))))
+
+
+class Reduction(Protocol):
+    """What StepGuard reads of a reducer."""
+
+    order: list[Bucket]
+    open: bool
+    dirty: bool
+
+
+class StepGuard:
+    """Refuses an optimizer's step on gradients of one wrapped model chunk that are not reduced yet.
+
+    Without `finalize_model_grads` every rank would train on its own data, and nothing would tell. torch calls a hook
+    before every `optimizer.step()`; a look costs one flag, and one pass over the parameters of a new optimizer.
+    """
+
+    def __init__(self, owner: nn.Module, reducer: Reduction) -> None:
+        self.reducer = reducer
+        self.params = {id(param) for bucket in reducer.order for param in bucket.params}
+        self.needs_rules = any(contract.rules for bucket in reducer.order for contract in bucket.contracts)
+        self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        guard = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            alive = guard()
+            if alive is not None:
+                alive.check(optimizer)
+
+        weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
+        if not self._holds_ours(optimizer):
+            return
+        if any(not bucket.full for bucket in self.reducer.order) and not self.reducer.open:
+            raise SyncError(
+                f"{type(optimizer).__name__} holds parameters whose gradients are sharded, so that `.grad` holds none "
+                "for it. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "
+                "force_all_reduce=True)"
+            )
+        reason = self.not_ready()
+        if reason is not None:
+            raise SyncError(
+                f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
+                "finalize_model_grads([model]) after the last backward and before the step"
+            )
+        if not self.reducer.open and any(bucket.scale_is_due for bucket in self.reducer.order):
+            raise SyncError(
+                f"{type(optimizer).__name__} would step on gradients that are not divided yet: scale_in_optimizer=True "
+                "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
+            )
+
+    def not_ready(self) -> str | None:
+        """Why an optimizer may not step now; None when it may."""
+        reducer = self.reducer
+        if reducer.open:
+            return "on gradients that were not reduced over the data-parallel ranks" if reducer.dirty else None
+        if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.order):
+            return "after finish_grad_sync and before the sync rules (see describe()) had run"
+        return None
+
+    def _holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self.concerned.get(optimizer)
+        if known is None:
+            known = any(id(param) in self.params for group in optimizer.param_groups for param in group["params"])
+            self.concerned[optimizer] = known
+        return known
