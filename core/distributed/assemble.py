@@ -11,6 +11,7 @@ from torch import nn
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.residency import RESIDENCIES
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
@@ -151,11 +152,10 @@ def _allocate(
             groups.require(shard_group_name(data_group, ddp_config)),
             None if replica_name is None else groups.require(replica_name),
         ),
-        sharded=ddp_config.sharded,
+        RESIDENCIES[ddp_config.strategy],
         scale=averaged / divisor_of(groups, config),
         average=ddp_config.average_in_collective,
         scale_later=ddp_config.scale_in_optimizer,
-        streamed=ddp_config.shards_gradients,
         share_memory=ddp_config.share_host_memory,
         device=plan.device,
     )

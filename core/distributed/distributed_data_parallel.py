@@ -19,7 +19,6 @@ from core.agree import SyncError
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.streamed_bucket import StreamedBucket
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding
@@ -291,8 +290,8 @@ class DistributedDataParallel(nn.Module):
         """
         buckets = dict(self._streamed())
         for name, shard in saved.items():
-            if name not in buckets or shard.shape != buckets[name].shard.shape:
-                here = "does not exist" if name not in buckets else f"has {buckets[name].shard.numel()} elements"
+            if name not in buckets or shard.shape != buckets[name].owned_grad.shape:
+                here = "does not exist" if name not in buckets else f"has {buckets[name].owned_grad.numel()} elements"
                 raise ValueError(
                     f"rank {dist.get_rank()}: the saved partial gradients hold {shard.numel()} elements of {name}, "
                     f"which {here} here; a step is continued with the layout, strategy and bucket size of its begin"
@@ -300,10 +299,10 @@ class DistributedDataParallel(nn.Module):
         for name, shard in saved.items():
             buckets[name].restore(shard)
 
-    def _streamed(self) -> Iterator[tuple[str, StreamedBucket]]:
+    def _streamed(self) -> Iterator[tuple[str, Bucket]]:
         for number, buffer in enumerate((*self.grad_buffers, *self.expert_parallel_buffers)):
             for bucket in buffer.buckets:
-                if isinstance(bucket, StreamedBucket):
+                if bucket.pool is not None:
                     yield f"buffer {number} {bucket.layout.describe()}", bucket
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

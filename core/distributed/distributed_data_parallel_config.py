@@ -142,9 +142,16 @@ class DistributedDataParallelConfig:
             raise ValueError("reduce_scatter_with_fp32_accumulation adds; average_in_collective must be False with it")
 
     @property
+    def strategy(self) -> str:
+        """The sharding strategy, whichever option has asked for it."""
+        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+            return "optim"
+        return self.data_parallel_sharding_strategy
+
+    @property
     def sharded(self) -> bool:
         """Is the optimizer's state sharded over data parallelism?"""
-        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
+        return self.strategy != "no_shard"
 
     @property
     def shards_gradients(self) -> bool:

@@ -67,7 +67,7 @@ def _reduce_and_guard(
         for chunk in reversed(chunks):
             chunk.reducer.take_turn()
         for chunk in reversed(chunks):  # the order of backward
-            chunk.reducer.start(force_all_reduce=force_all_reduce, detach=len(chunks) > 1)
+            chunk.reducer.start(force_all_reduce=force_all_reduce)
         for chunk in chunks:
             _finish_chunk(chunk, force_all_reduce)
     begun = time.perf_counter()
@@ -83,7 +83,7 @@ def _reduce_and_guard(
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:
             for bucket in chunk.reducer.order:
-                bucket.leave_scale(total.reciprocal())
+                bucket.defer_scale(total.reciprocal())
             chunk.reducer.needs_zero = True  # what a later backward adds would be divided by other tokens
     _guard(chunks, groups)
 

@@ -215,7 +215,7 @@ class MegatronOptimizer:
         factors = self._factors(self._spent)
         for masters in self.masters:
             masters.take_over_edits()
-            masters.bucket.take_scale()
+            masters.bucket.pop_scale()
             masters.bucket.spent = True
         with self._named():
             self._update(factors)

@@ -149,7 +149,7 @@ def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
 
 def _whole_bucket(bucket: Bucket) -> Tensor:
     """Its gradients, also those in other ranks' shards, with every factor that is left to the optimizer."""
-    if bucket.full:
+    if bucket.whole:
         return bucket.grad * bucket.pending_scale
     mine = bucket.owned_grad.contiguous()
     shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(bucket.groups.shard))]

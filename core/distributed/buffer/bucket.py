@@ -4,26 +4,39 @@
 
 While a bucket is in flight its parameters' `.grad` is a GradPlaceholder: a gradient that arrives late is kept there
 instead of racing with the wire, is noticed, and is reduced afterwards. No peer can silently lose or mix it.
+
+Where a rank keeps only its shard, whole gradients lie in memory of a BucketPool while they fill and travel. Every
+reduction adds to the shard, so a step may have several: `next_microbatch` brings a bucket in flight back to
+ACCUMULATING.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from core.agree import SyncError
-from core.distributed.buffer.grad_attribute import BucketState, GradAttribute, dense
+from core.distributed.buffer.bucket_pool import BucketPool
+from core.distributed.buffer.grad_attribute import GradAttribute, dense
 from core.distributed.buffer.param_views import views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.measure.step_clock import BucketEvent, HostClock
-from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op
+from core.distributed.wire.collectives import Collectives, InFlight, Op
 from core.waiting import waiting
 
-__all__ = ["Bucket", "BucketGroups", "BucketState"]
+
+class BucketState(Enum):
+    """Where a bucket's gradients are on their way from autograd to the optimizer."""
+
+    ACCUMULATING = "accumulating"  # autograd adds this rank's gradients
+    IN_FLIGHT = "in flight"  # a collective owns the memory
+    REDUCED = "reduced"  # whole over the data group; sync rules may still be due
+    FINAL = "final"  # ready for the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,127 +49,171 @@ class BucketGroups:
 
     @property
     def all(self) -> list[dist.ProcessGroup]:
-        """Those that there are."""
+        """The groups that exist."""
         return [self.data, self.shard, *([self.replica] if self.replica else [])]
 
 
-class Bucket(GradAttribute):
-    """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer."""
+class Bucket:
+    """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
+
+    memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. param_data: [layout.numel] of
+    the parameters where the optimizer is sharded, else None.
+    """
 
     def __init__(
         self,
         layout: BucketLayout,
-        grad: torch.Tensor,
+        memory: torch.Tensor,
         params: list[nn.Parameter],
         contracts: list[GradientContract],
         groups: BucketGroups,
         *,
         sharded: bool,
+        pool: BucketPool | None,
         scale: float,
         average: bool,
-        scale_later: bool = False,
-        param_data: torch.Tensor | None = None,
+        scale_later: bool,
+        param_data: torch.Tensor | None,
     ) -> None:
         self.layout = layout
-        self.grad = grad  # [layout.numel], a view of the buffer
-        self.dtype, self.device = grad.dtype, grad.device
-        self.param_data = param_data  # [layout.numel] of the parameters where they are sharded, else None
+        # [start, end) of each parameter within the bucket
+        self.ranges = [(slot.start - layout.start, slot.end - layout.start) for slot in layout.slots]
+        self.name = layout.describe()
+        self.dtype, self.device = memory.dtype, memory.device
+        self.nbytes = layout.numel * memory.element_size()
         self.params = params
+        self.param_data = param_data
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
         self.groups = groups
         self.sharded = sharded
+        self.pool = pool
+        # [start, end) within the bucket that this rank's optimizer updates; everything where it is not sharded.
+        self.shard_range = 0, layout.numel
+        if sharded:
+            self.shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
+        low, high = self.shard_range
+        self.owned_grad = memory[low:high] if pool is None else memory  # the gradients of that range, in every step
+        self.grad = memory if pool is None else memory[:0]  # [layout.numel] while there is memory for whole gradients
+        self.views = self._views()  # each parameter's gradient in `grad`
+        self.gathered = False  # True if the whole bucket is valid though it was reduced to shards
+        self.op: Op = "mean" if average else "sum"
         self.scale = 1.0 if scale_later else scale  # multiplied in before the reduction
         self.scale_later = scale_later
         self._due_scale = scale if scale_later else 1.0
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
-        self.spent = False  # has an optimizer made its step of these gradients?
-        self.op: Op = "mean" if average else "sum"
-        self.views = self._views()  # of each parameter's gradient
-        self._shard_range = 0, layout.numel
-        if sharded:
-            self._shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
+        self.spent = False  # True once an optimizer has made its step of these gradients
+        self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
+        self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
+        self.carried: torch.Tensor | None = None  # those gradients where they are sharded: [shard]
         self.state = BucketState.ACCUMULATING
-        self.detached = False  # True while placeholders are in `.grad` of gradients that were collected
-        self.full = not sharded  # after the reduction: is the whole bucket valid, or this rank's shard alone?
-        GradAttribute.__init__(self, len(params))
+        self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
-        self.handle: InFlight = Handle()
+        self.handle: InFlight | None = None
         self.clock = HostClock()  # the reducer's, once there is one
         self.past_events: list[BucketEvent] = []  # of the step's earlier collectives, where it has several
-        self.name = layout.describe()
-        self.nbytes = grad.numel() * grad.element_size()
         self.event = self._new_event()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _views(self) -> list[torch.Tensor]:
-        return views_of(self.grad, self.layout.slots, self.layout.start)
+        return views_of(self.grad, self.layout.slots, self.layout.start) if len(self.grad) == self.layout.numel else []
 
     @property
-    def homes(self) -> list[torch.Tensor]:
+    def storage(self) -> list[torch.Tensor]:
         """For each parameter the memory that must stay where it is as long as the model is wrapped."""
-        return self.views
+        return self.views if self.pool is None else [self.owned_grad] * len(self.params)
 
     @property
-    def shard_range(self) -> tuple[int, int]:
-        """[start, end) within the bucket that this rank owns; everything where gradients are not sharded."""
-        return self._shard_range
+    def used(self) -> bytearray:
+        """1 for each parameter with a gradient in this step: on this rank, and once ranks have agreed on any."""
+        return self.attribute.used
 
     @property
-    def owned_grad(self) -> torch.Tensor:
-        """[n], the part of the bucket that this rank's optimizer updates: the same memory in every step."""
-        low, high = self.shard_range
-        return self.grad[low:high]
+    def whole(self) -> bool:
+        """True if the whole bucket is valid after the reduction, and not this rank's shard alone."""
+        return self.gathered or not self.sharded
 
     @property
     def valid_range(self) -> tuple[int, int]:
         """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
-        return (0, self.layout.numel) if self.full else self.shard_range
+        return (0, self.layout.numel) if self.whole else self.shard_range
 
     @property
     def valid_grad(self) -> torch.Tensor:
         """The gradients in the valid range, flat."""
-        low, high = self.valid_range
-        return self.grad[low:high]
+        return self.grad if self.whole else self.owned_grad
 
     def valid_part(self, index: int) -> torch.Tensor:
         """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
-        slot = self.layout.slots[index]
         low, high = self.valid_range
-        start = max(slot.start - self.layout.start, low)
-        end = min(slot.end - self.layout.start, high)
-        return self.valid_grad[start - low : max(start, end) - low]
+        start, end = self._overlap(index, low, high)
+        return self.valid_grad[start - low : end - low]
+
+    def _overlap(self, index: int, low: int, high: int) -> tuple[int, int]:
+        """[start, end) within the bucket of what parameter `index` has in [low, high)."""
+        start = max(self.ranges[index][0], low)
+        return start, max(start, min(self.ranges[index][1], high))
+
+    def _borrow(self) -> None:
+        """Have memory for whole gradients; what lies between the parameters is zero."""
+        if self.pool is None or self.views:
+            return
+        self.grad = self.pool.acquire(self.layout.numel)
+        self.views = self._views()
+        end = 0
+        for low, high in self.ranges:  # else what other buckets left there would be added to the shard
+            self.grad[end:low].zero_()
+            end = high
+        self.grad[end:].zero_()
+
+    def _give_back(self) -> None:
+        if self.pool is not None:
+            self.pool.release(self, self.grad)
+            self.grad, self.views = self.owned_grad[:0], []
+
+    # -- until the reduction ----------------------------------------------------------------------------------------
 
     def reset(self, *, keep: bool = False) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
-        kept = self.kept if keep else bytes(len(self.params))
-        self.carried, self.carries = None, bytes(len(self.params))
-        if keep:
-            self._carry(kept)
-        self._forget_touches()
-        self.placed = bytearray(len(self.params))
-        self.dropped = None
-        self.detached = False
-        self.used = bytearray(kept)
-        self.state = BucketState.ACCUMULATING
-        self.full = not self.sharded
+        self.kept = self.still_in_grad() if keep else bytes(len(self.params))
+        self.carried = self._copy_kept() if 1 in self.kept and not self.whole else None
+        self.attribute.begin(self.kept)
+        self._give_back()
+        self.gathered = self.spent = False
         self.pending_scale = 1.0
-        self.spent = False
+        self.sums = 0
+        self.handle = None
+        self.past_events = []
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        self.state = BucketState.ACCUMULATING
         self.arrivals = [0] * len(self.params)
         self.pending = len(self.expected) - self.expected.count(0)
-        self.handle = Handle()
-        self.past_events = []
         self.event = self._new_event()
 
-    # -- the state machine ------------------------------------------------------------------------------------------
+    def still_in_grad(self) -> bytes:
+        """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
+        return bytes(len(self.params)) if self.state is BucketState.ACCUMULATING else self.attribute.kept
+
+    @torch.no_grad()
+    def _copy_kept(self) -> torch.Tensor:
+        """[shard], the kept gradients. Unsharded ones need no copy: autograd adds to them where they lie."""
+        copy = torch.zeros_like(self.owned_grad)
+        low, high = self.shard_range
+        for index, kept in enumerate(self.kept):
+            start, end = self._overlap(index, low, high)
+            if kept:
+                copy[start - low : end - low] = self.owned_grad[start - low : end - low] * self.pending_scale
+        return copy
 
     def arrive(self, index: int) -> bool:
         """Note a gradient that came outside no_sync; True when it was the last one the bucket waited for."""
@@ -170,171 +227,160 @@ class Bucket(GradAttribute):
                 return True
         return False
 
-    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
-    def collect(self, *, detach: bool = True) -> None:
-        """Bring every gradient into the buffer, wherever the user or autograd left it.
+    @torch.no_grad()
+    def fill(self, index: int) -> None:
+        """Move a gradient into borrowed memory as soon as it has come. Only for the bucket that is launched next.
 
-        detach: a placeholder is in `.grad` afterwards, so that what comes until the reduction is done is noticed.
+        Nothing happens where there is memory already, or none without waiting: `collect` moves what is left.
+        """
+        if self.pool is None or self.state is not BucketState.ACCUMULATING:
+            return
+        if self.views or self.pool.has_room(self.layout.numel):
+            self._borrow()
+            self._collect(index)
+
+    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
+    def collect(self) -> None:
+        """Bring every gradient into the buffer, wherever the user or autograd left it, and a placeholder into `.grad`.
+
+        What comes until the reduction is done is so noticed.
         """
         self._note_written()
-        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            grad = param.grad
-            written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
-            if written:
-                param.grad_added_to_main_grad = False
-            if not param.requires_grad or (grad is None and not written):
+        self.attribute.note_dropped()
+        self._borrow()
+        for index in range(len(self.params)):
+            self._collect(index)
+
+    def _collect(self, index: int) -> None:
+        param, view = self.params[index], self.views[index]
+        grad = self.attribute.take(index) if param.requires_grad else None
+        in_buffer = self.attribute.collected[index]
+        written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
+        if written:
+            param.grad_added_to_main_grad = False
+        if grad is None:
+            if not in_buffer:
+                self.attribute.remove(index)
+            if not in_buffer and not written:
                 view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
-                self.used[index] = self.carries[index]
-            elif grad is None:
-                continue
-            elif grad is not view:
-                view.copy_(dense(grad))
-                self.used[index] = 1
-                param.grad = None
-        if detach:
-            self.detach()
+                if not self.sums:  # else an earlier microbatch may have used it
+                    self.used[index] = self.carried is not None and self.kept[index]
+            return
+        if grad is not view:
+            view.add_(dense(grad)) if in_buffer else view.copy_(dense(grad))
+            self.used[index] = 1
+        if self.used[index]:
+            self.attribute.place(index)
+        else:
+            self.attribute.remove(index)
 
     def _note_written(self) -> None:
         """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
-        silent = [i for i, (param, used) in enumerate(zip(self.params, self.used, strict=True)) if not used]
-        silent = [i for i in silent if self.params[i].grad is self.views[i]]
+        pairs = zip(self.params, self.views, strict=False)
+        silent = [i for i, (param, view) in enumerate(pairs) if not self.used[i] and param.grad is view]
         if silent:
             written = torch.stack([self.views[i].any() for i in silent]).tolist()  # one wait for a device
             for index, is_written in zip(silent, written, strict=True):
                 self.used[index] = is_written
 
-    @torch.no_grad()
-    def launch(self, collectives: Collectives, *, detach: bool = True) -> None:
-        """Start the reduction over the data group. Every rank of it launches its buckets in the same order.
+    # -- the reduction ----------------------------------------------------------------------------------------------
 
-        detach: False where nothing but the reduction runs until it is waited for.
-        """
+    @torch.no_grad()
+    def launch(self, collectives: Collectives) -> None:
+        """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
         self._expect(BucketState.ACCUMULATING, "launched")
-        self.collect(detach=detach or self.sharded)  # sharded ones stay detached
+        self.collect()
         self.state = BucketState.IN_FLIGHT
         self.clock.mark(self.event, "launched_s")
-        self.handle = self.reduce(self.grad, collectives)
+        self.handle = self._reduce(self.grad, collectives)
         self.clock.follow(self.event, self.handle)
+        if self.pool is not None:
+            self.pool.in_flight.append(self)
 
-    def detach(self) -> None:
-        """Put placeholders into `.grad`, so that what comes until the reduction is done is noticed."""
-        if not self.detached:
-            for index, used in enumerate(self.used):
-                if used:
-                    self._place(index)
-                else:
-                    self.params[index].grad = None
-            self.detached = True
-
-    def _place(self, index: int) -> None:
-        """Put a placeholder into the `.grad` of `params[index]`, whose gradient is in the buffer."""
-        self.placed[index] = 1
-        try:
-            self.params[index].grad = self._placeholders()[index]
-        except RuntimeError:  # it has another dtype or device since the wrap, which finalize refuses by name
-            self.params[index].grad = None
-            self.placed[index] = 0
-
-    def note_done(self) -> bool:
-        """Look whether the collective is done, and note when that was first seen."""
-        return self.clock.look(self.event, self.handle)
-
-    def _new_event(self) -> BucketEvent:
-        return BucketEvent(self.layout.index, self.name, self.nbytes)
-
-    @property
-    def events(self) -> list[BucketEvent]:
-        """What the step's collectives did when, one after the other."""
-        return [*self.past_events, self.event]
-
-    def reduce(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
+    def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
         """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's
         shard.
         """
-        if self.full:
-            return collectives.all_reduce(grad, self.groups.data, self.op, scale=self.scale)
-        return collectives.reduce_scatter(grad, self.groups.shard, self.op, scale=self.scale)
+        if self.sharded:
+            return collectives.reduce_scatter(grad, self.groups.shard, self.op, scale=self.scale)
+        return collectives.all_reduce(grad, self.groups.data, self.op, scale=self.scale)
 
-    def join_instances(self, collectives: Collectives) -> None:
-        """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
-        self._expect(BucketState.IN_FLIGHT, "joined")
-        self.note_done()
-        self.clock.mark(self.event, "wait_start_s")
-        if not self.full and self.groups.replica is not None:
-            self.wait()
-            self.clock.end(self.event)
-            low, high = self.shard_range
-            self._launch_across_instances(self.grad[low:high], collectives)
-
-    def _launch_across_instances(self, shard: torch.Tensor, collectives: Collectives) -> None:
-        """The sum of this instance is there: add those of the others, a collective with an event of its own."""
-        assert self.groups.replica is not None, "only a bucket of several optimizer instances has others"
-        self.past_events.append(self.event)
-        self.event = self._new_event()
-        self.event.name += " across instances"
-        self.event.nbytes = shard.numel() * shard.element_size()
-        self.clock.mark(self.event, "launched_s")
-        self.handle = collectives.all_reduce(shard, self.groups.replica, self.op)
-        self.clock.follow(self.event, self.handle)
-        self.clock.mark(self.event, "wait_start_s")
+    def poll(self) -> bool:
+        """True if the collective is done. Does what can be done of it without waiting for another rank."""
+        if self.handle is None:
+            return True
+        if self.pool is not None:  # other ranks may wait for their memory
+            self.handle.poll()
+        return self.clock.look(self.event, self.handle)
 
     def step(self) -> bool:
         """Do the next part of the reduction; False where `wait` is all that is left."""
         with waiting("the reduction of", self.groups.data, self.name):
-            return self.handle.step()
+            return self.handle is not None and self.handle.step()
 
+    @torch.no_grad()
     def wait(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for the collective in flight. The shard takes up the result, and borrowed memory is given back."""
+        if self.handle is None:
+            return
+        self.poll()
+        if not self.event.has("wait_start_s"):
+            self.clock.mark(self.event, "wait_start_s")
         with waiting("the reduction of", self.groups.data, self.name):
             self.handle.wait()
+        self.handle = None
+        if self.pool is not None and self.views:
+            low, high = self.shard_range
+            self.owned_grad.add_(self.grad[low:high]) if self.sums else self.owned_grad.copy_(self.grad[low:high])
+            self.sums += 1
+            self._give_back()
+        self.clock.end(self.event)
+
+    def all_reduce_replicas(self, collectives: Collectives) -> None:
+        """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
+        self._expect(BucketState.IN_FLIGHT, "joined")
+        if self.handle is not None:
+            self.poll()
+            self.clock.mark(self.event, "wait_start_s")
+        if self.groups.replica is not None:
+            self.wait()
+            self._next_event()
+            self.event.name += " across instances"
+            self.event.nbytes = self.owned_grad.nbytes
+            self.clock.mark(self.event, "launched_s")
+            self.handle = collectives.all_reduce(self.owned_grad, self.groups.replica, self.op)
+            self.clock.follow(self.event, self.handle)
+            self.clock.mark(self.event, "wait_start_s")
 
     def complete(self) -> None:
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
-        if not self.event.has("wait_end_s"):  # else backward has waited for it, to have its memory
-            self.note_done()
-            self.wait()
-            self.clock.end(self.event)
-        self.handle = Handle()
+        self.wait()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
         self.reductions += 1
 
-    def add_instances(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
-        """Second half of a sharded reduction over several optimizer instances: the same shard, across instances."""
-        if self.full or self.groups.replica is None:
-            return Handle()
-        low, high = self.shard_range
-        return collectives.all_reduce(grad[low:high], self.groups.replica, self.op)
-
-    @property
-    def has_late(self) -> bool:
-        """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
-        return self.detached and any(self._take(index) is not None for index in range(len(self.params)))
-
-    def late_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        """(index, gradient) of what arrived while the bucket was in flight; forgotten here."""
-        found = [(index, self._take(index)) for index in range(len(self.params)) if self.detached]
-        self._forget_touches()
-        return [(index, grad) for index, grad in found if grad is not None]
-
     @torch.no_grad()
-    def add_late(self, late: list[tuple[int, torch.Tensor]], collectives: Collectives) -> None:
+    def add_late(self, collectives: Collectives) -> None:
         """Reduce gradients that came after the launch, and add them. Collective: all ranks of the data group."""
         extra = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        for index, grad in late:
-            slot = self.layout.slots[index]
-            extra[slot.start - self.layout.start : slot.end - self.layout.start].copy_(dense(grad).reshape(-1))
-        self.reduce(extra, collectives).wait()
-        self.add_instances(extra, collectives).wait()
-        low, high = self.valid_range
-        self.valid_grad.add_(extra[low:high])
+        for index, grad in self.attribute.take_late():
+            start, end = self.ranges[index]
+            extra[start:end].copy_(dense(grad).reshape(-1))
+        self._reduce(extra, collectives).wait()
+        low, high = self.shard_range
+        if self.groups.replica is not None:
+            collectives.all_reduce(extra[low:high], self.groups.replica, self.op).wait()
+        self.owned_grad.add_(extra[low:high])
 
     def gather_whole(self, collectives: Collectives) -> None:
         """Put together every rank's shard, so that the whole bucket is valid until the next step. Collective."""
-        if not self.full:
+        if not self.whole:
+            self._borrow()
+            low, high = self.shard_range
+            self.grad[low:high].copy_(self.owned_grad)
             collectives.all_gather(self.grad, self.groups.shard).wait()
-            self.full = True
+            self.gathered = True
 
     def learn(self) -> None:
         """Expect next time what was seen this time, so that a bucket leaves as soon as its last gradient is there.
@@ -343,6 +389,68 @@ class Bucket(GradAttribute):
         """
         self.expected = list(self.arrivals)
 
+    # -- several reductions in a step -------------------------------------------------------------------------------
+
+    def next_microbatch(self) -> None:
+        """Accumulate again, on top of what the shard holds."""
+        self.wait()
+        self.attribute.note_dropped()
+        self.attribute.withdraw()
+        self._next_event()
+        self._accumulate()
+
+    def reduced_so_far(self) -> torch.Tensor | None:
+        """A copy of what this step's reductions have added up to; None before the first one is done. Waits."""
+        self.wait()
+        if self.carried is not None:
+            raise SyncError(
+                "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
+                "first finalize_model_grads of a step, or after optimizer.step()"
+            )
+        self.attribute.note_dropped()
+        self.attribute.withdraw()
+        return self.owned_grad.clone() if self.sums else None
+
+    def restore(self, reduced: torch.Tensor) -> None:
+        """Go on from what `reduced_so_far` gave, in a step that has just begun."""
+        self._expect(BucketState.ACCUMULATING, "restored")
+        self.owned_grad.copy_(reduced)
+        self.sums = 1
+        for index in range(len(self.params)):  # which parameters have had a gradient is seen in it
+            self.used[index] |= bool(self.valid_part(index).any())
+
+    # -- once it is reduced -----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Set every parameter's `.grad`: its view of the buffer, or a placeholder where a shard alone is valid, or
+        where the gradient is still to be scaled.
+        """
+        if self.state is BucketState.ACCUMULATING:
+            self.attribute.accumulate_into(self.views)
+        else:
+            self.attribute.show(self.views if self.whole and not self.scale_is_due else None)
+
+    def follow_edits(self) -> str | None:
+        """Take over what the user did to `.grad` since the reduction; an edit that a shard cannot follow, in words."""
+        problem = self.attribute.follow_edits()
+        for index in self.attribute.take_zeroed():
+            self.valid_part(index).zero_()
+        self._copy_to_shard()
+        return problem
+
+    def take_edits(self) -> None:
+        """`follow_edits`; raises SyncError for one that cannot be followed."""
+        problem = self.follow_edits()
+        if problem is not None:
+            raise SyncError(f"rank {dist.get_rank()}: {problem}")
+
+    def _copy_to_shard(self) -> None:
+        """Where the shard lies apart, copy what was done to the whole gradient."""
+        if self.pool is not None and self.gathered:
+            low, high = self.shard_range
+            self.owned_grad.copy_(self.grad[low:high])
+
+    @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
         if self.carried is not None:
@@ -352,20 +460,23 @@ class Bucket(GradAttribute):
         self._multiply(factor)
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
-        if self.state is BucketState.IN_FLIGHT:
+        if self.state is BucketState.IN_FLIGHT and self.views:
             raise SyncError(
                 f"{self.event.name} is in flight and cannot be scaled; scale before the last backward, or after "
                 "finish_grad_sync or finalize_model_grads"
             )
-        if self.state is not BucketState.ACCUMULATING:
-            self.valid_grad.mul_(factor)
-            return
-        self.grad.mul_(factor)
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is not None and param.grad is not view:
-                param.grad.mul_(factor)
+        accumulating = self.state is BucketState.ACCUMULATING
+        if self.pool is not None:
+            self.owned_grad.mul_(factor)
+            self.grad.mul_(factor)
+        else:
+            (self.grad if accumulating else self.valid_grad).mul_(factor)
+        for index in range(len(self.params) if accumulating else 0):
+            grad = self.attribute.take(index)
+            if grad is not None and not (self.views and grad is self.views[index]):
+                grad.mul_(factor)
 
-    def leave_scale(self, factor: float | torch.Tensor) -> None:
+    def defer_scale(self, factor: float | torch.Tensor) -> None:
         """Have the optimizer multiply by a further factor, or multiply now where scales are not left to it."""
         if self.scale_later:
             self.pending_scale = self.pending_scale * factor
@@ -374,10 +485,10 @@ class Bucket(GradAttribute):
 
     @property
     def scale_is_due(self) -> bool:
-        """Is a factor left that nobody has taken?"""
+        """True if a factor is left that nobody has applied."""
         return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
 
-    def take_scale(self) -> float | torch.Tensor:
+    def pop_scale(self) -> float | torch.Tensor:
         """The factor that is still due. Whoever takes it applies it: the gradients count as scaled from now on."""
         factor, self.pending_scale = self.pending_scale, 1.0
         return factor
@@ -387,10 +498,25 @@ class Bucket(GradAttribute):
         self._expect(BucketState.REDUCED, "closed")
         self.state = BucketState.FINAL
         if self.carried is not None:
-            self._multiply(self.take_scale())
+            self._multiply(self.pop_scale())
             self.owned_grad.add_(self.carried)
             self.carried = None
+        self._copy_to_shard()
 
     def _expect(self, state: BucketState, action: str) -> None:
         if self.state is not state:
             raise SyncError(f"{self.event.name} cannot be {action}: it is {self.state.value}, not {state.value}")
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _new_event(self) -> BucketEvent:
+        return BucketEvent(self.layout.index, self.name, self.nbytes)
+
+    def _next_event(self) -> None:
+        self.past_events.append(self.event)
+        self.event = self._new_event()
+
+    @property
+    def events(self) -> list[BucketEvent]:
+        """What the step's collectives did when, one after the other."""
+        return [*self.past_events, self.event]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +13,9 @@ from torch import nn
 from core import huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketGroups
+from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
 from core.distributed.buffer.param_views import homes_of, move_to
-from core.distributed.buffer.streamed_bucket import BucketPool, StreamedBucket, pool_numel
+from core.distributed.buffer.residency import Residency
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.wire.host_channel import HostChannel
@@ -33,8 +33,8 @@ def dtype_named(name: str) -> torch.dtype:
 class GradBuffer:
     """Storage that follows a BufferLayout.
 
-    grad_data: [numel], or where gradients are sharded too (`streamed`) this rank's shards alone, [numel / shards].
-    param_data: [numel] where the optimizer is sharded, else None.
+    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards]. param_data: [numel] where
+    the optimizer is sharded, else None.
     """
 
     def __init__(
@@ -43,28 +43,27 @@ class GradBuffer:
         params: Mapping[str, nn.Parameter],
         contracts: Mapping[str, GradientContract],
         groups: BucketGroups,
+        residency: Residency,
         *,
-        sharded: bool,
         scale: float,
         average: bool,
         scale_later: bool,
-        streamed: bool,
         share_memory: bool,
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.groups = groups
-        self.sharded = sharded
+        self.sharded = residency.sharded
         self.shares_memory = share_memory
         grad_dtype = dtype_named(layout.key.grad_dtype)
-        kept_by = layout.shards if streamed else 1  # each element of a gradient is kept by one rank in so many
+        kept_by = residency.kept_by(layout.shards)
         self.channels: list[HostChannel] = []
         self.grad_data = self._allocate(layout.numel // kept_by, grad_dtype, device)
         self.param_data: torch.Tensor | None = None
-        if sharded:
+        if residency.sharded:
             self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
         self.pool: BucketPool | None = None
-        if streamed:
+        if not residency.keeps_whole:
             numel = pool_numel([plan.numel for plan in layout.buckets])
             self.pool = BucketPool(self._allocate(numel, grad_dtype, device, torch.empty))
         self.buckets: list[Bucket] = []
@@ -72,28 +71,24 @@ class GradBuffer:
             members = [params[slot.name] for slot in plan.slots]
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
-            common: Any = {
-                "params": members,
-                "contracts": [contracts[slot.name] for slot in plan.slots],
-                "groups": groups,
-                "scale": scale,
-                "average": average,
-                "scale_later": scale_later,
-            }
-            memory = self.grad_data.data[plan.start // kept_by : plan.end // kept_by]
-            bucket: Bucket
-            if self.pool is not None:
-                bucket = StreamedBucket(plan, memory, self.pool, param_data=param_data, **common)
-            else:
-                bucket = Bucket(plan, memory, sharded=sharded, param_data=param_data, **common)
-            self.buckets.append(bucket)
             if param_data is not None:
                 move_to(homes_of(param_data, plan.slots, plan.start), members)
+            bucket = Bucket(
+                plan,
+                self.grad_data.data[plan.start // kept_by : plan.end // kept_by],
+                members,
+                [contracts[slot.name] for slot in plan.slots],
+                groups,
+                sharded=residency.sharded,
+                pool=self.pool,
+                scale=scale,
+                average=average,
+                scale_later=scale_later,
+                param_data=param_data,
+            )
+            self.buckets.append(bucket)
             for param, view in itertools.zip_longest(members, bucket.views):
-                if param.grad_dtype is not grad_dtype:  # autograd accumulates in this dtype
-                    param.grad = None
-                    param.grad_dtype = grad_dtype
-                param.main_grad = view  # None where gradients are streamed: there is no lasting one
+                param.main_grad = view  # None where no memory of the whole gradient lasts
             bucket.attach()  # the same as `.grad`
 
     def _allocate(

@@ -152,7 +152,7 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
         contract = bucket.contracts[i]
         for name in contract.replicated_over:
             by_group.setdefault(name, []).append((bucket, i))
-        if bucket.full:
+        if bucket.whole:
             by_group.setdefault(contract.data_group, []).append((bucket, i))
     drift: Finding | None = None
     for name in sorted(by_group):

@@ -33,7 +33,7 @@ class ModelWatch:
         plan.modules.clear()  # or one that is exchanged later would live as long as the wrapper
         self.order = order
         self.params = [param for bucket in order for param in bucket.params]
-        self.views = [view for bucket in order for view in bucket.homes]
+        self.views = [view for bucket in order for view in bucket.storage]
         self.housed = [param for bucket in order if bucket.sharded for param in bucket.params]
         self.places = self._places()
 
@@ -129,7 +129,7 @@ class StepGuard:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
         if not self._holds_ours(optimizer):
             return
-        if any(not bucket.full for bucket in self.reducer.order) and not self.reducer.open:
+        if any(not bucket.whole for bucket in self.reducer.order) and not self.reducer.open:
             raise SyncError(
                 f"{type(optimizer).__name__} holds parameters whose gradients are sharded, so that `.grad` holds none "
                 "for it. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from core.distributed.buffer.bucket_pool import POOL_BUCKETS
 from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.buffer.streamed_bucket import POOL_BUCKETS
 from core.distributed.layout.model_plan import ModelPlan
 from core.process_groups import ProcessGroups
 

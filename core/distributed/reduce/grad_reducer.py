@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketState
-from core.distributed.buffer.streamed_bucket import StreamedBucket
 from core.distributed.guard.agreement import ControlGroup, Moment, StepAnswer, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
@@ -89,8 +88,7 @@ class GradReducer:
         for wire in self.wires:
             wire.join(self)
         self.in_backward = in_backward
-        self.streamed = [bucket for bucket in order if isinstance(bucket, StreamedBucket)]
-        self.pools = list(dict.fromkeys(bucket.pool for bucket in self.streamed))
+        self.streamed = [bucket for bucket in order if bucket.pool is not None]
         self.wait_at_once = wait_at_once and bool(self.streamed)
         self.many_rounds = many_rounds
         self.rounds = 0  # that were begun in this step
@@ -129,9 +127,12 @@ class GradReducer:
             if self.many_rounds and not self.backward_watched:
                 self._begin_round()
             self.synced_backward = True
-            if self.noted < self.next and self.order[self.noted].note_done():
+            if self.noted < self.next and self.order[self.noted].poll():
                 self.noted += 1
-            if bucket.arrive(index) or self.next_is_ready:
+            complete = bucket.arrive(index)
+            if self.next < len(self.order) and bucket is self.order[self.next]:
+                bucket.fill(index)
+            if complete or self.next_is_ready:
                 self.advance()
 
     @property
@@ -161,31 +162,20 @@ class GradReducer:
             for member in self.unit():
                 while member.synced_backward and member.next_is_ready:
                     member._launch_next()
-                    member._absorb_if_at_once()
 
-    def _launch_next(self, *, detach: bool = True) -> None:
+    def _launch_next(self) -> None:
         bucket = self.order[self.next]
-        bucket.launch(self.collectives, detach=detach)
+        bucket.launch(self.collectives)
         self.next += 1
         self.launches += 1
         for wire in self.wires:
             wire.launches += 1
-        following = self.order[self.next] if self.next < len(self.order) else None
-        if isinstance(following, StreamedBucket):
-            following.may_fill = True
+        if self.wait_at_once:  # one bucket on the wire at a time
+            bucket.wait()
 
-    def _launch_rest(self, *, detach: bool = True) -> None:
+    def _launch_rest(self) -> None:
         while self.next < len(self.order):
-            self._absorb_if_at_once()
-            self._launch_next(detach=detach)
-        self._absorb_if_at_once()  # also of what backward has launched: other ranks may wait for this one's part
-
-    def _absorb_if_at_once(self) -> None:
-        """Where nothing is to overlap: one bucket on the wire at a time."""
-        if self.wait_at_once:
-            for pool in self.pools:
-                while pool.in_flight:
-                    pool.in_flight[0].absorb()
+            self._launch_next()
 
     def _learn(self) -> None:
         """Expect what has arrived, unless nothing has."""
@@ -215,10 +205,8 @@ class GradReducer:
     def _reset_round(self) -> None:
         self._learn()
         for bucket in self.streamed:
-            bucket.next_round()
+            bucket.next_microbatch()
         self.next = self.noted = 0
-        if self.streamed:
-            self.streamed[0].may_fill = True
 
     def _end_round(self) -> None:
         """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
@@ -252,7 +240,7 @@ class GradReducer:
         return unit[: unit.index(self)]
 
     def _reopen(self, bucket: Bucket, index: int) -> None:
-        if bucket.state is BucketState.REDUCED and not bucket.full:
+        if bucket.state is BucketState.REDUCED and not bucket.whole:
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came after finish_grad_sync, "
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
@@ -270,7 +258,7 @@ class GradReducer:
 
     def _refuse_spent(self) -> None:
         """An optimizer may have multiplied the gradients of its step by its factor, so nothing can be added to them."""
-        if any(bucket.spent and any(bucket.kept) for bucket in self.order):
+        if any(bucket.spent and 1 in bucket.still_in_grad() for bucket in self.order):
             raise SyncError(
                 f"rank {dist.get_rank()}: a new step begins and the gradients of the optimizer's last step() are still "
                 "there. Call optimizer.zero_grad() between its step() and the next backward"
@@ -278,7 +266,7 @@ class GradReducer:
 
     def _any_attached(self) -> bool:
         """True if a whole reduced gradient is still in `.grad`."""
-        return any(bucket.full and any(bucket.kept) for bucket in self.order)
+        return any(bucket.whole and 1 in bucket.still_in_grad() for bucket in self.order)
 
     def begin(self, *, keep: bool = True) -> None:
         """A new step: every bucket accumulates again. The memory is left as it is.
@@ -295,8 +283,6 @@ class GradReducer:
         self.next = self.noted = self.rounds = 0
         self.agreed_rounds = -1
         self.backward_watched = False
-        if self.streamed:
-            self.streamed[0].may_fill = True
         self.force_all_reduce = False
         self.dirty = self.synced_backward = self.forward_seen = self.begun_unasked = False
         self.open = True
@@ -322,10 +308,10 @@ class GradReducer:
             if refusal is not None:
                 raise SyncError(refusal)
 
-    def start(self, *, force_all_reduce: bool = False, detach: bool = True, early: bool = False) -> None:
+    def start(self, *, force_all_reduce: bool = False, early: bool = False) -> None:
         """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
 
-        detach: False where `finish` follows at once (see Bucket.launch). early: not where other models use the wires.
+        early: not where other models use the wires.
         """
         if not self.open:
             if not self._emptied():
@@ -338,13 +324,13 @@ class GradReducer:
         if early and not self.wires_are_own:
             return
         for other in self._before():
-            other.start(force_all_reduce=force_all_reduce, detach=detach)
+            other.start(force_all_reduce=force_all_reduce)
         if self.rounds:
             self._launch_rest()  # of a backward that failed, or outside of one: other ranks may wait for it
         if self.many_rounds and self.agreed_rounds != self.rounds:
             self.agreed_rounds = self.rounds
             self._agree(Moment.END)
-        self._launch_rest(detach=detach)
+        self._launch_rest()
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
         """Complete the reduction over the data groups; a second call does nothing. Collective.
@@ -353,7 +339,7 @@ class GradReducer:
         """
         self.take_turn()
         for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
-            member.start(force_all_reduce=force_all_reduce, detach=member is not self)
+            member.start(force_all_reduce=force_all_reduce)
         if not self.open:
             return
         begun = time.perf_counter()
@@ -381,18 +367,16 @@ class GradReducer:
             self.force_all_reduce = False
             with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
                 self.drain()
-            for bucket in self.order:
-                bucket.detach()
             raise
         for bucket in self.order:
-            bucket.join_instances(self.collectives)
+            bucket.all_reduce_replicas(self.collectives)
         in_steps = self.order
         while in_steps:  # all buckets a step at a time: between steps ranks wait for each other
             in_steps = [bucket for bucket in in_steps if bucket.step()]
         for bucket in self.order:
             bucket.complete()
             if id(bucket) in answer.late:
-                bucket.add_late(bucket.late_gradients(), self.collectives)
+                bucket.add_late(self.collectives)
             if bucket.groups.data in answer.whole:
                 bucket.gather_whole(self.collectives)
             if then is not None:
@@ -401,14 +385,13 @@ class GradReducer:
 
     def _dropped(self) -> list[str]:
         """Gradients that the user has dropped too late, in words."""
-        for bucket in self.order:
-            bucket.note_dropped()
+        dropped = [bucket.attribute.note_dropped() for bucket in self.order]
         return [
-            f"the gradient of {bucket.dropped!r} was dropped through `.grad` (p.grad = None, or zero_grad of torch) "
-            "after its reduction had begun, and is in it. Use zero_grad_buffer() of the wrapped model, or zero_grad() "
-            "of its optimizer, or run the backward under no_sync()"
-            for bucket in self.order
-            if bucket.dropped is not None
+            f"the gradient of {name!r} was dropped through `.grad` (p.grad = None, or zero_grad of torch) after its "
+            "reduction had begun, and is in it. Use zero_grad_buffer() of the wrapped model, or zero_grad() of its "
+            "optimizer, or run the backward under no_sync()"
+            for name in dropped
+            if name is not None
         ]
 
     def discard(self) -> None:
@@ -456,7 +439,7 @@ class GradReducer:
 
     def _all_dropped(self) -> bool:
         """True if the user has dropped the reduced gradients of every parameter that has one."""
-        return not any(any(bucket.kept) for bucket in self.order)
+        return not any(1 in bucket.still_in_grad() for bucket in self.order)
 
     def _write_report(self, begun: float, late: int) -> None:
         self.report = StepReport(

@@ -68,7 +68,7 @@ def test_adding_to_gradients_that_are_scaled_in_the_optimizer_is_exact(rank: int
             ddp(torch.full((1, 3), value)).sum().backward()
             finalize_model_grads([ddp])
         for bucket in ddp.reducer.order:
-            assert (bucket.owned_grad * bucket.take_scale())[: bucket.valid_part(0).numel()].tolist() == [101.0] * (
+            assert (bucket.owned_grad * bucket.pop_scale())[: bucket.valid_part(0).numel()].tolist() == [101.0] * (
                 bucket.valid_part(0).numel()
             )
 
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_not_there_refuses_to_be_used_by_name(rank: int, worl
         if "overlap_grad_reduce" in options:
             finalize_model_grads([ddp])
         for bucket in ddp.reducer.order:
-            bucket.scale_gradients(bucket.take_scale())
+            bucket.scale_gradients(bucket.pop_scale())
         assert_same(whole_grads(ddp), expected)
 
 

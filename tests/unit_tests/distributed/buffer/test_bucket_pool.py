@@ -10,7 +10,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.buffer.streamed_bucket import BucketPool, pool_numel
+from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
 from tests.unit_tests.ranks import ranks
 
 
@@ -21,9 +21,23 @@ def test_memory_is_that_of_the_two_neighbours_that_are_longest_together(sizes: l
     assert pool_numel(sizes) == expected
 
 
+class Filling:
+    """A bucket that is not in flight."""
+
+    def wait(self) -> None:
+        """Nothing is waited for."""
+
+
+FILLING = Filling()
+
+
 def place(pool: BucketPool, memory: torch.Tensor) -> tuple[int, int]:
     start = memory.storage_offset() - pool.memory.storage_offset()
     return start, start + memory.numel()
+
+
+def owns(pool: BucketPool, memory: torch.Tensor) -> bool:
+    return memory.untyped_storage().data_ptr() == pool.memory.untyped_storage().data_ptr()
 
 
 def test_neighbours_lie_at_the_two_ends() -> None:
@@ -33,10 +47,10 @@ def test_neighbours_lie_at_the_two_ends() -> None:
     places = []
     for size in sizes:
         if len(held) == 2:
-            pool.release(held.pop(0))
+            pool.release(FILLING, held.pop(0))
         assert pool.has_room(size)
         held.append(pool.acquire(size))
-        assert pool.owns(held[-1])
+        assert owns(pool, held[-1])
         places.append(place(pool, held[-1]))
     assert places == [(0, 8), (9, 11), (0, 3), (3, 11)]
     assert not pool.has_room(1)
@@ -48,7 +62,7 @@ def test_one_at_a_time_they_all_lie_at_the_beginning() -> None:
     for size in (8, 2, 3, 8):
         memory = pool.acquire(size)
         assert place(pool, memory) == (0, size)
-        pool.release(memory)
+        pool.release(FILLING, memory)
 
 
 def test_a_bucket_that_does_not_fit_beside_the_other_gets_memory_of_its_own() -> None:
@@ -56,10 +70,10 @@ def test_a_bucket_that_does_not_fit_beside_the_other_gets_memory_of_its_own() ->
     first = pool.acquire(8)
     assert pool.has_room(3) and not pool.has_room(4)
     further = pool.acquire(4)
-    assert not pool.owns(further) and further.numel() == 4
-    pool.release(further)  # nothing to give back
+    assert not owns(pool, further) and further.numel() == 4
+    pool.release(FILLING, further)  # nothing to give back
     assert pool.has_room(3) and not pool.has_room(4)
-    pool.release(first)
+    pool.release(FILLING, first)
     assert pool.has_room(11) and place(pool, pool.acquire(11)) == (0, 11)
 
 
@@ -68,12 +82,12 @@ class Launched:
 
     def __init__(self, pool: BucketPool, numel: int) -> None:
         self.pool, self.memory = pool, pool.acquire(numel)
-        pool.in_flight.append(self)  # type: ignore[arg-type]
+        pool.in_flight.append(self)
 
-    def absorb(self) -> None:
+    def wait(self) -> None:
         """Give the memory back."""
-        self.pool.in_flight.popleft()
-        self.pool.release(self.memory)
+        assert self.pool.in_flight[0] is self
+        self.pool.release(self, self.memory)
 
 
 def test_room_is_made_by_as_many_as_are_in_the_way() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
+from core.distributed.buffer.bucket_pool import POOL_BUCKETS
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
-from core.distributed.buffer.streamed_bucket import POOL_BUCKETS, StreamedBucket
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
@@ -177,8 +177,8 @@ def test_buckets_of_a_later_round_fill_in_their_turn(rank: int, world: int, over
         parallel_loss(ddp, rank, microbatch).backward()
         pool = ddp.grad_buffers[0].pool
         assert pool is not None
-        held = [bucket.memory for bucket in ddp.grad_buffers[0].buckets if bucket.memory is not None]
-        assert all(pool.owns(memory) for memory in held)
+        held = [bucket.grad for bucket in ddp.grad_buffers[0].buckets if bucket.views]
+        assert all(any(memory is part for part in pool.held) for memory in held)
     finalize_model_grads([ddp])
     assert_same(whole_grads(ddp), expected)
 
@@ -190,7 +190,7 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
     for reduce_microbatches in ("last", "every"):
         ddp = streamed(copy.deepcopy(model), bucket_size=1024, reduce_microbatches=reduce_microbatches)
         (buffer,) = ddp.grad_buffers
-        assert len(buffer.buckets) == 12 and all(isinstance(bucket, StreamedBucket) for bucket in buffer.buckets)
+        assert len(buffer.buckets) == 12 and all(bucket.pool is buffer.pool for bucket in buffer.buckets)
         assert buffer.grad_data.numel() == 12 * 1024 // 2
         for _ in range(2):
             ddp.zero_grad_buffer()
@@ -202,8 +202,8 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
             ddp(torch.ones(1, 32)).sum().backward()
             finalize_model_grads([ddp])
             assert buffer.pool is not None and not buffer.pool.in_flight
-            assert len(set(buffer.pool.free)) == len(buffer.pool.free) == POOL_BUCKETS and not buffer.pool.held
-            assert all(bucket.memory is None for bucket in buffer.buckets)
+            assert buffer.pool.held == [None] * POOL_BUCKETS
+            assert not any(bucket.views for bucket in buffer.buckets)
         del ddp, buffer  # else the next one shares its wire, and reduces in finalize
 
 

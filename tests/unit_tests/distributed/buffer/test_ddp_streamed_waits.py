@@ -67,7 +67,7 @@ def test_a_rank_may_leave_out_parameters_whose_buckets_others_wait_for(
         expected = {name: param.grad for name, param in plain.named_parameters()}
         assert min(float(grad.abs().max()) for grad in expected.values()) > 0.1
         assert_same(whole_grads(ddp), expected)
-        assert not any(pool.in_flight for pool in ddp.reducer.pools)
+        assert not any(buffer.pool.in_flight for buffer in ddp.grad_buffers)
 
 
 class TwoDtypes(nn.Module):

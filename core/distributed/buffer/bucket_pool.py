@@ -1,0 +1,70 @@
+"""BucketPool: memory for whole gradients where a rank keeps only its shard (strategy 'optim_grads', ZeRO-2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+POOL_BUCKETS = 2  # one that fills and one that travels
+
+
+class InFlightBucket(Protocol):
+    """A bucket whose reduction was launched."""
+
+    def wait(self) -> None:
+        """Wait for the reduction, and release the memory."""
+
+
+def pool_numel(sizes: Sequence[int]) -> int:
+    """Elements for the two buckets that are longest together, of those that follow each other in launch order."""
+    return max((one + next_one for one, next_one in itertools.pairwise(sizes)), default=sum(sizes))
+
+
+class BucketPool:
+    """Memory for POOL_BUCKETS whole buckets of one buffer, one at its beginning and one at its end.
+
+    A bucket that is longer than all others, such as an embedding's, so needs no room for another one of its length.
+    The memory is kept between steps, because fresh pages cost more than a reduction. The end is used only while the
+    beginning is taken, so its pages never exist if one bucket at a time is enough.
+
+    Note [Backward waits for memory]
+    Buckets acquire memory in launch order, which is the same on all ranks. A bucket that finds no room waits for the
+    oldest reduction in flight, in backward too. No rank waits for ever: the rank that has launched the fewest buckets
+    waits for one of its own, which all other ranks have launched as well, so it goes on. A rank without gradients for a
+    bucket launches it at the end of its backward or in finalize_model_grads.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory  # [pool_numel of the buffer's buckets]
+        self.held: list[torch.Tensor | None] = [None] * POOL_BUCKETS  # at the beginning, and at the end
+        self.in_flight: deque[InFlightBucket] = deque()  # oldest first: handles are waited for in launch order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory, in use or not."""
+        return self.memory.nbytes
+
+    def has_room(self, numel: int) -> bool:
+        """True if `acquire` would not wait."""
+        taken = sum(0 if memory is None else memory.numel() for memory in self.held)
+        return None in self.held and taken + numel <= self.memory.numel()
+
+    def acquire(self, numel: int) -> torch.Tensor:
+        """[numel], undefined. Waits for the oldest reductions in flight while there is no room."""
+        while not self.has_room(numel) and self.in_flight:
+            self.in_flight[0].wait()
+        if not self.has_room(numel):  # at the end of a step whole gradients may be asked for of more buckets
+            return self.memory.new_empty(numel)
+        end = self.held.index(None)
+        memory = self.held[end] = self.memory[self.memory.numel() - numel :] if end else self.memory[:numel]
+        return memory
+
+    def release(self, bucket: InFlightBucket, memory: torch.Tensor) -> None:
+        """Take back what a bucket has acquired; it is not in flight any more."""
+        self.held = [None if held is memory else held for held in self.held]
+        if bucket in self.in_flight:
+            self.in_flight.remove(bucket)
