@@ -12,7 +12,6 @@ ACCUMULATING.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core.agree import SyncError
+from core.distributed.buffer.bucket_memory import BucketGroups, BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
-from core.distributed.buffer.param_views import views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.measure.step_clock import BucketEvent, HostClock
@@ -39,21 +38,7 @@ class BucketState(Enum):
     FINAL = "final"  # ready for the optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class BucketGroups:
-    """The process groups of a bucket: shard x replica = data."""
-
-    data: dist.ProcessGroup  # all ranks whose gradients are added
-    shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
-    replica: dist.ProcessGroup | None  # the same shard in the other optimizer instances
-
-    @property
-    def all(self) -> list[dist.ProcessGroup]:
-        """The groups that exist."""
-        return [self.data, self.shard, *([self.replica] if self.replica else [])]
-
-
-class Bucket:
+class Bucket(BucketMemory):
     """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
     memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. param_data: [layout.numel] of
@@ -75,28 +60,13 @@ class Bucket:
         scale_later: bool,
         param_data: torch.Tensor | None,
     ) -> None:
-        self.layout = layout
-        # [start, end) of each parameter within the bucket
-        self.ranges = [(slot.start - layout.start, slot.end - layout.start) for slot in layout.slots]
+        super().__init__(layout, memory, groups, sharded=sharded, pool=pool)
         self.name = layout.describe()
-        self.dtype, self.device = memory.dtype, memory.device
         self.nbytes = layout.numel * memory.element_size()
         self.params = params
         self.param_data = param_data
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
-        self.groups = groups
-        self.sharded = sharded
-        self.pool = pool
-        # [start, end) within the bucket that this rank's optimizer updates; everything where it is not sharded.
-        self.shard_range = 0, layout.numel
-        if sharded:
-            self.shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
-        low, high = self.shard_range
-        self.owned_grad = memory[low:high] if pool is None else memory  # the gradients of that range, in every step
-        self.grad = memory if pool is None else memory[:0]  # [layout.numel] while there is memory for whole gradients
-        self.views = self._views()  # each parameter's gradient in `grad`
-        self.gathered = False  # True if the whole bucket is valid though it was reduced to shards
         self.op: Op = "mean" if average else "sum"
         self.scale = 1.0 if scale_later else scale  # multiplied in before the reduction
         self.scale_later = scale_later
@@ -118,63 +88,15 @@ class Bucket:
         self.past_events: list[BucketEvent] = []  # of the step's earlier collectives, where it has several
         self.event = self._new_event()
 
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def _views(self) -> list[torch.Tensor]:
-        return views_of(self.grad, self.layout.slots, self.layout.start) if len(self.grad) == self.layout.numel else []
-
-    @property
-    def storage(self) -> list[torch.Tensor]:
-        """For each parameter the memory that must stay where it is as long as the model is wrapped."""
-        return self.views if self.pool is None else [self.owned_grad] * len(self.params)
-
     @property
     def used(self) -> bytearray:
         """1 for each parameter with a gradient in this step: on this rank, and once ranks have agreed on any."""
         return self.attribute.used
 
     @property
-    def whole(self) -> bool:
-        """True if the whole bucket is valid after the reduction, and not this rank's shard alone."""
-        return self.gathered or not self.sharded
-
-    @property
-    def valid_range(self) -> tuple[int, int]:
-        """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
-        return (0, self.layout.numel) if self.whole else self.shard_range
-
-    @property
-    def valid_grad(self) -> torch.Tensor:
-        """The gradients in the valid range, flat."""
-        return self.grad if self.whole else self.owned_grad
-
-    def valid_part(self, index: int) -> torch.Tensor:
-        """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
-        low, high = self.valid_range
-        start, end = self._overlap(index, low, high)
-        return self.valid_grad[start - low : end - low]
-
-    def _overlap(self, index: int, low: int, high: int) -> tuple[int, int]:
-        """[start, end) within the bucket of what parameter `index` has in [low, high)."""
-        start = max(self.ranges[index][0], low)
-        return start, max(start, min(self.ranges[index][1], high))
-
-    def _borrow(self) -> None:
-        """Have memory for whole gradients; what lies between the parameters is zero."""
-        if self.pool is None or self.views:
-            return
-        self.grad = self.pool.acquire(self.layout.numel)
-        self.views = self._views()
-        end = 0
-        for low, high in self.ranges:  # else what other buckets left there would be added to the shard
-            self.grad[end:low].zero_()
-            end = high
-        self.grad[end:].zero_()
-
-    def _give_back(self) -> None:
-        if self.pool is not None:
-            self.pool.release(self, self.grad)
-            self.grad, self.views = self.owned_grad[:0], []
+    def has_late(self) -> bool:
+        """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
+        return self.attribute.has_late
 
     # -- until the reduction ----------------------------------------------------------------------------------------
 
@@ -186,7 +108,7 @@ class Bucket:
         self.kept = self.still_in_grad() if keep else bytes(len(self.params))
         self.carried = self._copy_kept() if 1 in self.kept and not self.whole else None
         self.attribute.begin(self.kept)
-        self._give_back()
+        self.give_back()
         self.gathered = self.spent = False
         self.pending_scale = 1.0
         self.sums = 0
@@ -208,11 +130,10 @@ class Bucket:
     def _copy_kept(self) -> torch.Tensor:
         """[shard], the kept gradients. Unsharded ones need no copy: autograd adds to them where they lie."""
         copy = torch.zeros_like(self.owned_grad)
-        low, high = self.shard_range
         for index, kept in enumerate(self.kept):
-            start, end = self._overlap(index, low, high)
             if kept:
-                copy[start - low : end - low] = self.owned_grad[start - low : end - low] * self.pending_scale
+                part = self.part_of(self.owned_grad, index, self.shard_range)
+                self.part_of(copy, index, self.shard_range).copy_(part * self.pending_scale)
         return copy
 
     def arrive(self, index: int) -> bool:
@@ -236,7 +157,7 @@ class Bucket:
         if self.pool is None or self.state is not BucketState.ACCUMULATING:
             return
         if self.views or self.pool.has_room(self.layout.numel):
-            self._borrow()
+            self.borrow()
             self._collect(index)
 
     @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
@@ -247,7 +168,7 @@ class Bucket:
         """
         self._note_written()
         self.attribute.note_dropped()
-        self._borrow()
+        self.borrow()
         for index in range(len(self.params)):
             self._collect(index)
 
@@ -330,10 +251,10 @@ class Bucket:
             self.handle.wait()
         self.handle = None
         if self.pool is not None and self.views:
-            low, high = self.shard_range
-            self.owned_grad.add_(self.grad[low:high]) if self.sums else self.owned_grad.copy_(self.grad[low:high])
+            shard = self.shard_of(self.grad)
+            self.owned_grad.add_(shard) if self.sums else self.owned_grad.copy_(shard)
             self.sums += 1
-            self._give_back()
+            self.give_back()
         self.clock.end(self.event)
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
@@ -368,17 +289,17 @@ class Bucket:
             start, end = self.ranges[index]
             extra[start:end].copy_(dense(grad).reshape(-1))
         self._reduce(extra, collectives).wait()
-        low, high = self.shard_range
+        shard = self.shard_of(extra)
         if self.groups.replica is not None:
-            collectives.all_reduce(extra[low:high], self.groups.replica, self.op).wait()
-        self.owned_grad.add_(extra[low:high])
+            collectives.all_reduce(shard, self.groups.replica, self.op).wait()
+        self.owned_grad.add_(shard)
 
     def gather_whole(self, collectives: Collectives) -> None:
         """Put together every rank's shard, so that the whole bucket is valid until the next step. Collective."""
         if not self.whole:
-            self._borrow()
-            low, high = self.shard_range
-            self.grad[low:high].copy_(self.owned_grad)
+            self.borrow()
+            if self.pool is not None:
+                self.shard_of(self.grad).copy_(self.owned_grad)
             collectives.all_gather(self.grad, self.groups.shard).wait()
             self.gathered = True
 
@@ -435,7 +356,7 @@ class Bucket:
         problem = self.attribute.follow_edits()
         for index in self.attribute.take_zeroed():
             self.valid_part(index).zero_()
-        self._copy_to_shard()
+        self.copy_to_shard()
         return problem
 
     def take_edits(self) -> None:
@@ -443,12 +364,6 @@ class Bucket:
         problem = self.follow_edits()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
-
-    def _copy_to_shard(self) -> None:
-        """Where the shard lies apart, copy what was done to the whole gradient."""
-        if self.pool is not None and self.gathered:
-            low, high = self.shard_range
-            self.owned_grad.copy_(self.grad[low:high])
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
@@ -501,7 +416,7 @@ class Bucket:
             self._multiply(self.pop_scale())
             self.owned_grad.add_(self.carried)
             self.carried = None
-        self._copy_to_shard()
+        self.copy_to_shard()
 
     def _expect(self, state: BucketState, action: str) -> None:
         if self.state is not state:

@@ -15,6 +15,8 @@ POOL_BUCKETS = 2  # one that fills and one that travels
 class InFlightBucket(Protocol):
     """A bucket whose reduction was launched."""
 
+    grad: torch.Tensor  # the memory it has acquired
+
     def wait(self) -> None:
         """Wait for the reduction, and release the memory."""
 
@@ -63,8 +65,7 @@ class BucketPool:
         memory = self.held[end] = self.memory[self.memory.numel() - numel :] if end else self.memory[:numel]
         return memory
 
-    def release(self, bucket: InFlightBucket, memory: torch.Tensor) -> None:
-        """Take back what a bucket has acquired; it is not in flight any more."""
+    def release(self, memory: torch.Tensor) -> None:
+        """Take back what `acquire` returned; its bucket is not in flight any more."""
         self.held = [None if held is memory else held for held in self.held]
-        if bucket in self.in_flight:
-            self.in_flight.remove(bucket)
+        self.in_flight = deque(bucket for bucket in self.in_flight if bucket.grad is not memory)

@@ -21,16 +21,6 @@ def test_memory_is_that_of_the_two_neighbours_that_are_longest_together(sizes: l
     assert pool_numel(sizes) == expected
 
 
-class Filling:
-    """A bucket that is not in flight."""
-
-    def wait(self) -> None:
-        """Nothing is waited for."""
-
-
-FILLING = Filling()
-
-
 def place(pool: BucketPool, memory: torch.Tensor) -> tuple[int, int]:
     start = memory.storage_offset() - pool.memory.storage_offset()
     return start, start + memory.numel()
@@ -47,7 +37,7 @@ def test_neighbours_lie_at_the_two_ends() -> None:
     places = []
     for size in sizes:
         if len(held) == 2:
-            pool.release(FILLING, held.pop(0))
+            pool.release(held.pop(0))
         assert pool.has_room(size)
         held.append(pool.acquire(size))
         assert owns(pool, held[-1])
@@ -62,7 +52,7 @@ def test_one_at_a_time_they_all_lie_at_the_beginning() -> None:
     for size in (8, 2, 3, 8):
         memory = pool.acquire(size)
         assert place(pool, memory) == (0, size)
-        pool.release(FILLING, memory)
+        pool.release(memory)
 
 
 def test_a_bucket_that_does_not_fit_beside_the_other_gets_memory_of_its_own() -> None:
@@ -71,9 +61,9 @@ def test_a_bucket_that_does_not_fit_beside_the_other_gets_memory_of_its_own() ->
     assert pool.has_room(3) and not pool.has_room(4)
     further = pool.acquire(4)
     assert not owns(pool, further) and further.numel() == 4
-    pool.release(FILLING, further)  # nothing to give back
+    pool.release(further)  # nothing to give back
     assert pool.has_room(3) and not pool.has_room(4)
-    pool.release(FILLING, first)
+    pool.release(first)
     assert pool.has_room(11) and place(pool, pool.acquire(11)) == (0, 11)
 
 
@@ -81,13 +71,13 @@ class Launched:
     """A bucket in flight."""
 
     def __init__(self, pool: BucketPool, numel: int) -> None:
-        self.pool, self.memory = pool, pool.acquire(numel)
+        self.pool, self.grad = pool, pool.acquire(numel)
         pool.in_flight.append(self)
 
     def wait(self) -> None:
         """Give the memory back."""
         assert self.pool.in_flight[0] is self
-        self.pool.release(self, self.memory)
+        self.pool.release(self.grad)
 
 
 def test_room_is_made_by_as_many_as_are_in_the_way() -> None:
