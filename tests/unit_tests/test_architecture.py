@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +56,60 @@ EXTRA_PACKAGES = {
     "pytest",
     "triton",
 }
+# The rooms of the engine, lowest first. A room imports from rooms before it, also for types.
+ROOMS = ("contract", "wire", "layout", "buffer", "guard", "reduce", "measure", "faces")
+# Files beside the rooms that are no faces. The options are values that the user gives, as tags are.
+ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
+MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 25, 7, 4
+# Three lists of what is not as it should be. They may only become shorter.
+UPWARD_ARROWS = frozenset(
+    {("buffer", "measure"), ("contract", "wire"), ("guard", "reduce"), ("layout", "guard"), ("reduce", "measure")}
+)
+MORE_BOOLEANS = {"Bucket": 6, "GradReducer": 13, "Tags": 7}
+PRIVATE_TORCH_NAMES = frozenset(
+    {
+        "_BatchNorm",
+        "_C",
+        "_HYBRID_SHARD_ZERO2",
+        "_StorageInfo",
+        "_active_ddp_module",
+        "_amp_stash",
+        "_backward_hooks",
+        "_buffers",
+        "_execution_engine",
+        "_flatten_dense_tensors",
+        "_foreach_add_",
+        "_foreach_copy_",
+        "_foreach_lerp",
+        "_foreach_lerp_",
+        "_foreach_mul_",
+        "_foreach_norm",
+        "_foreach_sign_",
+        "_foreach_zero_",
+        "_fsdp_api",
+        "_fully_shard",
+        "_get_backend",
+        "_get_default_store",
+        "_get_process_group_store",
+        "_module_classes_to_ignore",
+        "_modules",
+        "_opt_called",
+        "_orig_mod",
+        "_parameters",
+        "_process_group_name",
+        "_pytree",
+        "_run_policy",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_mm",
+        "_set_pg_timeout",
+        "_timeout",
+        "_utils",
+        "_version",
+        "_will_engine_execute_node",
+    }
+)
+STANDARD_PRIVATE_NAMES = frozenset({"_asdict", "_exit", "_getframe", "_replace"})  # documented by Python
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 
@@ -85,14 +140,17 @@ def only_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports_of(module: str, *, inside_functions: bool) -> Iterator[tuple[str, int]]:
-    """(imported module, line) of each import that runs; `from package import module` gives the module."""
+def imports_of(module: str, *, inside_functions: bool, types: bool = False) -> Iterator[tuple[str, int]]:
+    """(imported module, line) of each import that runs; `from package import module` gives the module.
+
+    types: True if imports for annotations alone count too.
+    """
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     waiting: list[ast.AST] = [tree_of(path)]
     while waiting:
         node = waiting.pop()
-        if only_for_types(node):
+        if only_for_types(node) and not types:
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not inside_functions:
             continue
@@ -140,6 +198,104 @@ def test_imports_make_no_circle() -> None:
 
     for module in sorted(MODULES):
         visit(module, ())
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[:2] != ["core", "distributed"]:
+        return None
+    name = parts[2] if len(parts) > 2 else "__init__"
+    return name if name in ROOMS else ROOM_OF_FILE.get(name, "faces")
+
+
+def test_rooms_of_the_engine_import_only_what_lies_below_them() -> None:
+    """Imports for types count too: whoever reads a file has to know what its types are."""
+    arrows: dict[tuple[str, str], str] = {}
+    for module, path in MODULES.items():
+        mine = room_of(module)
+        for imported, line in imports_of(module, inside_functions=True, types=True) if mine else ():
+            theirs = room_of(imported)
+            if mine and theirs and mine != theirs:
+                arrows.setdefault((mine, theirs), f"{path.relative_to(ROOT)}:{line}")
+    upward = {arrow: where for arrow, where in arrows.items() if ROOMS.index(arrow[1]) > ROOMS.index(arrow[0])}
+    wrong = [f"{where}: {arrow}" for arrow, where in upward.items() if arrow not in UPWARD_ARROWS]
+    assert not wrong, "imports that point up:\n" + "\n".join(wrong)
+    downward = sorted(set(arrows) - set(upward))
+    assert len(downward) <= MOST_ARROWS, f"{len(downward)} arrows between rooms: {downward}"
+    if not upward:
+        floors: dict[str, int] = {}
+        for room in ROOMS:
+            floors[room] = 1 + max((floors[below] for above, below in arrows if above == room), default=0)
+        assert max(floors.values()) <= MOST_FLOORS, floors
+
+
+def test_a_class_of_the_engine_has_few_booleans() -> None:
+    """n booleans are 2 ** n states, and a reader has to find out which of them there are."""
+    found = {}
+    for module, path in MODULES.items():
+        if room_of(module) and not module.endswith("_config"):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.ClassDef) and len(booleans_of(node)) > MOST_BOOLEANS:
+                    found[node.name] = booleans_of(node)
+    wrong = {name: sorted(names) for name, names in found.items() if len(names) > MORE_BOOLEANS.get(name, 0)}
+    assert not wrong, f"more than {MOST_BOOLEANS} booleans: {wrong}"
+
+
+def booleans_of(node: ast.ClassDef) -> set[str]:
+    """Names of fields and of attributes of `self` that are annotated as bool, or given a value that is one."""
+    found: set[str] = set()
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) == "bool":
+            found.add(ast.unparse(statement.target))
+        if isinstance(statement, ast.FunctionDef):
+            arguments = [*statement.args.args, *statement.args.kwonlyargs]
+            flags = {a.arg for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"}
+            for inner in ast.walk(statement):
+                annotated = isinstance(inner, ast.AnnAssign) and ast.unparse(inner.annotation) == "bool"
+                if annotated or (isinstance(inner, ast.Assign) and is_bool(inner.value, flags)):
+                    targets = [inner.target] if isinstance(inner, ast.AnnAssign) else inner.targets
+                    on_self = [t for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"]
+                    found |= {target.attr for target in on_self}
+    return found
+
+
+def is_bool(value: ast.expr, flags: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) in ("bool", "any", "all", "isinstance")
+    if isinstance(value, ast.BoolOp):
+        return any(is_bool(part, flags) for part in value.values)
+    named = isinstance(value, ast.Name) and value.id in flags
+    constant = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+    return named or constant or isinstance(value, ast.Compare) or ast.unparse(value).startswith("not ")
+
+
+def test_private_names_of_torch_are_few() -> None:
+    """A name that begins with an underscore may be gone in torch's next version."""
+    core = [path for path in files() if path.is_relative_to(ROOT / "core")]
+    ours: set[str] = set()
+    used: dict[str, str] = {}
+    for node in (node for path in core for node in ast.walk(tree_of(path))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            ours.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            ours.add(node.attr)
+    ours -= set(vars(torch.nn.Module()))
+    for path in core:
+        for node in ast.walk(tree_of(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                names = [str(value.value) for value in node.args if isinstance(value, ast.Constant)]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            for name in names:
+                if name.startswith("_") and not name.startswith("__") and name not in ours | STANDARD_PRIVATE_NAMES:
+                    used.setdefault(name, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}")
+    wrong = [f"{where}: {name}" for name, where in used.items() if name not in PRIVATE_TORCH_NAMES]
+    assert not wrong, "private names of torch:\n" + "\n".join(sorted(wrong))
 
 
 def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
