@@ -57,7 +57,6 @@ class ChainedOptimizer(MegatronOptimizer):
                 for number, optimizer in enumerate(self.chained_optimizers)
                 for model in optimizer.model_of_buckets()
             ],
-            spare=first.scratch.gradients,
         )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:

@@ -112,7 +112,6 @@ class MegatronOptimizer:
             norm_type=config.grad_norm_type,
             watched=self.model_chunks,
             models=self.model_of_buckets(),
-            spare=self.scratch.gradients,
         )
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self.steps_skipped = 0

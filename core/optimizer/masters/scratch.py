@@ -82,11 +82,6 @@ class Scratch:
         return memory[run.at : run.at + run.numel]
 
     @property
-    def gradients(self) -> torch.Tensor | None:
-        """Memory that nothing is in between two waves, in fp32; None where no gradient needs scratch."""
-        return self.memory.get(("grad", torch.float32))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all scratch memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())

@@ -1,8 +1,8 @@
 """Norm, zero count and finiteness of all gradients of the model, from one small reduction; and clipping by that norm.
 
-Every rank adds up what it owns: an element that several ranks hold is counted by exactly one of them (its contract and
-the data rank say which), but it is checked for NaN and Inf by all. The sums go once over everybody, so all ranks,
-stages and optimizer instances, dense and expert, hold the same bits and decide alike.
+Every rank adds up what it owns. An element that several ranks hold is counted by exactly one of them (its contract and
+the data rank say which), but all of them check it for NaN and Inf. One reduction goes over all ranks, so stages and
+optimizer instances, dense and expert, hold the same bits and decide alike.
 
 Memory is read as it is. What the gradients still have to be multiplied by (data average, tokens, loss scale) multiplies
 a few numbers here, and the gradients themselves when the optimizer reads them.
@@ -11,17 +11,18 @@ a few numbers here, and the gradients themselves when the optimizer reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from core import agree
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.param_views import pieces_of
-from core.distributed.wire.collectives import Collectives, gather_objects
+from core.distributed.wire.collectives import Collectives
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
@@ -44,7 +45,7 @@ class GradStats:
 
     @property
     def finite(self) -> bool:
-        """May a step be made of these gradients?"""
+        """True if a step may be made of these gradients."""
         return self.culprit is None and all(map(math.isfinite, (self.norm, *self.separate_norms.values())))
 
     def norm_of(self, group: str | None) -> float:
@@ -95,7 +96,7 @@ def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
 
 
 def counts_here(bucket: Bucket) -> bool:
-    """Of the data ranks that hold the same reduced gradients, is this the one that counts them?"""
+    """True if this rank counts the bucket, of the data ranks that hold the same reduced gradients."""
     if not bucket.sharded:
         return dist.get_rank(bucket.groups.data) == 0
     return bucket.groups.replica is None or dist.get_rank(bucket.groups.replica) == 0
@@ -112,10 +113,10 @@ def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGro
 class GradMeter:
     """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
-    norm_type: p of the norm, math.inf for the largest magnitude.
+    groups: those that one after the other reach every rank of the model. norm_type: p of the norm, math.inf for the
+        largest magnitude.
     watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
     models: for each bucket which model it is of, where there are several: names are shared within one alone.
-    spare: memory that is written over, see NormPass.
     """
 
     def __init__(
@@ -126,50 +127,40 @@ class GradMeter:
         norm_type: float = 2.0,
         watched: Sequence[Any] = (),
         models: Sequence[Hashable] = (),
-        spare: torch.Tensor | None = None,
     ) -> None:
         self.masters = masters
         self.groups = groups
         self.norm_type = norm_type
         self.watched = watched
         self.device = device_of(masters, groups)
-        self.norm_groups = self._agree()
         self.ranks = math.prod(map(dist.get_world_size, groups))
         self.collectives = Collectives()
+        # A stage may hold none of a kind, so ranks put the names of their norm groups together.
+        mine = {piece.norm_group for bucket_masters in masters for piece in bucket_masters.slices} - {None}
+        told = agree.gather(mine, groups, "the norm groups")
+        self.norm_groups = [None, *sorted(str(name) for name in set().union(*told.values()))]
+        self.counted_memory: list[torch.Tensor] = []  # that this rank counts in a norm
         memory: list[torch.Tensor] = []
-        counted: list[bool] = []
-        norm_group: list[int] = []
+        column: list[int] = []  # of each stretch: the index of its norm group; one more where nothing is counted
         bucket: list[int] = []
-        shared_copies: dict[Hashable, dict[str, int]] = {}
+        counted_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
-            copies = shared_copies.setdefault(models[index] if models else 0, {})
+            copies = counted_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
             # Padding between slices is left out: it may hold what a peer's collective left there.
             stretches = list(_stretches(bucket_masters, copies))
-            memory += pieces_of(bucket_masters.grad, [(stretch.start, stretch.end) for stretch in stretches])
-            for stretch in stretches:
-                counted.append(stretch.in_norm and here)
-                norm_group.append(self.norm_groups.index(stretch.norm_group))
+            pieces = pieces_of(bucket_masters.grad, [(stretch.start, stretch.end) for stretch in stretches])
+            for stretch, piece in zip(stretches, pieces, strict=True):
+                counted = stretch.in_norm and here
+                memory.append(piece)
+                self.counted_memory += [piece] * counted
+                column.append(self.norm_groups.index(stretch.norm_group) if counted else len(self.norm_groups))
                 bucket.append(index)
         is_double = any(bucket_masters.grad.dtype == torch.float64 for bucket_masters in masters)
         self.norm_dtype = torch.float64 if is_double else torch.float32
-        self.norm_pass = NormPass(memory, self.device, spare)
-
-        def of_pieces(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([values[i] for i in self.norm_pass.stretch_of], dtype=dtype, device=self.device)
-
-        self.counted = of_pieces(counted, torch.bool)
-        self.norm_group = of_pieces(norm_group, torch.int64)
-        self.bucket = of_pieces(bucket, torch.int64)
-        self.counted_memory = [stretch for stretch, here in zip(memory, counted, strict=True) if here]
-
-    def _agree(self) -> list[str | None]:
-        """All norm groups of the job in one order, because a stage may hold none of a kind."""
-        found = {piece.norm_group for masters in self.masters for piece in masters.slices} - {None}
-        names = sorted(str(name) for name in found)
-        for group in self.groups:
-            names = sorted({name for others in gather_objects(names, group) for name in others})
-        return [None, *names]
+        self.norm_pass = NormPass(memory, self.device)
+        of_pieces = [[of[i] for i in self.norm_pass.stretch_of] for of in (column, bucket)]
+        self.column, self.bucket = torch.tensor(of_pieces, dtype=torch.int64, device=self.device)
 
     def measure(
         self,
@@ -185,18 +176,16 @@ class GradMeter:
         Raises SyncError on every rank where settings differ or a rank has a problem.
         """
         factors = self._factors(loss_scale)
-        zeros = self._zeros() if count_zeros else None
+        zeros = self._zeros() if count_zeros else 0
         terms = digest_terms(settings or (), problem=problem is not None)
-        norms, num_zeros, bad, same, host_factors = self._over_everybody(
-            self._norms(self.norm_dtype), zeros, terms, factors
-        )
-        if not same:
+        norms, (bad, num_zeros, *sums), host_factors = self._over_all_ranks(self.norm_dtype, factors, zeros, terms)
+        if not same_digest(self.ranks, *sums):
             self._refuse(settings or (), problem)
         culprit = None
         if bad or not all(map(math.isfinite, norms)):
             # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
             culprit = self._find_culprit()
-            norms, num_zeros, *_ = self._over_everybody(self._norms(torch.float64), zeros, terms, factors)
+            norms, (_, num_zeros, *_), _ = self._over_all_ranks(torch.float64, factors, zeros, terms)
         separate = {str(name): norm for name, norm in zip(self.norm_groups[1:], norms[1:], strict=True)}
         return GradStats(norms[0], int(num_zeros) if count_zeros else None, culprit, separate, tuple(host_factors))
 
@@ -211,36 +200,30 @@ class GradMeter:
             factors = here.to(self.device, non_blocking=True)
         return factors / loss_scale
 
-    def _norms(self, dtype: torch.dtype) -> torch.Tensor:
-        """The norm of each piece of memory, [pieces] in fp64: the one pass over the gradients."""
-        return self.norm_pass.norms(self.norm_type, dtype)
-
     def _zeros(self) -> torch.Tensor:
         zeros = torch.zeros((), dtype=torch.float64, device=self.device)
-        for stretch in self.counted_memory:
-            zeros += stretch.numel() - torch.count_nonzero(stretch)
+        for piece in self.counted_memory:
+            zeros += piece.numel() - torch.count_nonzero(piece)
         return zeros
 
-    def _over_everybody(
-        self, norms: torch.Tensor, zeros: torch.Tensor | None, terms: tuple[int, int], factors: torch.Tensor
-    ) -> tuple[list[float], float, bool, bool, list[float]]:
-        """(norm of each norm group, zeros, is a gradient of any rank not finite, do all ranks step alike, factors)
-        from one vector of sums.
+    def _over_all_ranks(
+        self, dtype: torch.dtype, factors: torch.Tensor, zeros: torch.Tensor | int, terms: tuple[int, int]
+    ) -> tuple[list[float], list[float], list[float]]:
+        """(norm of each norm group, [gradients that are not finite if above 0, zeros, two sums of terms], factors).
 
-        Every rank adds the gathered vectors of a group in rank order, so all ranks hold the same bits.
+        dtype: what powers are made in. Every rank adds the gathered vectors of a group in rank order, so all ranks hold
+        the same bits.
         """
+        norms = self.norm_pass.norms(self.norm_type, dtype)
         count = len(self.norm_groups)
         largest = math.isinf(self.norm_type)
         powers = norms * factors[self.bucket]
         # What a maximum over ranks makes of NaN depends on the backend; the flag tells of it either way.
         powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
         sums = torch.zeros(count + 4, dtype=torch.float64, device=self.device)
-        how = "amax" if largest else "sum"
-        counted = torch.where(self.counted, powers, 0.0)
-        sums[:count].scatter_reduce_(0, self.norm_group, counted, how)
-        sums[count] = (~torch.isfinite(norms)).any()
-        if zeros is not None:
-            sums[count + 1] = zeros
+        sums[: count + 1].scatter_reduce_(0, self.column, powers, "amax" if largest else "sum")
+        sums[count] = (~torch.isfinite(norms)).any()  # in place of what is not counted
+        sums[count + 1] = zeros
         sums[count + 2], sums[count + 3] = terms
         for group in self.groups:
             with waiting("the gradient norm", group):
@@ -251,49 +234,42 @@ class GradMeter:
         numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
         root = 1.0 if largest else 1.0 / self.norm_type
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]
-        same = same_digest(self.ranks, numbers[count + 2], numbers[count + 3])
-        return totals, numbers[count + 1], numbers[count] > 0, same, numbers[count + 4 :]
+        return totals, numbers[count : count + 4], numbers[count + 4 :]
 
     def _refuse(self, settings: Settings, problem: str | None) -> None:
         """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""
-        rank = dist.get_rank()
-        told = {rank: (settings, problem)}
-        for group in self.groups:
-            told = {r: found for part in gather_objects(told, group) for r, found in part.items()}
+        told = agree.gather((settings, problem), self.groups, "the settings of a step")
         for other, (_, found) in sorted(told.items()):
             if found is not None:
                 raise SyncError(f"rank {other}: the step was not made: {found}")
-        difference = first_difference({r: found for r, (found, _) in told.items()})
+        difference = first_difference({rank: found for rank, (found, _) in told.items()})
         raise SyncError(
-            f"rank {rank}: the step was not made: {difference}, and both hold parts of one model. Set it "
+            f"rank {dist.get_rank()}: the step was not made: {difference}, and both hold parts of one model. Set it "
             "alike on all ranks; a scheduler that looks at a metric needs one that is reduced over them"
         )
 
     def _find_culprit(self) -> str | None:
-        """Name where the first non-finite gradient came from, if a watch has seen it, or was found, on the lowest rank.
+        """The first gradient that is not finite, in words: one that a watch saw in backward comes before all others.
 
         Collective; only on the way to a skipped step.
         """
-        mine = self._culprit_here()
-        found: list[tuple[bool, int, str] | None] = [mine]
-        for group in self.groups:
-            found = [entry for entries in gather_objects(found, group) for entry in entries]
-        culprits = sorted({entry for entry in found if entry is not None})
+        told = agree.gather(self._culprit_here(), self.groups, "the gradients that are not finite")
+        culprits = sorted((found[0], rank, found[1]) for rank, found in told.items() if found is not None)
         if not culprits:
             return None
         _, rank, what = culprits[0]
         others = f" (and on {len(culprits) - 1} more ranks)" if len(culprits) > 1 else ""
         return f"rank {rank}: {what}{others}"
 
-    def _culprit_here(self) -> tuple[bool, int, str] | None:
-        """(was it only found after the reduction, rank, what): the least of these is nearest to the cause."""
+    def _culprit_here(self) -> tuple[bool, str] | None:
+        """(True if it was only found after the reduction, what)."""
         for chunk in self.watched:
             watch = getattr(chunk, "nan_watch", None)
             seen = None if watch is None else watch.first()
             if seen is not None:
-                return False, dist.get_rank(), f"the gradient of {seen[0]!r} became non-finite in microbatch {seen[1]}"
+                return False, f"the gradient of {seen[0]!r} became non-finite in microbatch {seen[1]}"
         what = first_non_finite(self.masters)
-        return None if what is None else (True, dist.get_rank(), what)
+        return None if what is None else (True, what)
 
 
 class _Stretch(NamedTuple):
@@ -305,28 +281,28 @@ class _Stretch(NamedTuple):
     norm_group: str | None
 
 
-def _stretches(masters: BucketMasters, shared_copies: dict[str, int]) -> Iterable[_Stretch]:
-    """The slices; those that touch each other and count alike, joined.
+def _stretches(masters: BucketMasters, counted_copies: dict[str, int]) -> Iterator[_Stretch]:
+    """The slices; those that touch each other and count alike are joined.
 
-    shared_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
+    counted_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
     """
-    start = end = 0
-    how: tuple[bool, str | None] | None = None  # the stretch at hand counts
+    held: _Stretch | None = None
     for piece in masters.slices:
         counted = piece.contract.counts_in_norm
         if counted and piece.contract.crosses_stages:
-            counted = shared_copies.setdefault(piece.contract.name, id(piece.param)) == id(piece.param)
-        if how is not None and (piece.start != end or how != (counted, piece.norm_group)):
-            yield _Stretch(start, end, *how)
-            how = None
-        if how is None:
-            start, how = piece.start, (counted, piece.norm_group)
-        end = piece.end
-    if how is not None:
-        yield _Stretch(start, end, *how)
+            counted = counted_copies.setdefault(piece.contract.name, id(piece.param)) == id(piece.param)
+        mine = _Stretch(piece.start, piece.end, counted, piece.norm_group)
+        if held is not None and held.end == mine.start and held[2:] == mine[2:]:
+            held = held._replace(end=mine.end)
+            continue
+        if held is not None:
+            yield held
+        held = mine
+    if held is not None:
+        yield held
 
 
-def first_non_finite(masters: Iterable[BucketMasters]) -> str | None:
+def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:
     """The first gradient of this rank that holds NaN or Inf, in words; None when all are finite."""
     for bucket_masters in masters:
         for piece in bucket_masters.slices:
