@@ -1,1 +1,1 @@
-"""Measurements that docs/source/performance.md quotes: `python -m benchmarks NAME`."""
+"""Measurements that docs/source/performance_notebook.md quotes: `python -m benchmarks NAME`."""

@@ -1,4 +1,4 @@
-"""The benchmarks run; what they measure is in docs/source/performance.md."""
+"""The benchmarks run; what they measure is in docs/source/performance_notebook.md."""
 
 from benchmarks.__main__ import BENCHMARKS, main
 
