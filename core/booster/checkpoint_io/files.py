@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from core.checkpoint import tensor_files
+from core.checkpoint.bounded_read import file_name
+from core.checkpoint.durable_file import sync_directory
 from core.checkpoint.tensor_files import runs_by_size, save_safetensors, save_torch
 from core.optimizer.optimizer_state import plain_numbers
 
 INDEX_SUFFIX = ".index.json"
+SAVING = ".saving-"  # how the hidden directory of a save begins
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 MIB = 1024 * 1024
 
@@ -56,16 +59,21 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
 
     Raises FileNotFoundError when there is none, ValueError when a directory has several.
     """
-    path = Path(checkpoint)
+    path = committed(Path(checkpoint))
     if path.is_file():
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path.absolute()}")
     kinds = [optimizer_names(prefix)] if optimizer else [model_names(prefix), model_names(prefix, True)]
-    found = [path / name for names in kinds for name in (names.index_file, names.whole) if (path / name).is_file()]
-    if not found:  # under another prefix, or written by somebody else
-        indices = [file for file in path.glob("*" + INDEX_SUFFIX) if ("optim" in file.name) == optimizer]
-        found = sorted(indices) if prefix is None else []
+    found = [committed(path / name) for names in kinds for name in (names.index_file, names.whole)]
+    found = [file for file in found if file.is_file()]
+    if not found and prefix is None:  # under another prefix, or written by somebody else
+        files = [
+            file for place in ("", f"{SAVING}*/") for file in path.glob(f"{place}*{INDEX_SUFFIX}") if file.is_file()
+        ]
+        indices = sorted({file.name for file in files if ("optim" in file.name) == optimizer})
+        found = [committed(path / name) for name in indices]
+    found = [file for file in found if file.parent != path] or found  # a save that is committed replaces the others
     if not found:
         what = "an optimizer" if optimizer else "a model"
         raise FileNotFoundError(f"{path.absolute()} holds no checkpoint of {what}: {sorted(os.listdir(path))}")
@@ -77,6 +85,53 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
     return found[0]
 
 
+# -- a save of several files in one step --------------------------------------------------------------------------
+#
+# A save writes its files into a hidden directory, the index last: that commits it. Then the files move to their
+# places, the index last again. A save that is killed before its commit has touched nothing; after it, readers find the
+# files in the hidden directory or in their places, and the next save moves the rest.
+
+
+def journal_of(directory: Path, names: Names) -> Path:
+    """The hidden directory of a save."""
+    return directory / f"{SAVING}{names.index_file}"
+
+
+def committed(index: Path) -> Path:
+    """The index itself, or that of a committed save whose files are not all in their places."""
+    pending = index.parent / f"{SAVING}{index.name}" / index.name
+    return pending if pending.is_file() else index
+
+
+def beside(index: Path, name: str) -> Path:
+    """A file that an index from `committed` names."""
+    file = index.parent / file_name(name)
+    return index.parent.parent / name if index.parent.name.startswith(SAVING) and not file.exists() else file
+
+
+def install(directory: Path, names: Names, replaced: Iterable[Names]) -> None:
+    """Move a committed save to its place, and remove older ones of the kinds `replaced`; empty its hidden directory."""
+    journal = journal_of(directory, names)
+    if (journal / names.index_file).is_file():
+        kept = set(tensor_files.read_index(journal / names.index_file)[0].values())
+        for file in journal.iterdir():
+            if file.name != names.index_file:
+                os.replace(file, directory / file.name)
+        sync_directory(directory)
+        for kind in replaced:
+            if kind != names:
+                (directory / kind.index_file).unlink(missing_ok=True)
+        os.replace(journal / names.index_file, directory / names.index_file)
+        sync_directory(directory)
+        for kind in replaced:
+            stem, suffix = kind.whole.rsplit(".", 1)
+            for file in directory.glob(f"{stem}-*.{suffix}"):
+                if file.name not in kept and re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
+                    file.unlink()
+    for file in journal.iterdir():  # of a save that was killed before its commit
+        file.unlink()
+
+
 def is_index(path: Path) -> bool:
     """Is it the index of a sharded checkpoint?"""
     return path.name.endswith(INDEX_SUFFIX) or path.suffix == ".json"
@@ -85,7 +140,7 @@ def is_index(path: Path) -> bool:
 def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
     """(file of each key, metadata). Raises FileNotFoundError, with names, when a shard is missing."""
     names, metadata = tensor_files.read_index(path)
-    weight_map = {key: path.parent / name for key, name in names.items()}
+    weight_map = {key: beside(path, name) for key, name in names.items()}
     missing = sorted({file.name for file in weight_map.values() if not file.is_file()})
     if missing:
         raise FileNotFoundError(f"{path.name} in {path.parent.absolute()} lists {missing}, which are not there")
@@ -127,14 +182,3 @@ def bytes_of(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return int(value.numel() * value.element_size())
     return sum(map(bytes_of, value.values())) if isinstance(value, dict) else 0
-
-
-def clean_directory(directory: Path, names: Iterable[Names]) -> None:
-    """Remove an older checkpoint of these names, its index first, so that it is never found in part."""
-    for kind in names:
-        (directory / kind.index_file).unlink(missing_ok=True)
-    for kind in names:
-        stem, suffix = kind.whole.rsplit(".", 1)
-        for file in directory.glob(f"{stem}-*.{suffix}"):
-            if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
-                file.unlink()

@@ -9,6 +9,7 @@ A derived class says in five methods what is special; how files look is written 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,6 @@ from core.booster.checkpoint_io.checkpoint_io_base import (
     expect_optimizer,
 )
 from core.checkpoint import tensor_files
-from core.checkpoint.bounded_read import file_name
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
@@ -141,8 +141,8 @@ class GeneralCheckpointIO(CheckpointIO):
         if use_async:
             tensors = iter(self._collect("model", tensors, True).items())
 
-        def finish() -> None:
-            save_config(plain(model), checkpoint)
+        def finish(directory: Path) -> None:
+            save_config(plain(model), directory)
 
         shards = files.shards_of(self._to_host(tensors), size_per_shard)
         write = ShardWriter(checkpoint, names, both, use_safetensors, finish=finish)
@@ -221,8 +221,8 @@ class GeneralCheckpointIO(CheckpointIO):
         if use_async:
             states = iter(self._collect("optimizer", states, True).items())
 
-        def finish() -> None:
-            files.write(checkpoint / files.group_name(prefix), groups)
+        def finish(directory: Path) -> None:
+            files.write(directory / files.group_name(prefix), groups)
 
         shards = files.shards_of(self._to_host(states), size_per_shard)
         self._write_shards(ShardWriter(checkpoint, names, (names,), False, metadata, finish), shards, use_async)
@@ -249,7 +249,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def load() -> None:
             weight_map, metadata = files.read_index(index_file)
-            groups = tensor_files.load(index_file.parent / file_name(metadata["param_groups"]))
+            groups = tensor_files.load(files.beside(index_file, metadata["param_groups"]))
             self._load_optimizer(optimizer, groups, _readers(weight_map.values(), low_cpu_mem_mode, num_threads))
             _load_scaler(optimizer, metadata.get("loss_scaler"))
 
@@ -357,7 +357,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
 
 class ShardWriter:
-    """Writes shards one after another, then the index."""
+    """Writes shards one after another, then the index; all of them appear in one step."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class ShardWriter:
         replaced: tuple[files.Names, ...],
         use_safetensors: bool,
         metadata: dict[str, Any] | None = None,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[Path], None] = lambda directory: None,
     ) -> None:
         self.directory = directory
         self.names = names
@@ -376,19 +376,31 @@ class ShardWriter:
         self.finish = finish
 
     def all(self, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
-        """Everything; the index comes last."""
+        """Everything, beside what is there; then it takes the place of that."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        files.clean_directory(self.directory, self.replaced)
+        journal = files.journal_of(self.directory, self.names)
+        with contextlib.ExitStack() as stack:
+            for kind in self.replaced:
+                hidden = files.journal_of(self.directory, kind)
+                stack.enter_context(tensor_files.only_writer(hidden, lambda place: place.mkdir(exist_ok=True)))
+                stack.callback(hidden.rmdir)
+                files.install(self.directory, kind, self.replaced)  # of a save that was killed
+            try:
+                self._write(journal, shards)
+            finally:
+                files.install(self.directory, self.names, self.replaced)
+
+    def _write(self, journal: Path, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
         weight_map: dict[str, str] = {}
         total_bytes = 0
         for number, (content, size) in enumerate(shards, start=1):
             name = self.names.shard(number)
-            files.write(self.directory / name, content, use_safetensors=self.use_safetensors)
+            files.write(journal / name, content, use_safetensors=self.use_safetensors)
             weight_map |= {str(key): name for key in content}
             total_bytes += size
-        self.finish()
+        self.finish(journal)
         metadata = {"total_size": total_bytes, **(self.metadata or {})}
-        tensor_files.write_index(self.directory / self.names.index_file, weight_map, metadata)
+        tensor_files.write_index(journal / self.names.index_file, weight_map, metadata)
 
 
 def plain(model: nn.Module) -> nn.Module:
