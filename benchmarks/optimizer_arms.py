@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.workloads import WORKLOADS
 
-BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
+BF16, FP32, INT16 = torch.bfloat16, torch.float32, torch.int16
 LR, BETAS, EPS, WEIGHT_DECAY = 0.1, (0.9, 0.999), 1e-8, 0.1
 CLIP = 1.0  # the gradients' norm is the root of their number, so that every clipped step multiplies
 SEED = 1234
@@ -62,7 +62,6 @@ PRECISIONS: dict[str, Precision] = {
     "bf16, fp32 gradients, remainders": _aware(FP32, INT16, FP32),
     "bf16, bf16 gradients, remainders": _aware(BF16, INT16, FP32),
     "bf16, bf16 gradients and moments, remainders": _aware(BF16, INT16, BF16),
-    "bf16, bf16 gradients, fp16 moments, remainders": _aware(BF16, INT16, FP16),
     "bf16 throughout, no masters": _aware(BF16, None, BF16, main_params_dtype=BF16),
 }
 

@@ -210,9 +210,9 @@ class MegatronOptimizer:
         problem = self._take_gradients()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
-        self._follow_freezing()  # here, beside the next look at every parameter: thousands are far apart in memory
         factors = self._factors(self._spent)
         for masters in self.masters:
+            masters.follow_freezing(self.optimizer)
             masters.take_over_edits()
             masters.bucket.pop_scale()
             masters.bucket.spent = True
@@ -235,14 +235,16 @@ class MegatronOptimizer:
             runs += here
             of_runs += [factor[run.norm_group] for run in here]
         step_runs(self.optimizer, runs, of_runs)
+        for run in runs:
+            if run.storage is not None:
+                run.storage.write(run.master.data.view(-1))
         for masters, factor in zip(buckets, factors, strict=True):
             for wave in masters.waves:
                 wave = [run for run in wave if run.live]
                 self.scratch.unpack(wave, self.optimizer.state)
                 step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
                 self.scratch.pack(wave, self.optimizer.state)
-                masters.store_runs(wave)
-            masters.store_parameters()
+            masters.note_written()
 
     def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
         """For each bucket and norm group the one number that its memory is multiplied by."""
@@ -326,25 +328,6 @@ class MegatronOptimizer:
                 )
         problems = [masters.bucket.follow_edits() for masters in self.masters]
         return next((problem for problem in problems if problem is not None), None)
-
-    def _follow_freezing(self) -> None:
-        """Cut frozen parameters, and those that no rank has used, out of their run: no decay or momentum moves them."""
-        for masters in self.masters:
-            if not masters.live_changed():
-                continue
-            live = dict(zip(map(id, masters.bucket.params), masters.live, strict=True))
-            for run in list(masters.runs):
-                flags = [live[id(piece.param)] for piece in run.slices]
-                parts = self._split(masters, run, _stretch_lengths(flags)) if len(set(flags)) > 1 else [run]
-                for part in parts:
-                    part.live = live[id(part.slices[0].param)]
-
-    def _split(self, masters: BucketMasters, run: Run, counts: list[int]) -> list[Run]:
-        parts = masters.split(run, counts, self.optimizer.state)
-        params = self.optimizer.param_groups[run.group]["params"]
-        index = next(i for i, master in enumerate(params) if master is run.master)
-        params[index : index + 1] = [part.master for part in parts]
-        return parts
 
     def _publish(self) -> None:
         """Make updated parameters known to other ranks; nothing to do where every rank updates all of them."""
@@ -463,16 +446,6 @@ class MegatronOptimizer:
         load_groups(self.param_groups, state_dict["param_groups"])
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-
-
-def _stretch_lengths(flags: Sequence[bool]) -> list[int]:
-    lengths: list[int] = []
-    for index, flag in enumerate(flags):
-        if index and flags[index - 1] == flag:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-    return lengths
 
 
 class ReplicatedOptimizer(MegatronOptimizer):

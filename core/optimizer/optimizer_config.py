@@ -27,7 +27,13 @@ RANGES = {
     "clip_grad": Range(Real, 0, math.inf),  # inf, as 0, clips nothing
     "optimizer_offload_fraction": Range(Real, 0, 1),
 }
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+KEPT_DTYPES = {  # fp16 holds gradients, and parameters that are their own masters; moments in it would need a scale
+    "main_grads_dtype": (*MOMENT_DTYPES, torch.float16),
+    "main_params_dtype": (*MOMENT_DTYPES, torch.float16),
+    "exp_avg_dtype": MOMENT_DTYPES,
+    "exp_avg_sq_dtype": MOMENT_DTYPES,
+}
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,9 @@ class OptimizerConfig:
 
     use_precision_aware_optimizer: keep masters and moments in the dtypes below; they are computed with in fp32.
     main_grads_dtype: what the wrapped model's gradients are in; checked. Only used when precision-aware.
-    main_params_dtype: of the masters of 16-bit parameters. The parameters' own dtype means that there are none.
-    exp_avg_dtype: of first moments and momentum. exp_avg_sq_dtype: of second moments. fp16 is kept with a scale.
+    main_params_dtype: of the masters of 16-bit parameters: fp32, or the parameters' own dtype, which means that there
+        are none.
+    exp_avg_dtype, exp_avg_sq_dtype: of first moments (momentum) and of second moments: fp32 or bf16.
     store_param_remainders: a bf16 parameter and 16 more bits make the fp32 master, in place of a whole copy.
     """
 
@@ -162,10 +169,10 @@ class OptimizerConfig:
             )
 
     def _check_precision(self) -> None:
-        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        for name, known in KEPT_DTYPES.items():
             dtype = getattr(self, name)
-            if dtype not in STATE_DTYPES:
-                raise ValueError(f"{name} is {dtype}; known are {', '.join(str(known) for known in STATE_DTYPES)}")
+            if dtype not in known:
+                raise ValueError(f"{name} is {dtype}; it must be one of {', '.join(map(str, known))}")
             if dtype != torch.float32 and not self.use_precision_aware_optimizer:
                 raise ValueError(
                     f"{name} is {dtype} and use_precision_aware_optimizer is False, so it would not be used; set "

@@ -7,7 +7,7 @@ elements. A state that covers more than a rank needs (one saved by the replicate
      "state": {"layer.weight": [{"offset": 0, "numel": 6, "step": ..., "exp_avg": ..., "master": ...}], ...}}
 
 Numbers of elements are 1-dim tensors of `numel` elements: views of the live state where it is kept as fp32 or bf16,
-fp32 copies where it is kept otherwise (fp16 with a scale, remainders). Loading converts to what is kept here.
+fp32 copies for remainders. Loading converts to what is kept here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 
 from core import huge_pages
 from core.optimizer.masters.master_weights import BucketMasters, Run, Slice, is_per_element
-from core.optimizer.masters.stored_values import CopiedValues, PlainValues, RemainderValues
 
 if TYPE_CHECKING:
     from core.optimizer.optimizer import MegatronOptimizer
@@ -38,13 +37,12 @@ def run_entries(masters: BucketMasters, run: Run, state: Mapping[str, Any]) -> I
     for piece in run.slices:
         low, high = piece.start - run.start, piece.end - run.start
         entry: Entry = {"offset": piece.offset, "numel": piece.numel}
-        if masters.main is not None:
-            entry[MASTER] = masters.main[piece.start : piece.end]
-        elif isinstance(run.home, (CopiedValues, RemainderValues)):
-            entry[MASTER] = run.home.saved(low, high)
+        master = None if run.storage is None else run.storage.saved(low, high)
+        if master is not None:
+            entry[MASTER] = master
         for key, value in state.items():
             if key in run.moments:
-                entry[key] = run.moments[key].saved(low, high)
+                entry[key] = run.moments[key][low:high]
             else:
                 entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, run.master) else value
         yield piece, entry
@@ -115,22 +113,15 @@ def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> No
         for whole in list(masters.runs):
             whole.moments.clear()
             lengths = stretches_of_equal_steps([parts[id(piece)] for piece in whole.slices])
-            for run in optimizer._split(masters, whole, lengths) if len(lengths) > 1 else [whole]:
+            for run in masters.split(whole, lengths, optimizer.optimizer):
                 of_run = [parts[id(piece)] for piece in run.slices]
-                load_master(masters, run, of_run)
+                load_master(run, of_run)
                 load_moments(optimizer, run, of_run)
 
 
 def _keep_from_being_overwritten(optimizer: MegatronOptimizer, parts: Mapping[int, Entry]) -> None:
     """Copy what is to be loaded and lies in the masters' own memory, as in `load_state_dict(state_dict())`."""
-    kept = [masters.main for masters in optimizer.masters]
-    kept += [
-        run.home.values.data
-        for masters in optimizer.masters
-        for run in masters.runs
-        if isinstance(run.home, CopiedValues) and isinstance(run.home.values, PlainValues)
-    ]
-    live = {values.untyped_storage().data_ptr() for values in kept if values is not None}
+    live = {masters.kept.untyped_storage().data_ptr() for masters in optimizer.masters}
     for part in parts.values():
         if MASTER in part and part[MASTER].untyped_storage().data_ptr() in live:
             part[MASTER] = part[MASTER].clone()
@@ -153,18 +144,11 @@ def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:
     return lengths
 
 
-def load_master(masters: BucketMasters, run: Run, parts: list[Entry]) -> None:
+def load_master(run: Run, parts: list[Entry]) -> None:
     """Copy saved master weights to where this run's are kept. Without any they stay those of the parameters."""
-    saved = [(piece, part[MASTER]) for piece, part in zip(run.slices, parts, strict=True) if MASTER in part]
-    if masters.main is not None:
-        for piece, values in saved:
-            masters.main[piece.start : piece.end].copy_(values)
-    elif saved and isinstance(run.home, (CopiedValues, RemainderValues)):
-        whole = torch.zeros(run.numel, dtype=masters.dtype, device=masters.grad.device)
-        run.home.params.read(whole)
-        for piece, values in saved:
-            whole[piece.start - run.start : piece.end - run.start].copy_(values)
-        run.home.write(whole)
+    if run.storage is not None:
+        paired = zip(run.slices, parts, strict=True)
+        run.storage.load([(piece.start - run.start, part[MASTER]) for piece, part in paired if MASTER in part])
 
 
 def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> None:
@@ -183,7 +167,7 @@ def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> 
                 flat[piece.start - run.start : piece.end - run.start].copy_(part[key])
             state[key] = optimizer.scratch.adopt(run, key, joined) if run.in_scratch else joined
             if key in run.moments:
-                run.moments[key].write(flat)
+                run.moments[key].copy_(flat)
         elif isinstance(value, torch.Tensor):
             # torch keeps the step count on the device for its fused kernels, and on the CPU otherwise.
             state[key] = value.detach().clone().to(device if fused or value.dim() else "cpu")

@@ -282,8 +282,8 @@ class LowLevelZeroPlugin(DPPluginBase):
                 "use_precision_aware_optimizer": True,
                 "main_grads_dtype": memory or dtype,
                 "main_params_dtype": dtype,
-                "exp_avg_dtype": dtype,
-                "exp_avg_sq_dtype": dtype,
+                "exp_avg_dtype": torch.bfloat16,
+                "exp_avg_sq_dtype": torch.bfloat16,
             }
         return OptimizerConfig(
             fp16=self.precision == "fp16",

@@ -74,6 +74,12 @@ def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> Non
             f"parameter {dtypes[torch.float16]!r} is in fp16 and there is no loss scale, so small gradients would "
             "become 0; set OptimizerConfig(fp16=True), or loss_scale=1.0 if that is meant"
         )
+    for dtype, name in dtypes.items():
+        if dtype in LOW_PRECISION and config.main_params_dtype not in (torch.float32, dtype):
+            raise ValueError(
+                f"main_params_dtype is {config.main_params_dtype} and parameter {name!r} is in {dtype}; its master can "
+                "be kept in torch.float32, or be the parameter itself (the same dtype)"
+            )
 
 
 def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:

@@ -1,16 +1,12 @@
 """Master weights: the memory that the inner torch optimizer updates, bucket by bucket.
 
-A bucket's owned range is cut into slices, one a parameter (the first and the last may hold only a part of theirs), and
-neighbours of one param group are joined to runs, so that torch sees few long tensors instead of many short ones.
+A bucket's owned range is cut into slices, one a parameter (the first and the last may hold only a part of theirs).
+Neighbours of one param group are joined to runs, so that torch sees few long tensors instead of many short ones.
 
-Where a run's master is, its gradients are and its moments are in full precision, torch steps them where they lie:
-
-    the shard         full precision: this rank's part of the memory that parameters lie in, updated in place. Where
-                      nothing is sharded that is all of it, and the optimizer makes it (flat_parameters.py)
-    the parameter     the same where parameters have to stay where they are: each is a run
-    a copy            16-bit parameters: an fp32 copy of the owned range, written back after the step
-
-Every other run is stepped through scratch memory (scratch.py), cut into pieces that fit there.
+Parameters in full precision are their own masters. They are stepped where they lie: in the bucket's one tensor (for a
+replicated bucket flat_parameters.py makes it), or each by itself where parameters cannot move. master_storage.py lists
+the storages of all other masters. A run whose master, gradients or moments are not kept in full precision is stepped
+through scratch memory (scratch.py), in pieces that fit there.
 """
 
 from __future__ import annotations
@@ -18,8 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +22,9 @@ from torch import nn
 
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.param_views import pieces_of
 from core.distributed.contract.gradient_contract import GradientContract
-from core.optimizer.masters.edited_parameters import take_edits
 from core.optimizer.masters.flat_parameters import FlatParameters
-from core.optimizer.masters.stored_values import CopiedValues, ParameterValues, RemainderValues, StoredValues, stored
+from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
 from core.optimizer.optimizer_config import OptimizerConfig
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -59,6 +52,18 @@ class Slice(NamedTuple):
         """Elements of the parameter that this rank owns here."""
         return self.end - self.start
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape where all of it is owned; else [numel]."""
+        return tuple(self.param.shape) if self.numel == self.param.numel() else (self.numel,)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The owned part of the parameter: itself where all of it is owned, for it may not be contiguous."""
+        if self.numel == self.param.numel():
+            return self.param.data
+        return self.param.data.view(-1)[self.offset : self.offset + self.numel]
+
     def cut(self, start: int, end: int) -> Slice:
         """The part of it in [start, end) of the owned range."""
         low, high = max(self.start, start), min(self.end, end)
@@ -79,8 +84,8 @@ class Run:
     in_scratch: bool = False
     wave: int = 0  # runs of a bucket with equal numbers are in scratch at the same time
     at: int = 0  # where in the scratch memory
-    home: StoredValues | None = None  # where the master is kept; None: `master` itself
-    moments: dict[str, StoredValues] = field(default_factory=dict)  # what is kept in another dtype
+    storage: ParameterStorage | None = None  # None: the parameters, in full precision, are the master
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # [numel], those that are kept in 16 bits
     live: bool = True  # False while its parameters are frozen, or have no gradient on any rank
 
     @property
@@ -102,13 +107,6 @@ class Run:
     def norm_group(self) -> str | None:
         """The norm that its gradients are clipped by."""
         return self.slices[0].norm_group
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """[low, high) of the padding after slices, within the run."""
-        starts = [*(piece.start - self.start for piece in self.slices[1:]), self.numel]
-        ends = [piece.end - self.start for piece in self.slices]
-        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
@@ -173,19 +171,27 @@ def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], i
     return stretches
 
 
-class Home(Enum):
-    """Where the masters of a bucket are kept."""
+def storage_of(
+    config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True
+) -> type[ParameterStorage] | None:
+    """How the masters of parameters of this dtype are kept; None where they are the parameters in full precision.
 
-    PARAMETER = "the parameters"
-    COPY = "a copy of the owned range"
-    REMAINDER = "bf16 parameters and what they lack"
+    together: True if the parameters of a bucket lie in one tensor.
+    """
+    if dtype not in LOW_PRECISION:
+        return None if contiguous or together else CopyStorage
+    if not config.use_precision_aware_optimizer or not contiguous:
+        return CopyStorage
+    if config.main_params_dtype == dtype:
+        return ParameterStorage
+    return RemainderStorage if dtype == torch.bfloat16 and config.store_param_remainders else CopyStorage
 
 
 class BucketMasters:
     """The master weights of one bucket's owned range, and the gradients that update them.
 
     scratch_numel: the longest run that is stepped through scratch; None for any length.
-    needs_shape: is a param group's algorithm one that needs whole parameters in their shape?
+    needs_shape: True for a param group whose algorithm needs whole parameters in their shape.
     """
 
     def __init__(
@@ -198,134 +204,64 @@ class BucketMasters:
         needs_shape: Callable[[int], bool] = lambda group: False,
     ) -> None:
         self.bucket = bucket
-        self.config = config
+        self.needs_shape = needs_shape
         self.grad = bucket.owned_grad
         self.slices = owned_slices(bucket, group_of)
-        self.live = [True] * len(bucket.params)  # for each parameter: is it updated in this step
-        self.param_dtype = bucket.params[0].dtype
-        self.dtype = torch.promote_types(self.param_dtype, torch.float32)  # what steps are computed in
+        self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
+        dtype = bucket.params[0].dtype
+        self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in
+        low, high = bucket.shard_range
         self.flat: FlatParameters | None = None
         if bucket.param_data is None and not config.optimizer_cpu_offload:
             self.flat = FlatParameters.of(bucket)
-        self.param_data = self._owned_param_data()
-        self.home = self._choose_home()
-        self.main: torch.Tensor | None = None
-        if self.home is Home.COPY and self.copy_dtype == self.dtype:
-            self.main = huge_pages.zeros(self.grad.numel(), self.dtype, self.grad.device)
-        self.in_scratch = self._passes_through_scratch()
-        self.remainders: torch.Tensor | None = None
-        if self.home is Home.REMAINDER:
-            self.remainders = huge_pages.zeros(self.grad.numel(), torch.int16, self.grad.device)
-        self.needs_shape = needs_shape
-        self.runs = self._make_runs(self._stretches(scratch_numel))
+        if self.flat is not None:
+            self.param_data: torch.Tensor | None = self.flat.data
+        else:
+            self.param_data = None if bucket.param_data is None else bucket.param_data[low:high]
+        contiguous = all(param.is_contiguous() for param in bucket.params)
+        self.storage = storage_of(config, dtype, contiguous=contiguous, together=self.param_data is not None)
+        numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
+        kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype
+        self.kept = huge_pages.zeros(numel, kept_dtype, self.grad.device)
+        moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
+        in_place = self.storage in (None, CopyStorage)
+        self.in_scratch = not in_place or self.grad.dtype != self.dtype or moments != {torch.float32}
+        one_a_param = config.optimizer_cpu_offload or (self.storage is None and self.param_data is None)
+        self.runs: list[Run] = []
+        for slices in join_slices(self.slices, lambda group: one_a_param or needs_shape(group)):
+            if self.in_scratch and scratch_numel is not None and not needs_shape(slices[0].group):
+                self.runs += [self._run(*stretch) for stretch in cut_slices(slices, scratch_numel)]
+            else:
+                self.runs.append(self._run(slices, slices[-1].end))
         self.load_parameters()
 
-    # -- where things lie -------------------------------------------------------------------------------------------
-
-    def _owned_param_data(self) -> torch.Tensor | None:
-        """The owned range of the memory that the parameters lie in; None where each has its own."""
-        if self.flat is not None:
-            return self.flat.data
-        low, high = self.bucket.shard_range
-        return None if self.bucket.param_data is None else self.bucket.param_data[low:high]
-
-    def _choose_home(self) -> Home:
-        config = self.config
-        contiguous = all(param.is_contiguous() for param in self.bucket.params)
-        if self.param_dtype not in LOW_PRECISION:
-            return Home.PARAMETER if contiguous or self.param_data is not None else Home.COPY
-        if not config.use_precision_aware_optimizer or not contiguous:
-            return Home.COPY
-        if config.main_params_dtype == self.param_dtype:
-            return Home.PARAMETER
-        bf16_beside_fp32 = self.param_dtype == torch.bfloat16 and config.main_params_dtype == torch.float32
-        return Home.REMAINDER if bf16_beside_fp32 and config.store_param_remainders else Home.COPY
-
-    @property
-    def copy_dtype(self) -> torch.dtype:
-        """What a copy of the owned range is kept in."""
-        plain = self.param_dtype not in LOW_PRECISION or not all(p.is_contiguous() for p in self.bucket.params)
-        return self.dtype if plain else self.config.main_params_dtype
-
-    def _passes_through_scratch(self) -> bool:
-        """Is anything kept in another dtype than steps are computed in?"""
-        config = self.config
-        in_place = self.main is not None or (self.home is Home.PARAMETER and self.param_dtype == self.dtype)
-        moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
-        return not in_place or self.grad.dtype != self.dtype or any(dtype != torch.float32 for dtype in moments)
-
-    def _stretches(self, scratch_numel: int | None) -> list[tuple[list[Slice], int]]:
-        """(slices, end) of each run."""
-        in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
-        one_a_param = self.config.optimizer_cpu_offload or (in_place and self.param_data is None)
-        joined = join_slices(self.slices, lambda group: one_a_param or self.needs_shape(group))
-        stretches: list[tuple[list[Slice], int]] = []
-        for slices in joined:
-            if self.in_scratch and scratch_numel is not None and not self.needs_shape(slices[0].group):
-                stretches += cut_slices(slices, scratch_numel)
+    def _run(self, slices: list[Slice], end: int) -> Run:
+        first, here = slices[0], slice(slices[0].start, end)
+        run = Run(tuple(slices), self.grad[here], in_scratch=self.in_scratch)
+        memory = None if self.param_data is None else self.param_data[here]
+        if self.storage is not None:
+            run.storage = self.storage(run.slices, memory, self.kept[here])
+            memory = run.storage.kept
+        if self.storage in (None, CopyStorage):  # else the master is in scratch
+            if memory is not None:
+                run.master = nn.Parameter(memory.view(self.shape_of(run)))
             else:
-                stretches.append((slices, slices[-1].end))
-        return stretches
+                run.master = first.param if first.numel == first.param.numel() else nn.Parameter(first.data)
+        if not run.in_scratch:
+            run.grad = run.reduced.view(run.master.shape)
+        return run
 
-    def _make_runs(self, stretches: Sequence[tuple[list[Slice], int]]) -> list[Run]:
-        ranges = [(slices[0].start, end) for slices, end in stretches]
-        reduced = pieces_of(self.grad, ranges)
-        values: Sequence[torch.Tensor | None] = [None] * len(ranges)
-        if self.param_data is not None:
-            values = pieces_of(self.param_data, ranges)
-        return [
-            self._run(slices, grads, params)
-            for (slices, _), grads, params in zip(stretches, reduced, values, strict=True)
-        ]
-
-    def _run(self, slices: list[Slice], reduced: torch.Tensor, values: torch.Tensor | None) -> Run:
-        """One run; `values` is the memory of its parameters where they lie one after the other."""
-        in_place = self.home is Home.PARAMETER and self.param_dtype == self.dtype
-        if self.main is None and not in_place:
-            return Run(tuple(slices), reduced, in_scratch=True, home=self._home_of(slices, reduced.numel(), values))
-        piece = slices[0]
-        if self.main is not None:
-            values = self.main[piece.start : piece.start + reduced.numel()]
-        shape = self._shape_of(piece, reduced.numel()) if self.needs_shape(piece.group) else None
-        if values is not None:
-            master = nn.Parameter(values if shape is None else values.view(shape))
-        elif piece.numel == piece.param.numel():
-            master = piece.param
-        else:
-            master = nn.Parameter(_of_parameter(piece))
-        if self.in_scratch:
-            return Run(tuple(slices), reduced, master, in_scratch=True)
-        return Run(tuple(slices), reduced, master, reduced if master.dim() == 1 else reduced.view(master.shape))
-
-    def _home_of(self, slices: Sequence[Slice], numel: int, values: torch.Tensor | None) -> StoredValues:
-        """Where the master of a run is kept that is stepped in scratch."""
-        params = ParameterValues(slices, values)
-        if self.remainders is not None:
-            return RemainderValues(self.remainders[slices[0].start : slices[0].start + numel], params)
-        if self.home is Home.COPY:
-            return CopiedValues(stored(numel, self.copy_dtype, self.grad.device), params)
-        return params
-
-    def _shape_of(self, piece: Slice, numel: int) -> tuple[int, ...]:
-        """The shape in which the inner optimizer sees a run of `numel` elements that begins with `piece`."""
+    def shape_of(self, run: Run) -> tuple[int, ...]:
+        """The shape in which the inner optimizer sees a run."""
+        piece = run.slices[0]
         if not self.needs_shape(piece.group):
-            return (numel,)
+            return (run.numel,)
         if piece.numel != piece.param.numel():
             raise ValueError(
                 f"parameter {piece.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
                 f"{piece.numel} of its {piece.param.numel()} elements; wrap the model with whole_param_shards=True"
             )
-        return tuple(piece.param.shape)
-
-    def place(self, run: Run, memory: Callable[[str], torch.Tensor]) -> None:
-        """Give a run its part of the scratch memory of this name, where it needs it."""
-        if run.home is not None:
-            master = memory("master")[run.at : run.at + run.numel]
-            run.master = nn.Parameter(master.view(self._shape_of(run.slices[0], run.numel)))
-        if run.reduced.dtype == self.dtype:
-            run.grad = run.reduced.view(run.master.shape)
-        else:
-            run.grad = memory("grad")[run.at : run.at + run.numel].view(run.master.shape)
+        return piece.shape
 
     @property
     def waves(self) -> list[list[Run]]:
@@ -333,69 +269,59 @@ class BucketMasters:
         scratched = (run for run in self.runs if run.in_scratch)
         return [list(runs) for _, runs in itertools.groupby(scratched, key=lambda run: run.wave)]
 
-    # -- moving values ----------------------------------------------------------------------------------------------
+    # -- parameters -------------------------------------------------------------------------------------------------
 
     def load_parameters(self) -> None:
-        """Take over parameters that were changed from outside, such as loaded ones."""
-        self.take_back_parameters()
+        """Make the parameters, as they are now, the masters."""
+        self._take_back()
         for run in self.runs:
-            if self.main is not None:
-                views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in run.slices]
-                torch._foreach_copy_(views, [_of_parameter(p) for p in run.slices])
-            elif isinstance(run.home, (CopiedValues, RemainderValues)):
-                whole = torch.zeros(run.numel, dtype=self.dtype, device=self.grad.device)
-                run.home.params.read(whole)
-                run.home.write(whole)
-
-    def live_changed(self) -> bool:
-        """True if other parameters are updated in this step than in the last. Once a step: 0.1 ms for 2005 of them."""
-        trains = map(_REQUIRES_GRAD, self.bucket.params)
-        before, self.live = self.live, list(map(operator.and_, trains, map(bool, self.bucket.used)))
-        return self.live != before
+            if run.storage is not None:
+                run.storage.take_parameters()
 
     def take_over_edits(self) -> None:
-        """Let copies follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
+        """Let masters follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
 
         After it masters and parameters belong together again, wherever the parameters were left.
         """
-        self.take_back_parameters()
-        if self.main is not None and self.param_data is not None:
-            take_edits(self.main, self.param_data)
-        elif self.main is not None:
-            for p in self.slices:
-                take_edits(self.main[p.start : p.end].view(_flat_or_whole(p)), _of_parameter(p))
-        elif self.home is not Home.PARAMETER:
-            for run in self.runs:
-                if run.home is not None:
-                    run.home.take_edits()
+        self._take_back()
+        for run in self.runs:
+            if run.storage is not None:
+                run.storage.take_edits()
 
-    def take_back_parameters(self) -> None:
-        """Find parameters where they were left, or bring them back there with the values that they have now."""
+    def _take_back(self) -> None:
+        """Bring parameters back to the flat tensor, with the values that they have now."""
         if self.flat is not None:
             self.flat.take_back()
 
-    def store_runs(self, wave: Sequence[Run]) -> None:
-        """Write copies that were stepped through scratch to the parameters, while they are in the processor's cache."""
-        if self.main is not None and self.param_data is not None:
-            for run in wave:
-                self.param_data[run.start : run.start + run.numel].copy_(run.master.data.view(-1))
-
-    def store_parameters(self) -> None:
-        """Write updated copies to the parameters' memory that this rank owns; all other homes have done so."""
-        if self.main is not None and self.param_data is not None:
-            if not self.in_scratch:
-                self.param_data.copy_(self.main)
-        elif self.main is not None and self.slices:
-            views = [self.main[p.start : p.end].view(_flat_or_whole(p)) for p in self.slices]
-            torch._foreach_copy_([_of_parameter(p) for p in self.slices], views)
+    def note_written(self) -> None:
+        """Tell autograd that a step has written the parameters."""
         if self.flat is not None:
             self.flat.note_written()
 
-    def split(self, run: Run, counts: list[int], state: dict[Any, dict[str, Any]]) -> list[Run]:
-        """Cut a run into runs of `counts` slices each; the inner optimizer's state is cut with it.
+    # -- cutting runs -----------------------------------------------------------------------------------------------
+
+    def follow_freezing(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut frozen parameters, and those that no rank has used, out of their run: no decay or momentum moves them."""
+        trains = map(_REQUIRES_GRAD, self.bucket.params)  # each step: 0.1 ms for 2005 parameters
+        live = list(map(operator.and_, trains, map(bool, self.bucket.used)))
+        if live == self.live:
+            return
+        self.live = live
+        of_param = dict(zip(map(id, self.bucket.params), live, strict=True))
+        for run in list(self.runs):
+            flags = [of_param[id(piece.param)] for piece in run.slices]
+            counts = [len(list(equal)) for _, equal in itertools.groupby(flags)]
+            for part in self.split(run, counts, optimizer):
+                part.live = of_param[id(part.slices[0].param)]
+
+    def split(self, run: Run, counts: list[int], optimizer: torch.optim.Optimizer) -> list[Run]:
+        """Cut a run into runs of `counts` slices each; the inner optimizer's parameters and state are cut with it.
 
         Padding stays with what is before it, so that all parts but the last fill whole vectors.
         """
+        if len(counts) == 1:
+            return [run]
+        whole = optimizer.state.pop(run.master, None)
         parts: list[Run] = []
         first = 0
         for count in counts:
@@ -403,40 +329,33 @@ class BucketMasters:
             first += count
             low = slices[0].start - run.start
             high = run.slices[first].start - run.start if first < len(run.slices) else run.numel
-            part = Run(
-                slices,
-                run.reduced[low:high],
-                nn.Parameter(run.master.data[low:high]),
-                run.grad[low:high],
-                run.in_scratch,
-                run.wave,
-                run.at + low,
-                None if run.home is None else run.home.part(low, high, slices),
-                {key: values.part(low, high, slices) for key, values in run.moments.items()},
+            part = replace(
+                run,
+                slices=slices,
+                reduced=run.reduced[low:high],
+                master=nn.Parameter(run.master.data[low:high]),
+                grad=run.grad[low:high],
+                at=run.at + low,
+                storage=None if run.storage is None else run.storage.part(low, high, slices),
+                moments={key: kept[low:high] for key, kept in run.moments.items()},
             )
-            if run.master in state:
-                whole = state[run.master]
-                state[part.master] = {key: cut_state(key, value, run.master, low, high) for key, value in whole.items()}
+            if whole is not None:
+                state = {key: cut_state(key, value, run.master, low, high) for key, value in whole.items()}
+                optimizer.state[part.master] = state
             parts.append(part)
-        state.pop(run.master, None)
-        index = self.runs.index(run)
-        self.runs[index : index + 1] = parts
+        self.runs = _replaced(self.runs, run, parts)
+        params = optimizer.param_groups[run.group]["params"]
+        params[:] = _replaced(params, run.master, [part.master for part in parts])
         return parts
 
 
-def _flat_or_whole(piece: Slice) -> tuple[int, ...]:
-    return tuple(piece.param.shape) if piece.numel == piece.param.numel() else (piece.numel,)
-
-
-def _of_parameter(piece: Slice) -> torch.Tensor:
-    """The owned part of a parameter: itself where it is all owned, for it may not be contiguous."""
-    if piece.numel == piece.param.numel():
-        return piece.param.data
-    return piece.param.data.view(-1)[piece.offset : piece.offset + piece.numel]
+def _replaced(items: Sequence[Any], old: Any, new: Sequence[Any]) -> list[Any]:
+    index = next(i for i, item in enumerate(items) if item is old)
+    return [*items[:index], *new, *items[index + 1 :]]
 
 
 def is_per_element(key: str, value: Any, master: torch.Tensor) -> bool:
-    """Does a state value hold one number for every element of the master, as moments do and step counts do not?"""
+    """True if a state value has one number for every element of the master, as moments have and step counts do not."""
     return isinstance(value, torch.Tensor) and key != "step" and value.shape == master.shape
 
 

@@ -13,11 +13,13 @@ under 'optim_grads', two whole buckets of gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from core.optimizer.algorithms.names import label
-from core.optimizer.masters.master_weights import LOW_PRECISION
+from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
+from core.optimizer.masters.master_weights import storage_of
 from core.optimizer.masters.scratch import CPU_NUMEL, DEVICE_NUMEL, kept_dtype
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -27,6 +29,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),  # of matrices; the rest has those of muon_scalar_optimizer
     "sgd": ("momentum_buffer",),
 }
+MASTER_BYTES: dict[Any, int] = {CopyStorage: torch.float32.itemsize, RemainderStorage: torch.int16.itemsize}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def bytes_per_parameter(
     return BytesPerParameter(
         parameters=param_dtype.itemsize,
         gradients=grad_dtype.itemsize / grad_shards,
-        masters=_master_bytes(config, param_dtype) / shards,
+        masters=MASTER_BYTES.get(storage_of(config, param_dtype), 0) / shards,
         moments=sum(dtype.itemsize for dtype in moments) / shards,
     )
 
@@ -76,12 +79,9 @@ def scratch_bytes(
 ) -> int:
     """Bytes of the scratch memory, once the runs of the model fill it."""
     dtype = _computed_in(param_dtype)
-    packed = sum(kept_dtype(key, config) is not None for key in _moments(config))
-    aware = config.use_precision_aware_optimizer and param_dtype in LOW_PRECISION
-    in_fp32 = not aware or (config.main_params_dtype == torch.float32 and not _has_remainders(config, param_dtype))
-    # Remainders are put to their parameters in the gradients' scratch, so it is there for gradients in fp32 too.
-    in_grad_scratch = grad_dtype != dtype or (aware and _has_remainders(config, param_dtype))
-    tensors = packed + in_grad_scratch + (not in_fp32)
+    moments = sum(kept_dtype(key, config) is not None for key in _moments(config))
+    masters = storage_of(config, param_dtype) in (ParameterStorage, RemainderStorage)
+    tensors = moments + masters + (grad_dtype != dtype)
     return tensors * (CPU_NUMEL if on_cpu else DEVICE_NUMEL) * dtype.itemsize
 
 
@@ -96,18 +96,3 @@ def _moments(config: OptimizerConfig) -> tuple[str, ...]:
     if name == "sgd" and config.sgd_momentum == 0:
         return ()
     return MOMENTS[name]
-
-
-def _has_remainders(config: OptimizerConfig, param_dtype: torch.dtype) -> bool:
-    in_fp32 = config.use_precision_aware_optimizer and config.main_params_dtype == torch.float32
-    return in_fp32 and param_dtype == torch.bfloat16 and config.store_param_remainders
-
-
-def _master_bytes(config: OptimizerConfig, param_dtype: torch.dtype) -> int:
-    if param_dtype not in LOW_PRECISION:
-        return 0
-    if not config.use_precision_aware_optimizer:
-        return torch.float32.itemsize
-    if config.main_params_dtype == param_dtype:
-        return 0
-    return torch.int16.itemsize if _has_remainders(config, param_dtype) else config.main_params_dtype.itemsize

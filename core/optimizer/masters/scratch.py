@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from core.optimizer.masters.master_storage import CopyStorage
 from core.optimizer.masters.master_weights import BucketMasters, Run, is_per_element
-from core.optimizer.masters.stored_values import RemainderValues, stored
 from core.optimizer.optimizer_config import OptimizerConfig
 
 CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
@@ -67,19 +68,20 @@ class Scratch:
                 at = -(-(at + run.numel) // ALIGNMENT) * ALIGNMENT
 
     def _bind(self, masters: BucketMasters, run: Run) -> None:
-        masters.place(run, lambda name: self._memory(name, masters.dtype, masters.grad.device))
+        """Give a run its part of the scratch memory."""
+
+        def memory(name: str) -> torch.Tensor:
+            part = self._memory(name, masters.dtype, masters.grad.device)[run.at : run.at + run.numel]
+            return part.view(masters.shape_of(run))
+
+        if not isinstance(run.storage, CopyStorage | None):
+            run.master = nn.Parameter(memory("master"))
+        run.grad = run.reduced.view(run.master.shape) if run.reduced.dtype == masters.dtype else memory("grad")
 
     def _memory(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if (name, dtype) not in self.memory:
             self.memory[name, dtype] = torch.zeros(self.extent, dtype=dtype, device=device)
         return self.memory[name, dtype]
-
-    def _spare(self, run: Run) -> torch.Tensor | None:
-        """Memory beside the master's for a home that puts two numbers together."""
-        if not isinstance(run.home, RemainderValues):
-            return None
-        memory = self._memory("grad", run.master.dtype, run.master.device)
-        return memory[run.at : run.at + run.numel]
 
     @property
     def nbytes(self) -> int:
@@ -91,35 +93,30 @@ class Scratch:
     def unpack(self, wave: Sequence[Run], state: State) -> None:
         """Bring gradients, masters and moments into scratch."""
         for run in wave:
-            if run.home is not None:
-                run.home.read(run.master.data.view(-1), self._spare(run))  # the gradients' scratch: before they come
+            if run.storage is not None:
+                run.storage.read(run.master.data.view(-1))
             if run.grad.data_ptr() != run.reduced.data_ptr():
                 run.grad.view(-1).copy_(run.reduced)
-            for key, values in run.moments.items():
-                values.read(state[run.master][key].view(-1))
-        # Whatever lies in the padding must not reach the scale of an fp16 moment.
-        gaps = [(run, low, high) for run in wave for low, high in run.gaps]
-        if gaps:
-            torch._foreach_zero_([run.grad.view(-1)[low:high] for run, low, high in gaps])
-            torch._foreach_zero_([run.master.data.view(-1)[low:high] for run, low, high in gaps])
+            for key, kept in run.moments.items():
+                state[run.master][key].view(-1).copy_(kept)
 
     def pack(self, wave: Sequence[Run], state: State) -> None:
         """Put masters and moments back to where they are kept; parameters follow their masters."""
         for run in wave:
-            if run.home is not None:
-                run.home.write(run.master.data.view(-1))
+            if run.storage is not None:
+                run.storage.write(run.master.data.view(-1))
             held = state.get(run.master, {})
             for key, value in held.items():
                 if key not in run.moments and is_per_element(key, value, run.master):
                     held[key] = self.adopt(run, key, value)
                 if key in run.moments:
-                    run.moments[key].write(value.view(-1))
+                    run.moments[key].copy_(value.view(-1))
 
     def adopt(self, run: Run, key: str, value: torch.Tensor) -> torch.Tensor:
         """Where the inner optimizer finds a moment from now on: in scratch, if it is to be kept in another dtype."""
         dtype = kept_dtype(key, self.config)
         if dtype is None:
             return value
-        run.moments[key] = stored(run.numel, dtype, value.device, as_roots=key in SECOND_MOMENTS)
+        run.moments[key] = torch.zeros(run.numel, dtype=dtype, device=value.device)
         memory = self._memory(key, value.dtype, value.device)
         return memory[run.at : run.at + run.numel].view(run.master.shape)

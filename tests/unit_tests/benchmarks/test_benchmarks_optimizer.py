@@ -28,7 +28,6 @@ def test_bytes_that_must_move_are_those_of_the_dtypes() -> None:
         "bf16, fp32 gradients, remainders": (4 + 8 + 8 + 4 + 4, 32),
         "bf16, bf16 gradients, remainders": (2 + 8 + 8 + 4 + 4, 28),  # parameter and remainder read and written
         "bf16, bf16 gradients and moments, remainders": (2 + 4 + 4 + 4 + 4, 20),
-        "bf16, bf16 gradients, fp16 moments, remainders": (2 + 4 + 4 + 4 + 4, 20),
         "bf16 throughout, no masters": (2 + 4 + 4 + 4, 16),
     }
 

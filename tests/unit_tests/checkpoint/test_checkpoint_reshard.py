@@ -133,7 +133,7 @@ KEPT = {
     "Adagrad": ({"optimizer": "Adagrad"}, {}, {"step", "sum"}),
     "muon": ({"optimizer": "muon"}, {}, {"momentum_buffer"}),
     "remainders": (
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16},
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
         BF16,
         ADAM | {"master"},
     ),

@@ -116,7 +116,6 @@ CASES: dict[str, tuple[torch.dtype, tuple[str, ...], dict[str, Any], dict[str, A
     "bf16, fp32 gradients": (BF16, ("no_shard", "optim"), {"grad_reduce_in_fp32": True}, {"bf16": True}, 1e-5),
     "fp16": (FP16, ("no_shard", "optim"), {}, {"fp16": True, "loss_scale": 1.0}, 1e-5),
     "channels_last": (FP32, ("no_shard", "optim"), {}, {}, 1e-5),
-    "fp16 copies": (BF16, ("optim",), {}, {"bf16": True, **AWARE, "main_params_dtype": FP16}, 1e-2),
     "on the host": (
         BF16,
         ("optim",),

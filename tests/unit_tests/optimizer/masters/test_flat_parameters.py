@@ -192,10 +192,10 @@ def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, 
             if splits:
                 for masters in optimizer.masters:
                     masters.bucket.used = bytearray(b"\1" * len(masters.bucket.params))
-                model.norm.weight.requires_grad_(False)
-                optimizer._follow_freezing()
-                model.norm.weight.requires_grad_(True)
-                optimizer._follow_freezing()
+                for trains in (False, True):
+                    model.norm.weight.requires_grad_(trains)
+                    for masters in optimizer.masters:
+                        masters.follow_freezing(optimizer.optimizer)
                 parts = [run for masters in optimizer.masters for run in masters.runs]
                 assert len(parts) > len(whole) or (strategy == "optim" and world > 1)
             train(ddp, optimizer, rank, range(4))

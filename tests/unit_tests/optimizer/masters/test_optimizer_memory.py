@@ -33,9 +33,8 @@ def aware(**options: torch.dtype) -> OptimizerConfig:
         (OptimizerConfig(optimizer="lion"), BF16, BF16, "optim", 4, (2, 2, 1, 1)),
         (aware(), BF16, FP32, "optim", 2, (2, 4, 1, 4)),
         (aware(), FP16, FP32, "optim", 2, (2, 4, 2, 4)),
-        (aware(exp_avg_dtype=BF16, exp_avg_sq_dtype=FP16), BF16, BF16, "no_shard", 1, (2, 2, 2, 4)),
+        (aware(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16), BF16, BF16, "no_shard", 1, (2, 2, 2, 4)),
         (aware(main_params_dtype=BF16), BF16, BF16, "no_shard", 1, (2, 2, 0, 8)),
-        (aware(main_params_dtype=FP16), BF16, BF16, "no_shard", 1, (2, 2, 2, 8)),
     ],
 )
 def test_the_formula_by_hand(
