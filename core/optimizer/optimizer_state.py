@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core import huge_pages
 from core.optimizer.masters.master_weights import BucketMasters, Run, Slice, is_per_element
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> 
             continue
         if _is_of_elements(key, value, run.slices[0].numel):
             dtype = run.master.dtype if value.is_floating_point() else value.dtype
-            joined = huge_pages.zeros(run.master.shape, dtype, device)
+            joined = torch.zeros(run.master.shape, dtype=dtype, device=device)
             flat = joined.view(-1)
             for piece, part in zip(run.slices, parts, strict=True):
                 flat[piece.start - run.start : piece.end - run.start].copy_(part[key])

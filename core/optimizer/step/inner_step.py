@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
-from core.huge_pages import HugeZeros
 from core.optimizer.masters.master_weights import Run
 
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
@@ -62,11 +60,8 @@ def step_only(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
         group["params"] = []
     for run in runs:
         groups[run.group]["params"].append(run.master)
-    # What an algorithm makes in its first step are its moments, which every step reads and writes.
-    first = any(run.master not in optimizer.state for run in runs)
     try:
-        with HugeZeros() if first else nullcontext():
-            optimizer.step()
+        optimizer.step()
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
