@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.step.inner_step import Factors, InnerStep
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -15,20 +16,18 @@ class DistributedOptimizer(MegatronOptimizer):
     is updated, while the next one is being stepped.
     """
 
-    def _update(self, factors: Sequence[Mapping[str | None, float]]) -> None:
+    def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
         wrapped = any(chunk.ddp_config.overlap_param_gather for chunk in self.model_chunks)
         if not (wrapped or self.config.overlap_param_gather_with_optimizer_step):
-            super()._update(factors)
+            super()._update(step, factors)
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
             return
         place = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
         for chunk in self.model_chunks:
             for bucket in chunk.param_sync.order:
                 index = place[id(bucket)]
-                self._step_buckets([self.masters[index]], [factors[index]])
+                step.step_buckets([self.masters[index]], [factors[index]], self.scratch)
                 chunk.start_bucket_param_sync(bucket)
         for chunk in self.model_chunks:
             chunk.finish_param_sync()
-
-    def _publish(self) -> None:
-        for chunk in self.model_chunks:
-            chunk.start_param_sync()

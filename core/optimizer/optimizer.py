@@ -41,7 +41,7 @@ from core.optimizer.optimizer_state import (
     run_entries,
     save_groups,
 )
-from core.optimizer.step.inner_step import step_runs
+from core.optimizer.step.inner_step import Factors, InnerStep
 from core.optimizer.step.skip_log import SkipLog
 from core.optimizer.step.step_settings import Settings, settings_of
 from core.process_groups import ProcessGroups
@@ -217,34 +217,14 @@ class MegatronOptimizer:
             masters.bucket.pop_scale()
             masters.bucket.spent = True
         with self._named():
-            self._update(factors)
+            self._update(InnerStep(self.optimizer), factors)
         self.note_step(skipped=False)
         self.skip_log.made(self._scale)
         return True
 
-    def _update(self, factors: Sequence[Mapping[str | None, float]]) -> None:
-        """Step every bucket, and make the parameters known."""
-        self._step_buckets(self.masters, factors)
-        self._publish()
-
-    def _step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Mapping[str | None, float]]) -> None:
-        """Step the masters of some buckets, what is in full precision already in one call, and store them."""
-        runs, of_runs = [], []
-        for masters, factor in zip(buckets, factors, strict=True):
-            here = [run for run in masters.runs if not run.in_scratch and run.live]
-            runs += here
-            of_runs += [factor[run.norm_group] for run in here]
-        step_runs(self.optimizer, runs, of_runs)
-        for run in runs:
-            if run.storage is not None:
-                run.storage.write(run.master.data.view(-1))
-        for masters, factor in zip(buckets, factors, strict=True):
-            for wave in masters.waves:
-                wave = [run for run in wave if run.live]
-                self.scratch.unpack(wave, self.optimizer.state)
-                step_runs(self.optimizer, wave, [factor[run.norm_group] for run in wave])
-                self.scratch.pack(wave, self.optimizer.state)
-            masters.note_written()
+    def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
+        """Step every bucket, and make the parameters known to other ranks."""
+        step.step_buckets(self.masters, factors, self.scratch)
 
     def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
         """For each bucket and norm group the one number that its memory is multiplied by."""
@@ -328,9 +308,6 @@ class MegatronOptimizer:
                 )
         problems = [masters.bucket.follow_edits() for masters in self.masters]
         return next((problem for problem in problems if problem is not None), None)
-
-    def _publish(self) -> None:
-        """Make updated parameters known to other ranks; nothing to do where every rank updates all of them."""
 
     # -- what users of Megatron call --------------------------------------------------------------------------------
 

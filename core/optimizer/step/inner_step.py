@@ -1,4 +1,4 @@
-"""One call of the inner optimizer over some of its runs, with everything their gradients must still be multiplied by.
+"""One step of the inner optimizer, with everything that gradients must still be multiplied by.
 
 Data average, tokens, loss scale and clip coefficient have become one number by now. torch's fused kernels take it and
 multiply while they read; for other algorithms one foreach pass does it, in scratch where the gradients are there. torch
@@ -8,63 +8,91 @@ hands its kernels the inverse, in fp32 (`grad_scale`, which is there for its own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from core.optimizer.masters.master_weights import Run
+from core.optimizer.masters.master_weights import BucketMasters, Run
+from core.optimizer.masters.scratch import Scratch
 
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
 
+Factors = Mapping[str | None, float]  # of one bucket: norm group -> what its gradients in memory are multiplied by
 
-def step_runs(optimizer: torch.optim.Optimizer, runs: Sequence[Run], factors: Sequence[float]) -> None:
-    """Step the masters of these runs, and no other's.
 
-    factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
+class InnerStep:
+    """One step of a torch optimizer: one or several calls of its `step()`, each over some of its parameters.
+
+    An algorithm may count steps in its param groups. So every call begins with the numbers that the first one found.
     """
-    if not runs:
-        return
-    common = _apply(runs, factors, by_kernel=takes_grad_scale(optimizer, runs))
-    for run in runs:
-        run.master.grad = run.grad
-    if common != 1.0:
-        optimizer.grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
-    try:
-        step_only(optimizer, runs)
-    finally:
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        groups = optimizer.param_groups
+        self._numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Factors], scratch: Scratch) -> None:
+        """Step the masters of some buckets, and store them: first, in one call, all that need no scratch memory."""
+        pairs = list(zip(buckets, factors, strict=True))
+        here = [
+            (run, factor[run.norm_group])
+            for masters, factor in pairs
+            for run in masters.runs
+            if run.live and not run.in_scratch
+        ]
+        self.step_runs([run for run, _ in here], [factor for _, factor in here])
+        for run, _ in here:
+            if run.storage is not None:
+                run.storage.write(run.master.data.view(-1))
+        for masters, factor in pairs:
+            for wave in masters.waves:
+                wave = [run for run in wave if run.live]
+                scratch.unpack(wave, self.optimizer.state)
+                self.step_runs(wave, [factor[run.norm_group] for run in wave])
+                scratch.pack(wave, self.optimizer.state)
+            masters.note_written()
+
+    def step_runs(self, runs: Sequence[Run], factors: Sequence[float]) -> None:
+        """Step the masters of these runs, and no other's.
+
+        factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
+        """
+        if not runs:
+            return
+        # The kernels' divisor is an fp32 number, so fp64 gradients are multiplied by hand.
+        by_kernel = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        by_kernel = by_kernel and all(run.grad.dtype == torch.float32 for run in runs)
+        common = _apply(runs, factors, by_kernel=by_kernel)
         if common != 1.0:
-            optimizer.grad_scale = None
+            grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
+            self.optimizer.grad_scale = grad_scale
+        # Runs that step for the first time go alone: torch's fused SGD cannot mix momentum that is there and not.
+        known = [run for run in runs if self.optimizer.state.get(run.master)]
+        fresh = [run for run in runs if not self.optimizer.state.get(run.master)]
+        try:
+            for some in (fresh, known):
+                if some:
+                    self._call(some)
+        finally:
+            if common != 1.0:
+                self.optimizer.grad_scale = None
 
-
-def takes_grad_scale(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> bool:
-    """Do the optimizer's kernels divide by a `grad_scale`? Not where gradients are fp64: it is an fp32 number."""
-    known = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return known and all(run.grad.dtype == torch.float32 for run in runs)
-
-
-def step_only(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
-    """`optimizer.step()` as if it held the masters of these runs alone.
-
-    Runs that step for the first time go first and alone: torch's fused SGD cannot mix momentum that is there and not.
-    """
-    fresh: list[Run] = []
-    known: list[Run] = []
-    for run in runs:
-        (known if optimizer.state.get(run.master) else fresh).append(run)
-    if fresh and known:
-        step_only(optimizer, fresh)
-        runs = known
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = []
-    for run in runs:
-        groups[run.group]["params"].append(run.master)
-    try:
-        optimizer.step()
-    finally:
-        for group, params in zip(groups, whole, strict=True):
-            group["params"] = params
+    def _call(self, runs: Sequence[Run]) -> None:
+        """`optimizer.step()` as if it held the masters of these runs alone."""
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        for group, numbers in zip(groups, self._numbers, strict=True):
+            for key in group.keys() - numbers.keys() - {"params"}:
+                del group[key]
+            group.update(numbers, params=[])
+        for run in runs:
+            run.master.grad = run.grad
+            groups[run.group]["params"].append(run.master)
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
 
 
 def _apply(runs: Sequence[Run], factors: Sequence[float], *, by_kernel: bool) -> float:

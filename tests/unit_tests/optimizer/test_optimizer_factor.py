@@ -18,7 +18,7 @@ from core.agree import SyncError
 from core.distributed import finalize_model_grads
 from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.masters.master_weights import Run
-from core.optimizer.step.inner_step import step_runs
+from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.optimizer.test_optimizer import ALGORITHMS, Reference
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net, loss_of, make_net, wrap
@@ -197,7 +197,7 @@ def test_runs_with_different_factors_are_stepped_in_one_call() -> None:
                 for p, g in zip(params, grads, strict=True)
             ]
             want = [1.0 - 0.25 * float(g[0]) * f for g, f in zip(grads, factors, strict=True)]
-            step_runs(optimizer, runs, factors)
+            InnerStep(optimizer).step_runs(runs, factors)
             for param, value in zip(params, want, strict=True):
                 assert param.tolist() == pytest.approx([value] * 3, rel=1e-6), f"fused {fused}, factors {factors}"
             assert not math.isclose(want[0], 1.0, abs_tol=0.05)
@@ -209,6 +209,6 @@ def test_stepping_some_runs_leaves_the_groups_as_they_were() -> None:
     for param in params:
         param.grad = torch.ones(2)
     run = Run((SimpleNamespace(param=params[2], group=1),), params[2].grad, params[2], params[2].grad)  # type: ignore[arg-type]
-    step_runs(optimizer, [run], [1.0])
+    InnerStep(optimizer).step_runs([run], [1.0])
     assert [param.tolist() for param in params] == [[1, 1], [1, 1], [0, 0]]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]

@@ -23,7 +23,7 @@ from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
 from core.optimizer.algorithms.inner_optimizer import inner_optimizer
 from core.optimizer.algorithms.lion import Lion
 from core.optimizer.algorithms.names import algorithm_needs_shapes, label, resolve
-from core.optimizer.step.inner_step import step_only
+from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
 
@@ -310,13 +310,13 @@ def test_stepping_some_runs_steps_those_alone() -> None:
 
         def __init__(self) -> None:
             self.master = nn.Parameter(torch.ones(4))
-            self.master.grad = torch.ones(4)
+            self.grad = self.master.grad = torch.ones(4)
 
     runs = [OneRun(), OneRun(), OneRun()]
     config = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
     group = {"params": [run.master for run in runs], "optimizer": "sgd", "weight_decay": 0.0, "name": "sgd"}
     optimizer = inner_optimizer(config, [group])
-    step_only(optimizer, runs[1:2])  # type: ignore[arg-type]
+    InnerStep(optimizer).step_runs(runs[1:2], [1.0])  # type: ignore[arg-type]
     assert [run.master[0].item() for run in runs] == pytest.approx([1.0, 0.9, 1.0])
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(run.master) for run in runs]
 

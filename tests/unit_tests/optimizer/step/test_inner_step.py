@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from core import parallel_state
+from core.optimizer.masters import scratch
 from core.optimizer.masters.master_weights import Run
-from core.optimizer.step.inner_step import step_runs
+from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.optimizer.test_optimizer_precision import BF16, aware, build, train
 from tests.unit_tests.ranks import ranks
 
@@ -37,7 +38,7 @@ def test_some_runs_are_stepped_as_torch_steps_an_optimizer_that_holds_them_alone
             copies[index].grad = grad * 0.25
             piece = SimpleNamespace(param=params[index], group=int(index == 2))
             runs.append(Run((piece,), grad, params[index], grad))  # type: ignore[arg-type]
-        step_runs(optimizer, runs, [0.25] * len(runs))
+        InnerStep(optimizer).step_runs(runs, [0.25] * len(runs))
         reference.step()
     for param, copy, start in zip(params, copies, values, strict=True):
         assert torch.equal(param, copy) and float((param.detach() - start).abs().min()) > 0.0
@@ -57,3 +58,36 @@ def test_a_hook_on_the_inner_optimizer_sees_every_element_once_a_step(rank: int,
     optimizer.optimizer.register_step_pre_hook(hook)
     train(ddp, optimizer, rank, range(2))
     assert sum(seen) == 2 * sum(run.numel for masters in optimizer.masters for run in masters.runs)
+
+
+class Counting(torch.optim.SGD):
+    """An algorithm that counts its steps in its param groups, and steps by lr / count."""
+
+    needs_shapes = False
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"] / group["count"])
+
+
+@ranks(1)
+def test_an_algorithm_that_counts_in_its_groups_counts_one_a_step_in_however_many_calls(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    whole, scratch.CPU_NUMEL = scratch.CPU_NUMEL, 128
+    try:
+        options = {"optimizer": Counting, "lr": 0.1, "weight_decay": 0.0, "clip_grad": 0.0}
+        in_one, one = build("no_shard", {**options, "bf16": True})
+        in_waves, several = build("no_shard", {**options, "bf16": True, **aware()})
+        overlap = {"overlap_param_gather_with_optimizer_step": True}
+        in_buckets, overlapped = build("optim", {**options, "bf16": True, **overlap})
+    finally:
+        scratch.CPU_NUMEL = whole
+    assert len(overlapped.masters) > 1
+    for ddp, optimizer in ((in_one, one), (in_waves, several), (in_buckets, overlapped)):
+        train(ddp, optimizer, rank, range(3))
+        assert {group["count"] for group in optimizer.param_groups} == {3}
+        for param, want in zip(ddp.parameters(), in_one.parameters(), strict=True):
+            torch.testing.assert_close(param, want, rtol=2**-7, atol=0)  # a remainder rounds ties the other way
+    assert sum(len(masters.waves) for masters in several.masters) > 1
