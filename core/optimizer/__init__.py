@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from core.collector_pause import collector_paused
+from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
@@ -23,7 +24,7 @@ from core.optimizer.groups.param_groups import (
 from core.optimizer.groups.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
 from core.optimizer.groups.rule_names import frozen_params, repeated_name, trainable_params
 from core.optimizer.norm.clip_grads import everybody, longest_chain, other_ranks
-from core.optimizer.optimizer import MegatronOptimizer, ModelChunk, ReplicatedOptimizer
+from core.optimizer.optimizer import MegatronOptimizer, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
@@ -95,7 +96,10 @@ def get_megatron_optimizer(
 
 
 def _make(
-    config: OptimizerConfig, model_chunks: Sequence[ModelChunk], overrides: Overrides, process_groups: ProcessGroups
+    config: OptimizerConfig,
+    model_chunks: Sequence[DistributedDataParallel],
+    overrides: Overrides,
+    process_groups: ProcessGroups,
 ) -> MegatronOptimizer:
     sharded = check_model(config, model_chunks)
     ranks = everybody(model_chunks[0].groups)

@@ -11,7 +11,6 @@ import torch
 from core.optimizer.norm.clip_grads import GradMeter
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import Entry
-from core.optimizer.step.skip_log import SkipLog
 
 # What they must agree on to decide together.
 COMMON = (
@@ -61,13 +60,7 @@ class ChainedOptimizer(MegatronOptimizer):
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler
-        self.steps_skipped = 0
-        self.step_was_skipped = False
-        self.skip_log = SkipLog()
-        self._scale = 1.0
-        self._stats = self._spent = self._measured_of = None
-        self._limits = []
-        self._clip = {}
+        self._before_first_step()
 
     def _check(self) -> None:
         if not self.chained_optimizers:
@@ -105,7 +98,7 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             end = begin + len(optimizer.masters)
             optimizer._stats = replace(stats, factors=stats.factors[begin:end])
-            optimizer._clip = self._clip
+            optimizer._limits = self._limits
             optimizer.step_with_ready_grads()
             begin = end
         self.step_was_skipped = False

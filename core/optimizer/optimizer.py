@@ -11,22 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from core.agree import SyncError
-from core.distributed.buffer.bucket import Bucket, BucketState
-from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.buffer.bucket import BucketState
+from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.lost_ranks import naming_lost_ranks
-from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_chunks import models_of
-from core.distributed.reduce.param_gatherer import ParamSync
 from core.optimizer.algorithms.inner_optimizer import inner_optimizer
 from core.optimizer.algorithms.names import algorithm_needs_shapes
+from core.optimizer.groups.model_check import buckets_of
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.masters.master_weights import BucketMasters, Run
@@ -44,31 +41,6 @@ from core.optimizer.optimizer_state import (
 from core.optimizer.step.inner_step import Factors, InnerStep
 from core.optimizer.step.skip_log import SkipLog
 from core.optimizer.step.step_settings import Settings, settings_of
-from core.process_groups import ProcessGroups
-
-
-class ModelChunk(Protocol):
-    """What the optimizer needs of a wrapped model."""
-
-    ddp_config: DistributedDataParallelConfig
-    groups: ProcessGroups
-    module: nn.Module
-    grad_buffers: list[GradBuffer]
-    expert_parallel_buffers: list[GradBuffer]
-    param_sync: ParamSync
-    reducer: GradReducer
-
-    def zero_grad_buffer(self) -> None:
-        """Zero all gradients and begin a new step."""
-
-    def start_param_sync(self) -> None:
-        """Gather updated parameters from their owners."""
-
-    def start_bucket_param_sync(self, bucket: Bucket) -> None:
-        """Gather those of one bucket, and return at once."""
-
-    def finish_param_sync(self) -> None:
-        """Wait for gathers in flight."""
 
 
 class MegatronOptimizer:
@@ -80,7 +52,7 @@ class MegatronOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        model_chunks: Sequence[ModelChunk],
+        model_chunks: Sequence[DistributedDataParallel],
         param_groups: ParamGroups,
         everybody: Sequence[dist.ProcessGroup],
     ) -> None:
@@ -97,7 +69,7 @@ class MegatronOptimizer:
                 scratch_numel=None if config.optimizer_cpu_offload else scratch_numel(bucket.grad.device),
                 needs_shape=shaped.__getitem__,
             )
-            for bucket in self._buckets()
+            for bucket in buckets_of(model_chunks)
         ]
         self.scratch = Scratch(self.masters, config)
         runs = [run for masters in self.masters for run in masters.runs]
@@ -114,18 +86,21 @@ class MegatronOptimizer:
             models=self.model_of_buckets(),
         )
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
+        self._before_first_step()
+
+    def _before_first_step(self) -> None:
+        """What changes from step to step."""
         self.steps_skipped = 0
         self.skip_log = SkipLog()
-        self._scale = 1.0  # of the loss, when the gradients were measured
         self.note_step(skipped=False)
+        self._scale = 1.0  # of the loss, when the gradients were measured
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
-        self._measured_of: list[int] | None = None  # their `_reductions`
-        self._limits: list[float] = []  # that this step's norm was asked to be clipped to
         self._spent: GradStats | None = None  # of those that the last step was made of
-        self._clip: dict[str | None, float] = {}  # norm group -> coefficient
+        self._measured_of: list[int] | None = None  # `_reductions` of the measured gradients
+        self._limits: list[float] = []  # that this step's norm was asked to be clipped to
 
     def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
-        """Must the algorithm of a group see whole parameters in their shape?"""
+        """True if the algorithm of a group must see whole parameters in their shape."""
         return algorithm_needs_shapes(torch_group["optimizer"])
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], runs: list[Run]) -> torch.optim.Optimizer:
@@ -138,7 +113,7 @@ class MegatronOptimizer:
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters from reduced gradients. Collective: every rank of the job.
 
-        Returns (was the update made, global gradient norm before clipping, zeros among the gradients if counted).
+        Returns (True, global gradient norm before clipping, zeros among the gradients if counted).
         A NaN or Inf anywhere skips the step on all ranks, with a warning that names it: (False, None, None).
         Raises SyncError when `finalize_model_grads` has not made the gradients ready, and on every rank where ranks
         would step with different learning rates, decay or limits.
@@ -154,7 +129,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Measure the gradients, and let the loss scale follow. Returns: is one of them, on any rank, not finite?
+        """Measure the gradients, and let the loss scale follow. True if a gradient of any rank is not finite.
 
         Collective: every rank of the job, once a step.
         """
@@ -171,7 +146,6 @@ class MegatronOptimizer:
                 settings=self._settings(),
                 problem=problem,
             )
-        self._set_clip()
         if self.grad_scaler is not None and not again:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
@@ -192,16 +166,7 @@ class MegatronOptimizer:
         several limits, OptimizerConfig.clip_grad among them, the lowest counts.
         """
         self._limits.append(clip_grad)
-        self._set_clip()
         return self._measured().norm
-
-    def _set_clip(self) -> None:
-        stats = self._measured()
-        names: tuple[str | None, ...] = (None, *stats.separate_norms)
-        self._clip = {
-            name: min((clip_coefficient(limit, stats.norm_of(name)) for limit in self._limits), default=1.0)
-            for name in names
-        }
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -226,12 +191,13 @@ class MegatronOptimizer:
         """Step every bucket, and make the parameters known to other ranks."""
         step.step_buckets(self.masters, factors, self.scratch)
 
-    def _factors(self, stats: GradStats) -> list[dict[str | None, float]]:
+    def _factors(self, stats: GradStats) -> list[Factors]:
         """For each bucket and norm group the one number that its memory is multiplied by."""
-        return [
-            {name: factor * self._clip.get(name, 1.0) for name in (None, *stats.separate_norms)}
-            for factor in stats.factors
-        ]
+        clip = {
+            name: min((clip_coefficient(limit, stats.norm_of(name)) for limit in self._limits), default=1.0)
+            for name in (None, *stats.separate_norms)
+        }
+        return [{name: factor * coefficient for name, coefficient in clip.items()} for factor in stats.factors]
 
     def _measured(self) -> GradStats:
         if self._stats is None:
@@ -257,29 +223,15 @@ class MegatronOptimizer:
 
     def model_of_buckets(self) -> list[int]:
         """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""
-        return [
-            model
-            for model, chunk in zip(models_of(self.model_chunks), self.model_chunks, strict=True)
-            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
-            for _ in buffer.buckets
-        ]
-
-    def _buckets(self) -> list[Bucket]:
-        return [
-            bucket
-            for chunk in self.model_chunks
-            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
-            for bucket in buffer.buckets
-        ]
+        models = zip(models_of(self.model_chunks), self.model_chunks, strict=True)
+        return [model for model, chunk in models for _ in buckets_of([chunk])]
 
     def _qualified_names(self) -> dict[int, str]:
         """id(parameter) -> its name, with the chunk's number before it where there are several chunks."""
-        prefixes = ["" if len(self.model_chunks) == 1 else f"model{i}." for i in range(len(self.model_chunks))]
         return {
-            id(param): prefix + contract.name
-            for prefix, chunk in zip(prefixes, self.model_chunks, strict=True)
-            for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers)
-            for bucket in buffer.buckets
+            id(param): contract.name if len(self.model_chunks) == 1 else f"model{number}.{contract.name}"
+            for number, chunk in enumerate(self.model_chunks)
+            for bucket in buckets_of([chunk])
             for param, contract in zip(bucket.params, bucket.contracts, strict=True)
         }
 
@@ -329,7 +281,7 @@ class MegatronOptimizer:
 
     @property
     def is_stub_optimizer(self) -> bool:
-        """Has this rank nothing to update? It takes part in every step all the same: the decision is everybody's."""
+        """True if this rank has nothing to update. It takes part in every step all the same: all ranks decide."""
         return not any(masters.slices for masters in self.masters)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
@@ -349,8 +301,7 @@ class MegatronOptimizer:
     def get_grad_norms(self) -> dict[str | None, float]:
         """The norm of each norm group, None for the gradients that are in none. Collective: every rank of the job."""
         stats = self._stats_or_measure()
-        names: tuple[str | None, ...] = (None, *stats.separate_norms)
-        return {name: stats.norm_of(name) for name in names}
+        return {name: stats.norm_of(name) for name in (None, *stats.separate_norms)}
 
     @torch.no_grad()
     def count_zeros(self) -> int:

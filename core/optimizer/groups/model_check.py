@@ -8,16 +8,16 @@ import torch
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
 from core.global_names import namer
 from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 from core.optimizer.masters.master_weights import LOW_PRECISION
-from core.optimizer.optimizer import ModelChunk
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.rank_grid import COPY_AXES
 
 
-def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> bool:
+def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel]) -> bool:
     """Raise ValueError where the model's strategy or dtypes are not those of the config. Returns: is it sharded?"""
     models_of(model_chunks)  # raises where a model lacks a chunk
     sharded = model_chunks[0].ddp_config.sharded
@@ -48,7 +48,7 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> 
     return sharded
 
 
-def buckets_of(model_chunks: Sequence[ModelChunk]) -> Iterator[Bucket]:
+def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Bucket]:
     """All buckets, dense ones before experts' in each chunk."""
     for chunk in model_chunks:
         for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
@@ -97,7 +97,7 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
 
 
 def split_parameter(
-    model_chunks: Sequence[ModelChunk], needs_whole: Callable[[torch.nn.Parameter], str | None]
+    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
 ) -> str | None:
     """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
 
@@ -125,7 +125,7 @@ def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[st
     return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
 
-def check_whole_params(groups: ParamGroups, model_chunks: Sequence[ModelChunk]) -> None:
+def check_whole_params(groups: ParamGroups, model_chunks: Sequence[DistributedDataParallel]) -> None:
     """Raise ValueError, on all ranks alike, where an algorithm needs whole parameters and shards may cut them."""
     level, name = groups.whole
     for chunk in model_chunks:

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.layout.model_walk import walk_model
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.wire.collectives import gather_objects
 from core.global_names import namer
 from core.optimizer.groups.model_check import buckets_of
-from core.optimizer.optimizer import ModelChunk
 
 
-def trainable_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Parameter, bool]]:
+def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
     """(name in the whole model, parameter, is it an expert's) of everything that this rank trains."""
     return [
         (global_name(contract.name), param, contract.is_expert)
@@ -29,7 +29,7 @@ def trainable_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Paramet
     ]
 
 
-def frozen_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Parameter]]:
+def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) of those that do not train."""
     return [
         (global_name(name), param)
@@ -40,7 +40,7 @@ def frozen_params(chunks: Sequence[ModelChunk]) -> list[tuple[str, nn.Parameter]
     ]
 
 
-def repeated_name(chunks: Sequence[ModelChunk]) -> str | None:
+def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """In words a name that two stages have for different parameters; None if there is none. Collective over 'pp'."""
     groups = chunks[0].groups
     if groups.size("pp") == 1:

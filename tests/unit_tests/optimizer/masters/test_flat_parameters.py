@@ -191,7 +191,7 @@ def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, 
             whole = [run for masters in optimizer.masters for run in masters.runs]
             if splits:
                 for masters in optimizer.masters:
-                    masters.bucket.used = bytearray(b"\1" * len(masters.bucket.params))
+                    masters.bucket.used[:] = b"\1" * len(masters.bucket.params)
                 for trains in (False, True):
                     model.norm.weight.requires_grad_(trains)
                     for masters in optimizer.masters:
