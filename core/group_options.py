@@ -1,4 +1,4 @@
-"""What users may ask of a group's communicator: stream priority and NCCL settings, by Megatron's group names."""
+"""Options of a group's communicator: stream priority and NCCL settings, by Megatron's group names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from core.rank_grid import KINDS
 
-# Megatron's other names for a few kinds of groups, and the name in users' lists and files -> field of ProcessGroups.
+# A few kinds of groups have other names in Megatron. GROUP_NAMES: the name in users' lists and files -> our field.
 MEGATRON_NAMES = {
     "expt_tp": "ep_tp",
     "tp_ep": "tp_ep_mp",
@@ -31,7 +31,7 @@ class GroupOptions:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def nccl(self) -> Any | None:
-        """As torch's ProcessGroupNCCL.Options; None where nothing was asked for."""
+        """The options as torch's ProcessGroupNCCL.Options; None if they are all defaults."""
         if self == NO_OPTIONS:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
@@ -44,10 +44,10 @@ NO_OPTIONS = GroupOptions()
 
 
 def group_options(high_priority: Sequence[str] = (), config_path: str | None = None) -> dict[str, GroupOptions]:
-    """Field of ProcessGroups -> what was asked for it.
+    """The options of each group that has any, by field of ProcessGroups.
 
     high_priority: group names. config_path: YAML file, group name -> settings. ValueError on unknown names, settings
-    and values, RuntimeError where the file is given and PyYAML is not installed.
+    and values, RuntimeError if the file is given and PyYAML is not installed.
     """
     asked = {} if config_path is None else _read(config_path)
     for name in high_priority:
@@ -103,7 +103,7 @@ def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
 
 
 def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> Any | None:
-    """torch's ProcessGroupNCCL.Options for one group name out of settings as in the YAML file; None if it has none."""
+    """torch's ProcessGroupNCCL.Options of one group; None if it has no settings. settings: as in the YAML file."""
     if group not in settings:
         return None
     checked = _check_settings("nccl_comm_cfgs", group, settings[group])

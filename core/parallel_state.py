@@ -1,7 +1,7 @@
 """The module-level face of the process groups: `initialize_model_parallel` and the accessors Megatron's users know.
 
-All state is the one object `_state`; groups live in a `ProcessGroups`, arithmetic in a `RankGrid`. Code of ours takes
-`pg_collection=` and asks here only for the default. The file is long because the list of public names is.
+All state is in the one object `_state`. Groups are a `ProcessGroups`, arithmetic is a `RankGrid`. Our code takes
+`pg_collection=` and asks here only for the default. The file is long because the list of public names is long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from core.rank_grid import default_position_embedding_ranks as default_position_
 
 @dataclass
 class _ParallelState:
-    """What `initialize_model_parallel` sets, and the sizes and ranks that tests put in their place."""
+    """What `initialize_model_parallel` sets, and stand-ins for sizes and ranks that tests set."""
 
     groups: ProcessGroups | None = None
     grid: RankGrid | None = None
@@ -68,17 +68,17 @@ def initialize_model_parallel(
 ) -> None:
     """Split the ranks of the started default process group and create the groups this rank belongs to.
 
-    Collective: every rank of the world calls it with the same arguments. Everything is validated before the first group
-    is created, and a call that fails leaves nothing behind: call again with other arguments.
+    Collective: every rank of the world calls it with the same arguments. All arguments are validated before the first
+    group is created. A call that fails leaves nothing behind, so it can be repeated with other arguments.
 
-    *_size: ranks along an axis; the data parallel size is what remains. expert_tensor_parallel_size: the tensor size by
-    default. num_distributed_optimizer_instances: the data groups are cut into that many slices; the optimizer shards
-    inside one and replicates across. order: axes, smallest stride first. get_embedding_ranks,
-    get_position_embedding_ranks: the ranks of a pipeline group -> those that share the (position) embedding.
-    distributed_timeout_minutes: of every group. create_gloo_process_groups: twins of the data groups for CPU tensors;
-    on a gloo backend they are the groups themselves. high_priority_stream_groups: names such as 'tp', 'ep_dp';
+    *_size: ranks along an axis; the data parallel size is what remains. expert_tensor_parallel_size: by default the
+    tensor size. num_distributed_optimizer_instances: the data groups are cut into that many slices; the optimizer
+    shards inside a slice and replicates across slices. order: axes, smallest stride first. get_embedding_ranks,
+    get_position_embedding_ranks: functions from the ranks of a pipeline group to those that share the (position)
+    embedding. distributed_timeout_minutes: of every group. create_gloo_process_groups: also create control groups,
+    with the ranks of the data groups, for CPU tensors. high_priority_stream_groups: names such as 'tp', 'ep_dp'.
     nccl_communicator_config_path: YAML, group name -> cga_cluster_size, min_ctas, max_ctas, net_name,
-    is_high_priority_stream. Both are checked everywhere and take effect on NCCL.
+    is_high_priority_stream. The last two are checked on every backend and take effect on NCCL.
 
     Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
     ValueError on malformed or unsupported arguments.
@@ -127,7 +127,7 @@ def initialize_model_parallel(
     _state.groups = ProcessGroups.build(
         members,
         timeout=timedelta(minutes=distributed_timeout_minutes),
-        gloo_twins=create_gloo_process_groups,
+        control_groups=create_gloo_process_groups,
         options=options,
     )
     _state.grid = grid
@@ -145,7 +145,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` has succeeded and not been undone."""
+    """True if `initialize_model_parallel` has succeeded and not been undone."""
     return _state.groups is not None
 
 
@@ -153,7 +153,7 @@ is_initialized = model_parallel_is_initialized  # the older name
 
 
 def get_process_groups() -> ProcessGroups:
-    """All groups of this rank as one object, to be passed as `pg_collection`. RuntimeError before initialization."""
+    """All groups of this rank as one object, for `pg_collection=` arguments. RuntimeError before initialization."""
     if _state.groups is None:
         raise RuntimeError(
             "model parallel groups are not initialized; call core.parallel_state.initialize_model_parallel first or "
@@ -170,12 +170,12 @@ def get_rank_grid() -> RankGrid:
 
 
 def get_all_ranks() -> str:
-    """This rank's places as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0'; a name for files of which each rank writes one."""
+    """This rank's places as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0'. Use it in names of files that each rank writes."""
     return "_".join(str(get_process_groups().rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Scratch memory shared by layers; it lives from initialization to destruction. RuntimeError outside of that."""
+    """Scratch memory shared by layers, from initialization to destruction. RuntimeError before and after."""
     if _state.memory is None:
         raise RuntimeError("global memory buffer is not initialized; call initialize_model_parallel first.")
     return _state.memory
@@ -187,7 +187,7 @@ def destroy_global_memory_buffer() -> None:
 
 
 def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) -> None:
-    """Set the timeout of one group, or of every group that was created here. Local: each rank calls it for itself."""
+    """Set the timeout of one group, or of every group that was created here. Local: affects this rank only."""
     for group in get_process_groups().created if pg_group is None else (pg_group,):
         distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -233,7 +233,7 @@ def _check_virtual_size(virtual: int | None, pipeline: int) -> None:
 
 
 def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
-    """The group `name`; where there is none, an error that names it, or None if `check_initialized` is False."""
+    """The group `name`. If there is none: an error that names it, or None if `check_initialized` is False."""
     if check_initialized:
         return get_process_groups().require(name)
     return None if _state.groups is None else getattr(_state.groups, name)
@@ -284,8 +284,8 @@ def get_data_parallel_group(
 ) -> ProcessGroup | None:
     """The replicas of this rank's dense parameters.
 
-    with_context_parallel: the context parallel ranks too, over which gradients are reduced. partial_data_parallel: only
-    those of this optimizer instance (then with_context_parallel must be True). with_gtp_remat: has no effect here.
+    with_context_parallel: add the context parallel ranks, as the reduction of gradients does. partial_data_parallel:
+    only the ranks of this optimizer instance (with_context_parallel must be True). with_gtp_remat: has no effect here.
     """
     return _group(_data_group(with_context_parallel, partial_data_parallel))
 
@@ -293,7 +293,7 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The twin of `get_data_parallel_group` for CPU tensors."""
+    """The control group with the ranks of `get_data_parallel_group`, for CPU tensors."""
     return _group(_data_group(with_context_parallel, partial_data_parallel) + "_gloo")
 
 
@@ -308,14 +308,14 @@ def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """All ranks of this rank's pipeline stage (of this place in the sequence, without context parallelism)."""
+    """All ranks of this pipeline stage; without `with_context_parallel` those at this place in the sequence."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup | None:
-    """The ranks that agree on a quantization scale: tensor and (unless `tp_only_amax_red`) data, context if asked."""
+    """The ranks that agree on a quantization scale: tensor, data unless `tp_only_amax_red`, and context if asked."""
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -329,7 +329,7 @@ def get_expert_data_parallel_group(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
-    """The twin of `get_expert_data_parallel_group` for CPU tensors."""
+    """The control group with the ranks of `get_expert_data_parallel_group`, for CPU tensors."""
     return _group("intra_expt_dp_gloo" if partial_expert_data_parallel else "expt_dp_gloo")
 
 
@@ -390,12 +390,12 @@ get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_par
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Number of replicas of this rank's dense parameters; arguments as in `get_data_parallel_group`."""
+    """Number of replicas of this rank's dense parameters; the arguments of `get_data_parallel_group`."""
     return _size(_data_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """This rank's place among them; arguments as in `get_data_parallel_group`."""
+    """This rank's place in the group of `get_data_parallel_group`; the same arguments."""
     if "rank dp" in _state.overrides:
         return _state.overrides["rank dp"]
     return _rank(_data_group(with_context_parallel, partial_data_parallel))
@@ -407,11 +407,11 @@ def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """This rank's place among them."""
+    """This rank's place among the replicas of its experts."""
     return _rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
 
 
-# Stand-ins for tests that have no such groups: a value that the getters return instead, None to take it back.
+# Stand-ins for tests without such groups: the getters return the value that was set; None removes it.
 
 
 def _setters(name: str) -> tuple[Callable[[int | None], None], Callable[[int | None], None]]:
@@ -439,7 +439,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Say which model chunk this rank works on; new code passes `vp_stage` instead."""
+    """Set the model chunk that this rank works on; new code passes `vp_stage` instead."""
     _state.virtual_rank = rank
 
 
@@ -457,23 +457,23 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is the first stage and, unless `ignore_virtual`, works on its first chunk."""
+    """True if this rank is the first stage and, unless `ignore_virtual`, works on its first chunk."""
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != 0:
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is the last stage and, unless `ignore_virtual`, works on its last chunk."""
+    """True if this rank is the last stage and, unless `ignore_virtual`, works on its last chunk."""
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != _state.virtual_size - 1:
         return False
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (unless `ignore_virtual`, this chunk of it) holds the word embedding.
+    """True if this rank (unless `ignore_virtual`, this chunk of it) holds the word embedding.
 
-    On the pipeline's first stage that is the first chunk, on its last the last chunk, on others every chunk.
+    The first stage holds it in its first chunk, the last stage in its last chunk, any other stage in every chunk.
     """
     if get_process_groups().embd is None:
         return False
@@ -488,7 +488,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank holds the position embedding."""
+    """True if this rank holds the position embedding."""
     return get_process_groups().pos_embd is not None
 
 
@@ -512,12 +512,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the stage after this one; of the first after the last."""
+    """Global rank of the next stage; after the last stage comes the first."""
     return _pipeline_neighbour(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before this one; of the last before the first."""
+    """Global rank of the previous stage; before the first stage comes the last."""
     return _pipeline_neighbour(-1)
 
 

@@ -18,16 +18,16 @@ from core.group_options import NO_OPTIONS, GroupOptions
 from core.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
 
 # Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
-GLOO_TWINS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
-FIELDS = (*KINDS, *GLOO_TWINS)
+CONTROL_GROUPS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
+FIELDS = (*KINDS, *CONTROL_GROUPS)
 
 
 class ProcessGroups:
     """The process groups of one rank; Megatron's users know it as a process group collection.
 
-    The fields are the kinds of `core.rank_grid` and their gloo twins (dp_gloo, ...). Constructed by keyword from any
-    subset of them; ValueError on an unknown one. A field that was not given reads None; `require` turns that into an
-    error that names it.
+    The fields are the kinds of `core.rank_grid` and the control groups (dp_gloo, ...). Pass any subset of the fields by
+    keyword; an unknown one is a ValueError. A field that was not given reads None. `require` raises an error instead
+    that names the field.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
@@ -57,11 +57,11 @@ class ProcessGroups:
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:
-        """The groups that `build` created for this object, in order; fields that share one count once."""
+        """The groups that `build` created for this object, in order. A group that fields share counts once."""
         return self._created
 
     def require(self, name: str) -> ProcessGroup:
-        """The group `name`. RuntimeError that names it where this object has none."""
+        """The group `name`. RuntimeError that names the group if this object has none."""
         group = self._field(name)
         if group is None:
             raise RuntimeError(
@@ -71,19 +71,19 @@ class ProcessGroups:
         return group
 
     def control(self, name: str) -> ProcessGroup:
-        """The ranks of the group `name` for agreements: its gloo twin where there is one, else the group itself."""
+        """The ranks of the group `name` for agreements: its control group where there is one, else the group itself."""
         return getattr(self, f"{name}_gloo", None) or self.require(name)
 
     def size(self, name: str) -> int:
-        """Number of ranks in the group `name`; 1 where this object has none."""
+        """Number of ranks in the group `name`; 1 if this object has no such group."""
         return self._place(name)[1]
 
     def rank(self, name: str) -> int:
-        """This rank's place in the group `name`; 0 where this object has none."""
+        """This rank's place in the group `name`; 0 if this object has no such group."""
         return self._place(name)[0]
 
     def ranks(self, name: str) -> list[int]:
-        """The global ranks of the group `name`, ascending. RuntimeError where this object has none."""
+        """The global ranks of the group `name`, ascending. RuntimeError if this object has no such group."""
         return dist.get_process_group_ranks(self.require(name))
 
     def destroy(self) -> None:
@@ -93,7 +93,7 @@ class ProcessGroups:
         _destroy(created)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """(rank, size), remembered: torch takes microseconds to say, and wrapping asks for every parameter."""
+        """(rank, size), kept after the first call: torch takes microseconds, and wrapping asks for every parameter."""
         places: dict[str, tuple[int, int]] = self.__dict__.setdefault("_places", {})
         if name not in places:
             group = self._field(name)
@@ -107,7 +107,7 @@ class ProcessGroups:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
-        """The groups of `parallel_state`, all or only `required_pgs`. ValueError on names that are no group."""
+        """The groups of `parallel_state`, all or only `required_pgs`. ValueError if a name is no group."""
         from core import parallel_state  # the face imports this file; only this porting aid looks back
 
         wanted = FIELDS if required_pgs is None else tuple(required_pgs)
@@ -123,21 +123,21 @@ class ProcessGroups:
         members: Mapping[str, Sequence[int]],
         *,
         timeout: timedelta | None = None,
-        gloo_twins: bool = True,
+        control_groups: bool = True,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> ProcessGroups:
         """Create the groups of this rank on top of the started default process group.
 
-        Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`; creating
-        a group waits for the members of that group only, and the end for all ranks. All ranks go through the kinds in
-        the same order, so a wait ends as soon as the members have finished the kinds before: no cycle is possible.
-        Kinds with equal ranks and options share one group (one for gradients and one for the rest, see Note [Lanes]);
-        all ranks of the world as 'intra_dist_opt' are the default group unless another kind already spans them.
+        Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`. Creating
+        a group waits for the members of that group only; the call returns when all ranks have finished. All ranks go
+        through the kinds in the same order, so no cycle of waits is possible. Kinds with equal ranks and options share
+        one group, but gradients never share with activations (Note [Lanes]). 'intra_dist_opt' is the default group
+        if it holds all ranks of the world and no other kind does.
 
-        timeout: of every group; the backend's default if None. gloo_twins: also set the *_gloo fields, groups of their
-        own even on gloo, as agreements travel over them while gradients are under way. options: stream priority and
-        communicator settings of a kind, NCCL only. Where creation fails, what was created so far is destroyed before
-        the error leaves.
+        timeout: of every group; the backend's default if None. control_groups: also set the *_gloo fields. They are
+        groups of their own even on gloo, because agreements travel over them while gradients are under way. options:
+        stream priority and communicator settings of a kind, for NCCL only. If creation fails, the groups created so
+        far are destroyed before the error is raised.
         """
         options = options or {}
         backends = set(_backends())
@@ -146,8 +146,8 @@ class ProcessGroups:
         build = _next_build()
         with _named_groups(build) as create:
             try:
-                for name, twin_of, ranks in _kinds(members, gloo_twins):
-                    as_gloo = backends == {"gloo"} or twin_of is not None
+                for name, is_control, ranks in _kinds(members, control_groups):
+                    as_gloo = backends == {"gloo"} or is_control
                     asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
                     # See Note [Lanes]; a group of one rank sends nothing.
                     lane = len(ranks) > 1 and name in GRADIENT_KINDS
@@ -186,17 +186,17 @@ def _backends() -> Iterator[str]:
         yield entry.split(":")[-1].lower()
 
 
-def _kinds(members: Mapping[str, Sequence[int]], gloo_twins: bool) -> Iterator[tuple[str, str | None, Sequence[int]]]:
+def _kinds(members: Mapping[str, Sequence[int]], control: bool) -> Iterator[tuple[str, bool, Sequence[int]]]:
+    """(name, True for a control group, ranks) of every group to create, in the order that all ranks share."""
     for name, ranks in members.items():
-        yield name, None, ranks
-    if gloo_twins:
-        for twin, name in GLOO_TWINS.items():
-            if name in members:
-                yield twin, name, members[name]
+        yield name, False, ranks
+    for name, kind in CONTROL_GROUPS.items() if control else ():
+        if kind in members:
+            yield name, True, members[kind]
 
 
 def _destroy(groups: Sequence[ProcessGroup]) -> None:
-    """Destroy groups, last created first; those that went with the default group are gone already."""
+    """Destroy groups, last created first. Groups that were destroyed with the default group are skipped."""
     for group in reversed(groups):
         with contextlib.suppress(ValueError):  # torch's "Invalid process group specified"
             dist.destroy_process_group(group)
@@ -206,12 +206,12 @@ _build_count = itertools.count()
 
 
 def _next_build() -> int:
-    """The number of this build on this job's store: the same on all ranks, never given twice.
+    """The number of this build on this job's store: the same on all ranks, and used once.
 
-    It lives in the store because that is what outlives a default group and what names must not collide in: gloo would
-    read the addresses of a destroyed group under an old name. Every rank counts for itself, so nobody waits.
+    The count is in the store, because the store outlives a default group. Under an old name gloo would read the
+    addresses of a destroyed group from it. Every rank counts for itself, so no rank waits.
     """
-    if dist.get_backend() == "fake":  # a fake store holds nothing, and nothing can collide in it
+    if dist.get_backend() == "fake":  # a fake store holds nothing, so no names can collide
         return next(_build_count)
     store = distributed_c10d._get_default_store()
     return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
@@ -220,8 +220,8 @@ def _next_build() -> int:
 def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
     """Return when every rank has created its groups.
 
-    A rank that destroyed them before would close connections that another one is still making, and that one would fail
-    with "Connection closed by peer".
+    Without this wait a rank could destroy its groups while another rank still connects to them. The other rank would
+    fail with "Connection closed by peer".
     """
     if dist.get_backend() == "fake":
         return
@@ -233,22 +233,23 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
 
 
 # Note [Lanes]
-# A communicator pairs the n-th collective of one rank with the n-th of another. When a bucket of gradients leaves
-# during backward depends on a rank's own arrivals, so on a communicator that backward also uses for activations
-# (all-to-all of experts, ring of a split sequence) ranks could pair a bucket with an exchange. Groups that carry
-# gradients therefore share with one another, and not with groups of equal ranks that carry activations. The gloo twins
-# carry agreements, which all ranks reach between two backwards: they are of the second kind.
+# A communicator pairs the n-th collective of one rank with the n-th of another. A bucket of gradients leaves during
+# backward when the rank's own gradients have arrived. Backward also uses communicators for activations (the all-to-all
+# of experts, the ring of a split sequence). On a shared communicator ranks could pair a bucket with an exchange. So
+# groups that carry gradients share communicators with one another, and not with groups of equal ranks that carry
+# activations. Control groups carry agreements, which all ranks reach between two backwards; they may share with the
+# latter.
 
 
 # Note [Names of groups]
-# new_group(use_local_synchronization=True) lets only the members of a group take part in creating it. The members meet
-# in the store under the group's name, and torch makes that name from the ranks and the NUMBER OF GROUPS that this
-# process has. Ranks differ in that number as soon as one of them is in an embedding group or made a group of its own:
-# they would wait for each other under different names until the timeout. So groups get names that follow from the
-# build, the kind and the ranks alone.
+# new_group(use_local_synchronization=True) lets only the members of a group take part in its creation. The members meet
+# in the store under the group's name. torch makes that name from the ranks and the NUMBER OF GROUPS of this process.
+# Ranks differ in that number if one of them is in an embedding group or made a group of its own. They would then wait
+# for each other under different names until the timeout. So our groups get names that follow from the build, the kind
+# and the ranks alone.
 #
-# A default group bound to a device makes torch split its communicator eagerly, and a split needs every rank of the
-# world. The binding is lifted while ours are created: their communicators then start on first use.
+# torch splits the communicator of a default group that is bound to a device eagerly, and a split needs every rank of
+# the world. The binding is lifted while our groups are created, so that their communicators start on first use.
 
 
 @contextlib.contextmanager
@@ -263,7 +264,7 @@ def _named_groups(build: int) -> Iterator[Any]:
     ) -> ProcessGroup:
         nonlocal name
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-        # A gloo twin is another kind than its group, so build, kind and ranks are enough to tell all groups apart.
+        # A control group has a kind of its own, so build, kind and ranks are enough to tell all groups apart.
         name = f"core.{build}.{kind}.{digest}"
         group = dist.new_group(
             ranks,

@@ -506,7 +506,7 @@ def test_timeouts_are_set_at_the_start_and_later(rank: int) -> None:
 
 
 @ranks(2)
-def test_gloo_twins_are_absent_when_not_wanted_and_then_named(rank: int) -> None:
+def test_control_groups_are_absent_when_not_wanted_and_then_named(rank: int) -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     with pytest.raises(RuntimeError, match="process group 'dp_gloo' is needed"):
         parallel_state.get_data_parallel_group_gloo()

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
-from core.process_groups import FIELDS, GLOO_TWINS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
+from core.process_groups import CONTROL_GROUPS, FIELDS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
 from core.rank_grid import RankGrid, group_ranks
 from tests.unit_tests.ranks import ranks
 
@@ -82,7 +82,7 @@ def test_kinds_with_equal_ranks_share_one_group(rank: int) -> None:
     assert all(len(objects) == 1 for objects in by_ranks.values())
     assert len({group for objects in by_ranks.values() for group in objects}) == len(by_ranks)
     assert {len(members) for members, _ in by_ranks} == {1, 2, 4}
-    # itself, tp, dp and its gloo twin; all four for activations (tp_dp) and as optimizer instance, the default group
+    # itself, tp, dp and its control group; all four for activations (tp_dp) and, as optimizer instance, the default one
     assert len(groups.created) == len(by_ranks) - 1 == 5
 
 
@@ -104,7 +104,7 @@ def test_gradients_never_share_a_group_with_activations(rank: int) -> None:
 
 @ranks(2)
 def test_the_whole_world_is_the_default_group_only_as_optimizer_instance(rank: int) -> None:
-    groups = build(RankGrid(2, pp=2), gloo_twins=False)
+    groups = build(RankGrid(2, pp=2), control_groups=False)
     assert groups.intra_dist_opt is dist.group.WORLD
     assert groups.mp is not dist.group.WORLD
     groups.destroy()
@@ -129,7 +129,7 @@ def test_the_number_of_creations_does_not_grow_with_the_world():
     for world in (512, 1024, 16384):
         dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)
         try:
-            groups = build(RankGrid(world, tp=4, pp=8, ep=8), gloo_twins=False)
+            groups = build(RankGrid(world, tp=4, pp=8, ep=8), control_groups=False)
             assert len(groups.created) == known_groups()["pg_map"] - 1 == 10
             assert groups.size("dp") == world // 32
         finally:
@@ -137,15 +137,15 @@ def test_the_number_of_creations_does_not_grow_with_the_world():
 
 
 @ranks(2)
-def test_gloo_twins_are_other_groups_of_the_same_ranks_and_absent_when_not_wanted(rank: int) -> None:
+def test_control_groups_are_other_groups_of_the_same_ranks_and_absent_when_not_wanted(rank: int) -> None:
     groups = build(RankGrid(2))
-    for twin, name in GLOO_TWINS.items():
-        assert getattr(groups, twin) is not getattr(groups, name)
-        assert groups.ranks(twin) == groups.ranks(name)
-    assert len({id(getattr(groups, twin)) for twin in GLOO_TWINS}) == 1
+    for control, name in CONTROL_GROUPS.items():
+        assert getattr(groups, control) is not getattr(groups, name)
+        assert groups.ranks(control) == groups.ranks(name)
+    assert len({id(getattr(groups, control)) for control in CONTROL_GROUPS}) == 1
     groups.destroy()
-    groups = build(RankGrid(2), gloo_twins=False)
-    assert all(getattr(groups, twin) is None for twin in GLOO_TWINS)
+    groups = build(RankGrid(2), control_groups=False)
+    assert all(getattr(groups, control) is None for control in CONTROL_GROUPS)
 
 
 @ranks(2)
@@ -291,7 +291,7 @@ def test_high_priority_names_reach_their_groups(nccl):
     assert GroupOptions().nccl() is None
     with pytest.raises(ValueError, match="high_priority_stream_groups names the group 'etp'"):
         group_options(["etp"])
-    assert set(GROUP_NAMES.values()) == set(FIELDS) - set(GLOO_TWINS)
+    assert set(GROUP_NAMES.values()) == set(FIELDS) - set(CONTROL_GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from core.distributed.buffer.bucket import Bucket
 class ControlGroup:
     """The buckets of one data group, and a group of the same ranks for their agreement once a step.
 
-    On CUDA `group` is the gloo twin where there is one, so that reading the answer does not stop the stream; without
+    On CUDA `group` is the control group if there is one, so that reading the answer does not stop the stream; without
     (create_gloo_process_groups=False) every step waits for the device once.
     """
 
