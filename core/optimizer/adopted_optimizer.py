@@ -34,11 +34,11 @@ class AdoptedGroups(ParamGroups):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in self.groups]
-        self._number = {id(param): number for number, params in enumerate(self.params) for param in params}
+        self._group_of = {id(param): number for number, params in enumerate(self.params) for param in params}
 
     def of(self, param: nn.Parameter) -> int:
         """The index of a parameter's group."""
-        return self._number[id(param)]
+        return self._group_of[id(param)]
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """The user's dictionaries, which no longer list parameters."""

@@ -44,11 +44,11 @@ class ChainedOptimizer(MegatronOptimizer):
         first = self.chained_optimizers[0]
         self.config = first.config
         self.model_chunks = [chunk for optimizer in self.chained_optimizers for chunk in optimizer.model_chunks]
-        self.everybody = first.everybody
+        self.world_groups = first.world_groups
         self.masters = [masters for optimizer in self.chained_optimizers for masters in optimizer.masters]
         self.meter = GradMeter(
             self.masters,
-            self.everybody,
+            self.world_groups,
             norm_type=self.config.grad_norm_type,
             watched=self.model_chunks,
             models=[
@@ -75,7 +75,7 @@ class ChainedOptimizer(MegatronOptimizer):
                         f"OptimizerConfig.{name} is {other} in optimizer 0 of the chain and {mine} in optimizer "
                         f"{number}; they step or skip together, by one norm and one loss scale. Make it equal"
                     )
-            if optimizer.everybody != first.everybody:
+            if optimizer.world_groups != first.world_groups:
                 raise ValueError(
                     f"optimizers 0 and {number} of the chain decide over different process groups; make them with the "
                     "same pg_collection"

@@ -1,6 +1,6 @@
 """MegatronOptimizer: one step from reduced gradients to updated parameters.
 
-    prepare_grads            norm, zeros and finiteness from one reduction over everybody; the loss scale follows
+    prepare_grads            norm, zeros and finiteness from one reduction over all ranks; the loss scale follows
     clip_grad_norm           one factor: data average x tokens / loss scale x clip coefficient
     step_with_ready_grads    bucket by bucket: inner optimizer over master weights -> parameters' memory -> gather
 
@@ -23,7 +23,7 @@ from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.reduce.model_chunks import models_of
 from core.optimizer.algorithms.inner_optimizer import inner_optimizer
 from core.optimizer.algorithms.names import algorithm_needs_shapes
-from core.optimizer.groups.model_check import buckets_of
+from core.optimizer.groups.model_check import buckets_of, params_of
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.masters.master_weights import BucketMasters, Run
@@ -54,11 +54,11 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         model_chunks: Sequence[DistributedDataParallel],
         param_groups: ParamGroups,
-        everybody: Sequence[dist.ProcessGroup],
+        world_groups: Sequence[dist.ProcessGroup],
     ) -> None:
         self.config = config
         self.model_chunks = list(model_chunks)
-        self.everybody = list(everybody)
+        self.world_groups = list(world_groups)
         torch_groups = param_groups.torch_groups(config)
         shaped = [self._needs_shapes(group) for group in torch_groups]
         self.masters = [
@@ -80,7 +80,7 @@ class MegatronOptimizer:
         self.names = self._qualified_names()
         self.meter = GradMeter(
             self.masters,
-            everybody,
+            world_groups,
             norm_type=config.grad_norm_type,
             watched=self.model_chunks,
             models=self.model_of_buckets(),
@@ -228,11 +228,10 @@ class MegatronOptimizer:
 
     def _qualified_names(self) -> dict[int, str]:
         """id(parameter) -> its name, with the chunk's number before it where there are several chunks."""
+        several = len(self.model_chunks) > 1
         return {
-            id(param): contract.name if len(self.model_chunks) == 1 else f"model{number}.{contract.name}"
-            for number, chunk in enumerate(self.model_chunks)
-            for bucket in buckets_of([chunk])
-            for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+            id(param): f"model{number}.{contract.name}" if several else contract.name
+            for number, param, contract in params_of(self.model_chunks)
         }
 
     def _reductions(self) -> list[int]:

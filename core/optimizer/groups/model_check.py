@@ -10,7 +10,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
-from core.global_names import namer
+from core.global_names import global_name
 from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -18,7 +18,7 @@ from core.rank_grid import COPY_AXES
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Raise ValueError where the model's strategy or dtypes are not those of the config. Returns: is it sharded?"""
+    """Raise ValueError where the model's strategy or dtypes are not those of the config. True if it is sharded."""
     models_of(model_chunks)  # raises where a model lacks a chunk
     sharded = model_chunks[0].ddp_config.sharded
     for index, chunk in enumerate(model_chunks):
@@ -53,6 +53,16 @@ def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Buck
     for chunk in model_chunks:
         for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
             yield from buffer.buckets
+
+
+def params_of(
+    model_chunks: Sequence[DistributedDataParallel],
+) -> Iterator[tuple[int, torch.nn.Parameter, GradientContract]]:
+    """(number of its chunk, parameter, contract) of everything that trains."""
+    for number, chunk in enumerate(model_chunks):
+        for bucket in buckets_of([chunk]):
+            for param, contract in zip(bucket.params, bucket.contracts, strict=True):
+                yield number, param, contract
 
 
 def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
@@ -103,19 +113,18 @@ def split_parameter(
 
     needs_whole: the algorithm of a parameter, in words, if it is such a one.
     """
-    for chunk in model_chunks:
-        for bucket in buckets_of([chunk]):
-            for param, contract in zip(bucket.params, bucket.contracts, strict=True):
-                for axis in split_axes(param, contract):
-                    if (algorithm := needs_whole(param)) is not None:
-                        name = namer(chunk.module)(contract.name)
-                        return (
-                            f"parameter {name!r} is split over the {chunk.groups.size(axis)} ranks of "
-                            f"{axis!r}, and {algorithm} needs it whole: of slices it would make another update for "
-                            "each number of ranks. In get_megatron_optimizer give it another algorithm, "
-                            f"ParamKey(name={name!r}): {{'optimizer': 'adam'}}, or 'muon', this package's "
-                            "own, which puts split matrices together"
-                        )
+    for number, param, contract in params_of(model_chunks):
+        axes = split_axes(param, contract)
+        algorithm = needs_whole(param) if axes else None
+        if algorithm is not None:
+            chunk = model_chunks[number]
+            name = global_name(chunk.module, contract.name)
+            return (
+                f"parameter {name!r} is split over the {chunk.groups.size(axes[0])} ranks of {axes[0]!r}, and "
+                f"{algorithm} needs it whole: of slices it would make another update for each number of ranks. In "
+                f"get_megatron_optimizer give it another algorithm, ParamKey(name={name!r}): {{'optimizer': 'adam'}}, "
+                "or 'muon', this package's own, which puts split matrices together"
+            )
     return None
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.wire.collectives import gather_objects
+from core import agree
 from core.optimizer.algorithms.names import Algorithm, algorithm_needs_shapes, label
 from core.optimizer.groups.param_key import (
     ParamGroupOverride,
     ParamKey,
-    ParamPredicate,
     ParamWithNamePredicate,
     decays_by_default,
     is_embedding_or_output,
@@ -44,21 +43,20 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     """What holds unless other overrides are given: no decay of biases and vectors; embedding and output layer learn
     with `decoupled_lr` where it is set. Add your own to it: `{**get_standard_config_overrides(config), key: {...}}`.
     """
-    overrides: dict[ParamKey, ParamGroupOverride] = {
-        ParamKey(with_name_predicate=_no_decay(config)): ParamGroupOverride(wd_mult=0.0)
+    decaying_norms = {"q_layernorm", "k_layernorm"} if config.apply_wd_to_qk_layernorm else set()
+    excepted = ", q and k norms excepted" if decaying_norms else ""
+
+    def no_decay(name: str, param: nn.Parameter) -> bool:
+        return not decays_by_default(name, param) and decaying_norms.isdisjoint(name.split("."))
+
+    return {
+        _key_of_condition(f"bias or one-dimensional{excepted}", no_decay): ParamGroupOverride(wd_mult=0.0),
+        **_decoupled_overrides(config),
     }
-    overrides.update(_decoupled_overrides(config))
-    return overrides
 
 
-def _no_decay(config: OptimizerConfig) -> ParamWithNamePredicate:
-    if not config.apply_wd_to_qk_layernorm:
-        return ParamWithNamePredicate("bias or one-dimensional", lambda param, name: not decays_by_default(name, param))
-
-    def but_qk_norms(param: nn.Parameter, name: str) -> bool:
-        return not decays_by_default(name, param) and not {"q_layernorm", "k_layernorm"} & set(name.split("."))
-
-    return ParamWithNamePredicate("bias or one-dimensional, q and k norms excepted", but_qk_norms)
+def _key_of_condition(what: str, condition: Condition) -> ParamKey:
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(what, lambda param, name: condition(name, param)))
 
 
 def _decoupled_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
@@ -77,16 +75,12 @@ def overrides_of_conditions(
     lr_mult: float = 1.0,
 ) -> dict[ParamKey, ParamGroupOverride]:
     """The standard overrides, with Megatron's older conditions over (name, parameter) in place of the decay rule."""
-    if no_weight_decay_cond is None:
-        overrides = get_standard_config_overrides(config)
-    else:
-        condition = no_weight_decay_cond
-        no_decay = ParamWithNamePredicate("no_weight_decay_cond", lambda param, name: condition(name, param))
-        overrides = {ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0}, **_decoupled_overrides(config)}
+    overrides = get_standard_config_overrides(config)
+    if no_weight_decay_cond is not None:
+        no_decay = _key_of_condition("no_weight_decay_cond", no_weight_decay_cond)
+        overrides = {no_decay: ParamGroupOverride(wd_mult=0.0), **_decoupled_overrides(config)}
     if scale_lr_cond is not None:
-        scaled = scale_lr_cond
-        predicate = ParamWithNamePredicate("scale_lr_cond", lambda param, name: scaled(name, param))
-        overrides[ParamKey(with_name_predicate=predicate)] = ParamGroupOverride(lr_mult=lr_mult)
+        overrides[_key_of_condition("scale_lr_cond", scale_lr_cond)] = ParamGroupOverride(lr_mult=lr_mult)
     return overrides
 
 
@@ -110,7 +104,7 @@ class GroupKey:
 class ParamGroups:
     """The groups of a model, and the group of every parameter of this rank.
 
-    params: (name in the whole model, parameter, is it an expert's), of all chunks, sharded or not.
+    params: (name in the whole model, parameter, True for an expert's), of all chunks, sharded or not.
     overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; where two
         of them contradict each other, `agree` says so.
     frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
@@ -127,21 +121,24 @@ class ParamGroups:
         frozen: Iterable[tuple[str, nn.Parameter]] = (),
         repeated_name: str | None = None,
     ) -> None:
-        if overrides is None:
-            overrides = get_standard_config_overrides(config)
+        standard = get_standard_config_overrides(config)
         self.config = config
-        self.overrides = dict(overrides)
-        self.matched: set[int] = set()  # which of the overrides have been used
+        self.overrides = dict(standard if overrides is None else overrides)
+        self.matched: set[ParamKey] = set()  # keys of overrides that have been used
         self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
         self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
-        self._numbers: dict[GroupKey, int] = {}  # this rank's keys, numbered as they came
-        self._group_of: dict[int, int] = {}  # id of a parameter -> the number of its key
-        self._place(params)
-        self._order(list(self._numbers))
-        tests = [key.test() for key in self.overrides]
+        self._key_of: dict[int, GroupKey] = {}  # by id of the parameter
+        for name, param, is_expert in params:
+            try:
+                key = self._key_of[id(param)] = self._make_key(name, param, is_expert)
+                if algorithm_needs_shapes(key.algorithm):
+                    self.whole = max(self.whole, (what_must_be_whole(param), name))
+            except ValueError as error:
+                self.problem = self.problem or str(error)
+        self._number(self._key_of.values())
         for name, param in frozen:
-            self.matched.update(index for index, test in enumerate(tests) if test(param, name))
-        counting = [key for key in self.overrides if key.counts and key not in get_standard_config_overrides(config)]
+            self.matched.update(self._matching(name, param))
+        counting = [key for key in self.overrides if key.counts and key not in standard]
         if repeated_name is not None and counting:
             self.problem = (
                 f"{counting[0]} may match other layers than in the whole model: {repeated_name}. Say what the parts of "
@@ -149,56 +146,30 @@ class ParamGroups:
                 "that looks at the parameter alone, ParamKey(predicate=...) or ParamKey(attr=...)"
             )
 
-    def _place(self, params: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
-        """Find the key of every parameter. Parameters of which the same is true have one, which is made once."""
-        tests = [(index, key.test()) for index, key in enumerate(self.overrides)]
-        muon = self.config.optimizer == "muon"
-        # What is true of a parameter -> the number of its key and whether its algorithm asks for its shape; None where
-        # overrides contradict each other.
-        known: dict[tuple[Any, ...], tuple[int, bool] | None] = {}
-        for name, param, is_expert in params:
-            try:
-                matching = tuple([index for index, test in tests if test(param, name)])
-                tagged = bool(getattr(param, "is_embedding_or_output_parameter", False))
-                about = matching, tagged, is_expert, muon and is_muon_matrix(name, param)
-                if about not in known:
-                    self.matched.update(matching)
-                    known[about] = None
-                    key = self._key_of(name, param, matching, tagged, is_expert)
-                    number = self._numbers.setdefault(key, len(self._numbers))
-                    known[about] = number, algorithm_needs_shapes(key.algorithm)
-            except ValueError as error:
-                self.problem = self.problem or str(error)
-                continue
-            found = known[about]
-            if found is not None:
-                self._group_of[id(param)] = found[0]
-                if found[1]:
-                    self.whole = max(self.whole, (what_must_be_whole(param), name))
+    def _matching(self, name: str, param: nn.Parameter) -> list[ParamKey]:
+        return [key for key in self.overrides if key.matches(param, name)]
 
-    def _key_of(
-        self, name: str, param: nn.Parameter, matching: Sequence[int], tagged: bool, is_expert: bool
-    ) -> GroupKey:
-        """The key of a parameter that these overrides match."""
+    def _make_key(self, name: str, param: nn.Parameter, is_expert: bool) -> GroupKey:
+        """The sum of the overrides that match a parameter. ValueError where two of them contradict each other."""
         combined: dict[str, Any] = {}
         source: dict[str, ParamKey] = {}
-        overrides = list(self.overrides.items())
-        for key, override in (overrides[index] for index in matching):
-            for field, value in override.items():
-                if field in combined and combined[field] != value:
+        for key in self._matching(name, param):
+            self.matched.add(key)
+            for field, value in self.overrides[key].items():
+                if combined.setdefault(field, value) != value:
                     raise ValueError(
                         f"parameter {name!r}: {source[field]} sets {field}={combined[field]} and {key} sets "
                         f"{field}={value}; make one of the two keys narrower"
                     )
-                combined[field] = value
                 source[field] = key
         algorithm = label(combined.pop("optimizer", None) or algorithm_of(self.config, name, param))
-        decoupled = tagged and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
+        tagged = getattr(param, "is_embedding_or_output_parameter", False)
+        decoupled = bool(tagged) and self.config.decoupled_lr is not None and combined.get("max_lr") is not None
         return GroupKey(algorithm, tuple(sorted(combined.items())), decoupled, is_expert)
 
-    def _order(self, keys: list[GroupKey]) -> None:
-        self.keys = keys
-        self._index = [keys.index(key) for key in self._numbers]
+    def _number(self, keys: Iterable[GroupKey]) -> None:
+        self.keys = list(dict.fromkeys(keys))
+        self._index = {key: index for index, key in enumerate(self.keys)}
 
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Put the lists of all ranks together. Collective over `groups`, one after the other.
@@ -206,35 +177,28 @@ class ParamGroups:
         Raises ValueError on every rank when overrides contradict each other for a parameter of any rank, or when one of
         them matches no parameter of any rank.
         """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        everyone = {rank: (tuple(self.keys), tuple(sorted(self.matched)), self.whole, self.problem)}
-        for group in groups:
-            everyone = {r: found for part in gather_objects(everyone, group) for r, found in part.items()}
-        in_order = [everyone[rank] for rank in sorted(everyone)]
-        problems = [problem for *_, problem in in_order if problem is not None]
-        if problems:
-            raise ValueError(problems[0])
-        self._order(list(dict.fromkeys(key for keys, *_ in in_order for key in keys)))
-        self.matched = {index for _, matched, *_ in in_order for index in matched}
+        used = [key in self.matched for key in self.overrides]
+        told = agree.gather((self.keys, used, self.whole, self.problem), groups, "the param groups")
+        in_order = [told[rank] for rank in sorted(told)]
+        for *_, problem in in_order:
+            if problem is not None:
+                raise ValueError(problem)
+        self._number(key for keys, *_ in in_order for key in keys)
         self.whole = max(whole for *_, whole, _ in in_order)
-        unused = [
-            key
-            for index, key in enumerate(self.overrides)
-            if index not in self.matched and key not in _may_match_nothing(self.config)
-        ]
-        if unused:
-            raise ValueError(
-                f"{unused[0]} in config_overrides matches no parameter of the model on any rank; compare it with the "
-                "names in named_parameters() of the whole model, which no pipeline cuts, or leave it out"
-            )
+        for index, key in enumerate(self.overrides):
+            if not any(used[index] for _, used, *_ in in_order) and key not in _may_match_nothing(self.config):
+                raise ValueError(
+                    f"{key} in config_overrides matches no parameter of the model on any rank; compare it with the "
+                    "names in named_parameters() of the whole model, which no pipeline cuts, or leave it out"
+                )
 
     def of(self, param: nn.Parameter) -> int:
         """The index of a parameter's group."""
-        return self._index[self._group_of[id(param)]]
+        return self._index[self._key_of[id(param)]]
 
     def cannot_be_split(self, param: nn.Parameter) -> str | None:
         """The algorithm of a parameter if it needs it whole on one rank. Our Muon puts split matrices together."""
-        algorithm = self.keys[self.of(param)].algorithm
+        algorithm = self._key_of[id(param)].algorithm
         return algorithm if algorithm != "muon" and algorithm_needs_shapes(algorithm) else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -277,7 +241,7 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
 
 
 def what_must_be_whole(param: nn.Parameter) -> int:
-    """Of a parameter whose algorithm needs it whole: is it one that shards can leave whole, and with which option?"""
+    """What an algorithm that needs this parameter whole asks of shards: MATRICES, VECTORS or EMBEDDINGS."""
     if getattr(param, "is_embedding_or_output_parameter", False):
         return EMBEDDINGS
     return MATRICES if param.dim() >= 2 else VECTORS
@@ -291,27 +255,11 @@ def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Alg
 
 
 def is_muon_matrix(name: str, param: nn.Parameter) -> bool:
-    """Is it a hidden layer's matrix, or a stack of them (experts')? No bias, norm, embedding or output layer is."""
+    """True for a hidden layer's matrix and a stack of them (experts'); not for biases, norms, embeddings, outputs."""
     return decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
 
 
 def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:
     """Keys that are made here, for any model."""
-    conditions = {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda param, name: False))
-        for name in ("no_weight_decay_cond", "scale_lr_cond")
-    }
+    conditions = (_key_of_condition(what, lambda *_: False) for what in ("no_weight_decay_cond", "scale_lr_cond"))
     return {*get_standard_config_overrides(config), *conditions}
-
-
-__all__ = [
-    "Condition",
-    "GroupKey",
-    "Overrides",
-    "ParamGroupOverride",
-    "ParamGroups",
-    "ParamKey",
-    "ParamPredicate",
-    "ParamWithNamePredicate",
-    "get_standard_config_overrides",
-]

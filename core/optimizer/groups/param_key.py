@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 from torch import nn
@@ -44,7 +43,7 @@ class ParamPredicate:
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter) -> bool:
-        """Does the parameter pass?"""
+        """True if the parameter passes."""
         return bool(self.fn(param))
 
 
@@ -56,7 +55,7 @@ class ParamWithNamePredicate:
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter, name: str) -> bool:
-        """Does the parameter of this name pass?"""
+        """True if the parameter of this name passes."""
         return bool(self.fn(param, name))
 
 
@@ -86,29 +85,18 @@ class ParamKey:
             raise ValueError("ParamKey() has no criterion and matches nothing; give a name, attr or predicate")
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Is any of the criteria met?"""
-        return self.test()(param, param_name)
+        """True if any of the criteria is met."""
+        return (
+            any(fnmatchcase(param_name, pattern) for pattern in _several(self.name))
+            or any(getattr(param, attr, False) for attr in _several(self.attr))
+            or any(predicate(param) for predicate in _several(self.predicate))
+            or any(predicate(param, param_name) for predicate in _several(self.with_name_predicate))
+        )
 
     @property
     def counts(self) -> bool:
         """True if the answer may depend on a number in the name, such as a layer's."""
         return bool(self.with_name_predicate) or not COUNTING.isdisjoint("".join(_several(self.name)))
-
-    def test(self) -> Callable[[nn.Parameter, str], bool]:
-        """`matches` as a function, for many parameters: with patterns that are compiled once."""
-        tests: list[Callable[[nn.Parameter, str], Any]] = []
-        if patterns := _several(self.name):
-            fits = re.compile("|".join(map(translate, patterns))).match
-            tests.append(lambda param, name: fits(name))
-        for attr in _several(self.attr):
-            tests.append(lambda param, name, attr=attr: getattr(param, attr, False))  # type: ignore[misc]
-        for predicate in _several(self.predicate):
-            tests.append(lambda param, name, fn=predicate: fn(param))  # type: ignore[misc]
-        tests += _several(self.with_name_predicate)
-        if len(tests) == 1:
-            (only,) = tests
-            return lambda param, name: bool(only(param, name))
-        return lambda param, name: any(test(param, name) for test in tests)
 
     def __str__(self) -> str:
         """The criteria that are set, with predicates by their names."""
@@ -134,7 +122,7 @@ def decays_by_default(name: str, param: nn.Parameter) -> bool:
 
 
 def is_embedding_or_output(name: str, param: nn.Parameter) -> bool:
-    """Is it a word or position embedding or the output layer: by its tag, or by the modules it lies in?"""
+    """True for a word or position embedding and the output layer, by its tag or by the modules it lies in."""
     return bool(
         getattr(param, "is_embedding_or_output_parameter", False)
         or getattr(param, "shared_embedding", False)

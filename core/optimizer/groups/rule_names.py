@@ -10,32 +10,27 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from core import agree
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.layout.model_walk import walk_model
 from core.distributed.reduce.model_chunks import models_of
-from core.distributed.wire.collectives import gather_objects
 from core.global_names import namer
-from core.optimizer.groups.model_check import buckets_of
+from core.optimizer.groups.model_check import params_of
 
 
 def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
-    """(name in the whole model, parameter, is it an expert's) of everything that this rank trains."""
-    return [
-        (global_name(contract.name), param, contract.is_expert)
-        for chunk in chunks
-        for global_name in [namer(chunk.module)]
-        for bucket in buckets_of([chunk])
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
-    ]
+    """(name in the whole model, parameter, True for an expert's) of everything that this rank trains."""
+    namers = [namer(chunk.module) for chunk in chunks]
+    return [(namers[number](contract.name), param, contract.is_expert) for number, param, contract in params_of(chunks)]
 
 
 def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) of those that do not train."""
+    named = ((namer(chunk.module), walk_model(chunk.module).named) for chunk in chunks)
     return [
         (global_name(name), param)
-        for chunk in chunks
-        for global_name in [namer(chunk.module)]
-        for name, param in walk_model(chunk.module).named.items()
+        for global_name, params in named
+        for name, param in params.items()
         if not param.requires_grad
     ]
 
@@ -45,16 +40,14 @@ def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
     groups = chunks[0].groups
     if groups.size("pp") == 1:
         return None
+    namers, models = [namer(chunk.module) for chunk in chunks], models_of(chunks)
     mine = {
-        id(param): (model, global_name(contract.name))
-        for model, chunk in zip(models_of(chunks), chunks, strict=True)
-        for global_name in [namer(chunk.module)]
-        for bucket in buckets_of([chunk])
-        for param, contract in zip(bucket.params, bucket.contracts, strict=True)
+        id(param): (models[number], namers[number](contract.name))
+        for number, param, contract in params_of(chunks)
         if not contract.crosses_stages  # a copy of one weight, such as a tied embedding
     }
     holder: dict[tuple[int, str], int] = {}
-    for rank, held in zip(groups.ranks("pp"), gather_objects(list(mine.values()), groups.require("pp")), strict=True):
+    for rank, held in agree.gather(list(mine.values()), groups.require("pp"), "the names of stages").items():
         for key in held:
             if key in holder:
                 return f"{key[1]!r} is the name of two parameters, of pipeline stages on ranks {holder[key]} and {rank}"
