@@ -171,10 +171,14 @@ class ProcessGroups:
 CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "dp_cp"))
 
 
-def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
+def world_chain(groups: ProcessGroups) -> tuple[str, ...]:
     """Groups that one after the other reach every rank of the model once; where some are missing, most ranks."""
-    longest = max(CHAINS, key=lambda chain: math.prod(map(groups.size, chain)))
-    return [groups.control(name) for name in longest if groups.size(name) > 1]
+    return max(CHAINS, key=lambda chain: math.prod(map(groups.size, chain)))
+
+
+def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
+    """Those of `world_chain` that have several ranks, for agreements."""
+    return [groups.control(name) for name in world_chain(groups) if groups.size(name) > 1]
 
 
 ProcessGroupCollection = ProcessGroups

@@ -12,7 +12,13 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.groups.model_check import check_model, check_whole_params, split_parameter
+from core.optimizer.groups.model_check import (
+    all_rank_groups,
+    check_model,
+    check_whole_params,
+    other_ranks,
+    split_parameter,
+)
 from core.optimizer.groups.param_groups import (
     CUT_OK,
     Condition,
@@ -23,7 +29,6 @@ from core.optimizer.groups.param_groups import (
 )
 from core.optimizer.groups.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
 from core.optimizer.groups.rule_names import frozen_params, repeated_name, trainable_params
-from core.optimizer.norm.clip_grads import everybody, longest_chain, other_ranks
 from core.optimizer.optimizer import MegatronOptimizer, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
@@ -67,8 +72,8 @@ def get_megatron_optimizer(
     config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
         the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`. It may
         be the third argument, as in Megatron's newer versions.
-    pg_collection: the groups of the job; default those that the model was wrapped with. ValueError, by the group's
-        name, where it does not reach the same ranks: the norm is taken over all of them.
+    pg_collection: the groups of the job; ValueError, by the group's name, where it does not reach the ranks that the
+        model was wrapped with. The norm is taken over all of those.
 
         model = DistributedDataParallel(config, ddp_config, model)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-4, clip_grad=1.0), [model])
@@ -102,7 +107,7 @@ def _make(
     process_groups: ProcessGroups,
 ) -> MegatronOptimizer:
     sharded = check_model(config, model_chunks)
-    ranks = everybody(model_chunks[0].groups)
+    world = all_rank_groups(model_chunks[0].groups)
     groups = ParamGroups(
         config,
         trainable_params(model_chunks),
@@ -114,7 +119,7 @@ def _make(
         groups.problem = groups.problem or other_ranks(process_groups, chunk.groups)
     if groups.whole[0] != CUT_OK:
         groups.problem = groups.problem or split_parameter(model_chunks, groups.cannot_be_split)
-    groups.agree(ranks)
+    groups.agree(world)
     check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
-    return cls(config, model_chunks, groups, longest_chain(process_groups)[0])
+    return cls(config, model_chunks, groups, world)

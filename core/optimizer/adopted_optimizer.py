@@ -18,10 +18,9 @@ from core.distributed.wire.collectives import Collectives
 from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
 from core.optimizer.cpu_offload import OffloadedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
-from core.optimizer.groups.model_check import check_model, split_parameter
+from core.optimizer.groups.model_check import all_rank_groups, check_model, split_parameter
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Run
-from core.optimizer.norm.clip_grads import everybody
 from core.optimizer.optimizer_config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         self.user_params = [list(group["params"]) for group in user.param_groups]
         before = dict(user.state)
         user.state.clear()
-        super().__init__(config, [model], AdoptedGroups(user), everybody(model.groups))
+        super().__init__(config, [model], AdoptedGroups(user), all_rank_groups(model.groups))
         if before:
             self._take_over(before)
 

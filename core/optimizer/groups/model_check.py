@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
@@ -14,6 +17,7 @@ from core.global_names import global_name
 from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.process_groups import CHAINS, ProcessGroups, world_chain
 from core.rank_grid import COPY_AXES
 
 
@@ -152,3 +156,36 @@ def check_whole_params(groups: ParamGroups, model_chunks: Sequence[DistributedDa
                 f"parameter {name!r} is updated by an algorithm that needs it whole, and shards may cut it; wrap the "
                 f"model with DistributedDataParallelConfig(whole_param_shards={wanted!r})"
             )
+
+
+def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
+    """Groups to add over, one after the other, so that every rank of the model is counted once.
+
+    groups: what the model was wrapped with. Raises ValueError where the job has more ranks and missing groups leave
+    open whether they hold parts of the model too.
+    """
+    chain = world_chain(groups)
+    reached = math.prod(map(groups.size, chain))
+    complete = any(all(getattr(groups, name) is not None for name in names) for names in CHAINS)
+    if reached < dist.get_world_size() and not complete:
+        missing = ", ".join(repr(name) for name in CHAINS[-1] if getattr(groups, name) is None)
+        raise ValueError(
+            f"the norm would be taken over {reached} of the job's {dist.get_world_size()} ranks, because the groups "
+            f"lack {missing}; wrap the model with them too, with a group of one rank "
+            "(torch.distributed.new_subgroups(1)) along an axis that it is not split over"
+        )
+    return [groups.require(name) for name in chain if groups.size(name) > 1]
+
+
+def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
+    """What is wrong where `groups` reach other ranks than those that a model chunk was wrapped with."""
+    reached, wrapped_with = (math.prod(map(held.size, world_chain(held))) for held in (groups, wrapped))
+    for name in (name for chain in reversed(CHAINS) for name in chain):
+        given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))
+        other_reach = (given and own) or (reached != wrapped_with and groups.size(name) != wrapped.size(name))
+        if given != own and other_reach:
+            return (
+                f"pg_collection.{name} holds ranks {given}, and the model was wrapped with {own}: ranks would clip by "
+                "different norms. Pass the groups it was wrapped with, or leave pg_collection out"
+            )
+    return None

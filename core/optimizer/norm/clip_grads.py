@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,7 @@ from core.distributed.wire.collectives import Collectives
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
-from core.rank_grid import MODEL_AXES
 from core.waiting import waiting
-
-if TYPE_CHECKING:
-    from core.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,48 +47,6 @@ class GradStats:
     def norm_of(self, group: str | None) -> float:
         """The norm that gradients of a norm group are clipped by."""
         return self.norm if group is None else self.separate_norms[group]
-
-
-# Each chain whose groups are all there reaches every rank of the model once.
-CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "dp_cp"))
-
-
-def everybody(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    """Groups to reduce over, one after the other, so that the sum is over all ranks of the model, each once.
-
-    groups: what the model was wrapped with. Raises ValueError where the job has more ranks and missing groups leave
-    open whether they hold parts of the model too.
-    """
-    chain, reached = longest_chain(groups)
-    complete = any(all(getattr(groups, name) is not None for name in names) for names in CHAINS)
-    if reached < dist.get_world_size() and not complete:
-        missing = ", ".join(repr(name) for name in CHAINS[-1] if getattr(groups, name) is None)
-        raise ValueError(
-            f"the norm would be taken over {reached} of the job's {dist.get_world_size()} ranks, because the groups "
-            f"lack {missing}; wrap the model with them too, with a group of one rank "
-            "(torch.distributed.new_subgroups(1)) along an axis that it is not split over"
-        )
-    return chain
-
-
-def longest_chain(groups: ProcessGroups) -> tuple[list[dist.ProcessGroup], int]:
-    """The chain that reaches most ranks, and how many; a missing group counts as one rank."""
-    reach = {chain: math.prod(map(groups.size, chain)) for chain in CHAINS}
-    longest = max(CHAINS, key=reach.__getitem__)
-    return [groups.require(name) for name in longest if groups.size(name) > 1], reach[longest]
-
-
-def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
-    """What is wrong where `groups` reach other ranks than those that a model chunk was wrapped with."""
-    same_reach = longest_chain(groups)[1] == longest_chain(wrapped)[1]
-    for name in (name for chain in reversed(CHAINS) for name in chain):
-        given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))
-        if given != own and ((given and own) or (not same_reach and groups.size(name) != wrapped.size(name))):
-            return (
-                f"pg_collection.{name} holds ranks {given}, and the model was wrapped with {own}: ranks would clip by "
-                "different norms. Pass the groups it was wrapped with, or leave pg_collection out"
-            )
-    return None
 
 
 def counts_here(bucket: Bucket) -> bool:
