@@ -101,22 +101,22 @@ def same(
 ) -> None:
     """Raise on all ranks of a group where they differ in a table, naming the first line and rank that differ.
 
-    tables: (name of a group, the group, this rank's table of one line a fact), in one order on all ranks. failure: this
-    rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. What one group finds, the
-    next ones are told. A hash travels; tables only where ranks differ.
+    tables: (the group in words, the group, this rank's table of one line a fact), in one order on all ranks. failure:
+    this rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. What one group
+    finds, the next ones are told. A hash travels; tables only where ranks differ.
     """
-    for name, group, table in tables:
-        what = f"the comparison of group {name}"
+    for words, group, table in tables:
+        what = f"the comparison of {words}"
         if equal(table, group, what, failed=failure is not None):
             continue
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         told = gather((list(table), text), group, what)
         failed = [(rank, theirs) for rank, (_, theirs) in told.items() if theirs is not None]
         if failure is None and failed:
-            failure = kind(f"rank {failed[0][0]} of group {name!r} {list(told)} failed. {failed[0][1]}")
+            failure = kind(f"rank {failed[0][0]} of {words} {list(told)} failed. {failed[0][1]}")
         elif failure is None:
             difference = first_difference({rank: theirs for rank, (theirs, _) in told.items()})
-            failure = kind(f"{difference} (group {name!r}, ranks {list(told)}). {advice}")
+            failure = kind(f"{difference} ({words}, ranks {list(told)}). {advice}")
     if failure is not None:
         raise failure
 

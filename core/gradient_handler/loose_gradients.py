@@ -78,7 +78,7 @@ class LooseReduction:
         self.shared = _by_group([g for g in gradients if _size(g.group) > 1])
         tables = [[_fact(number, g, same_names) for number, g in enumerate(served)] for served in self.shared]
         agree.same(
-            ("gradient handler", _group(served), table) for served, table in zip(self.shared, tables, strict=True)
+            ("a gradient handler", _group(served), table) for served, table in zip(self.shared, tables, strict=True)
         )
 
     @torch.no_grad()

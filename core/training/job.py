@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core import parallel_state
+from core import agree, parallel_state
 from core.checkpoint import StopSignal
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
@@ -123,11 +123,10 @@ def claim_directory(config: JobConfig, saved: str | None) -> RunDirectory:
             failure = str(error)
         except OSError as error:
             failure = f"--run.directory {parent} cannot be written and locked by this user: {error}"
-    answer = [None if run is None else str(run.path), failure]
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise ConfigError(str(answer[1]))
-    return run or RunDirectory(Path(str(answer[0])), None)
+    path, failure = agree.gather((None if run is None else str(run.path), failure), None, "the run's directory")[0]
+    if failure is not None:
+        raise ConfigError(failure)
+    return run or RunDirectory(Path(str(path)), None)
 
 
 def start_groups(config: JobConfig, plan: JobPlan) -> None:
@@ -196,11 +195,9 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
             path = prepare_token_file(config.data)
         except (OSError, ValueError, ImportError) as error:
             failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, message in enumerate(failures):
-        if message is not None:
-            raise ConfigError(f"rank {rank} could not prepare the text: {message}")
+    found = agree.first(None if failure is None else (dist.get_rank(), failure), None, "the text")
+    if found is not None:
+        raise ConfigError(f"rank {found[0]} could not prepare the text: {found[1]}")
     path = path if path is not None else prepare_token_file(config.data)  # there by now
     tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
     if num_windows(tokens.train, config.model.sequence_length) == 0:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core import agree
 from core.process_groups import ProcessGroups
 from core.rank_grid import AXES, axes_of
 from core.verify.diagnosis import DATA_AXES, BiasPart, RankPart, explain, explain_bias
@@ -38,11 +39,9 @@ def cause_of_gradient(
     mine = [held for held in job.model.trained if held.name == wrong[0]]
     part = _part(job, mine, expected, plain, got) if mine else None
     job.clear()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, _reductions(job))
-    answer: list[Any] = [None]
+    told = agree.gather((part, _reductions(job)), None, "the cause").values()
+    parts, tables = [part for part, _ in told], [table for _, table in told]
+    answer: tuple[str, tuple[str, ...]] | None = None
     if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
         present = [part for part in parts if part is not None]
         reductions: dict[str, Reductions] = {}
@@ -62,9 +61,10 @@ def cause_of_gradient(
             cause += f"; the wrong ones, and no right one, have {' and '.join(map(repr, blamed))}"
         elif blamed:
             cause += f"; all parameters are wrong, and all have {' and '.join(map(repr, blamed))}"
-        answer[0] = cause, details
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0][0], answer[0][1]
+        answer = cause, details
+    decided = agree.gather(answer, None, "the cause")[0]
+    assert decided is not None, "rank 0 has explained it"
+    return decided
 
 
 def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> tuple[str, tuple[str, ...]]:
@@ -83,8 +83,7 @@ def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], 
             counts: Any = router.local_tokens_per_expert
             place = {axis: job.groups.rank(axis) for axis in ("dp", "cp", "tp")}
             part = BiasPart(dist.get_rank(), place, counts.tolist(), moved[held.key].tolist())
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
+    parts = agree.gather(part, None, "the cause").values()
     rate = job.model.chunks[0].config.moe_router_bias_update_rate
     return explain_bias([part for part in parts if part is not None], rate), ()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import parallel_state
+from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.pipeline_parallel import PipelineRunner
@@ -238,9 +238,7 @@ def compare(
 
 
 def _from_all(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return list(agree.gather(value, None, "the oracle's findings").values())
 
 
 def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import agree
 from core.moe import auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, split_loss
@@ -133,16 +134,15 @@ class Reference:
 
     def _on_rank_zero(self, act: Callable[[], Any]) -> Any:
         """Run there alone; what it raises is raised on every rank, which would wait for ever otherwise."""
-        answer: list[Any] = [None]
-        result = None
+        result, failure = None, None
         if dist.get_rank() == 0:
             try:
                 result = act()
             except Exception as error:
-                answer[0] = error
-        dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], Exception):
-            raise answer[0]
+                failure = error
+        failure = agree.gather(failure, None, "the reference")[0]
+        if failure is not None:
+            raise failure
         return result
 
     def _shared(self, compute: Callable[[nn.Module], Expected]) -> Expected:
@@ -151,12 +151,11 @@ class Reference:
             return compute(self.model)
 
         mine: Expected | None = self._on_rank_zero(on_model)
-        answer: list[Any] = [None]
+        answer: Any = None
         if mine is not None:
             shapes = {name: (grad.shape, grad.dtype) for name, grad in mine.grads.items()}
-            answer[0] = mine.loss, mine.tokens, shapes, mine.biases
-        dist.broadcast_object_list(answer, src=0)
-        loss, tokens, shapes, biases = answer[0]
+            answer = mine.loss, mine.tokens, shapes, mine.biases
+        loss, tokens, shapes, biases = agree.gather(answer, None, "the reference")[0]
         grads = {}
         for name, (shape, dtype) in shapes.items():
             grad = torch.empty(shape, dtype=dtype) if mine is None else mine.grads[name]

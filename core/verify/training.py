@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import agree
 from core.distributed.guard.finite import ReplicaDriftError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.gathered import Held
@@ -62,9 +62,7 @@ def train_gpt(layout: Layout, dtype: str = "fp64", *, optimizer: str = "sgd", st
         want = reference.gather(weights_of)
         floor = 1e-3 * _norm(want.values()) / max(1, len(want)) ** 0.5
         errors = [(_error(held, want[held.name], floor), held.name) for held in job.model.trained]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, max(errors, default=(0.0, "")))
-        weight_error, worst = max(everyone)
+        weight_error, worst = max(agree.gather(max(errors, default=(0.0, "")), None, "the largest error").values())
         return TrainingReport(
             title=f"{dtype} {layout} {optimizer}",
             bound=BOUND[dtype],
@@ -117,6 +115,4 @@ def _norm(tensors: Any) -> float:
 
 
 def _from_rank_zero(value: float | None) -> float:
-    answer: list[Any] = [value]
-    dist.broadcast_object_list(answer, src=0)
-    return float(answer[0])
+    return float(agree.gather(value, None, "the norm")[0] or 0.0)

@@ -63,28 +63,26 @@ def test_an_error_of_one_rank_is_raised_on_all_of_them_by_its_name(rank: int, wo
 @ranks(3)
 def test_the_first_line_in_which_ranks_differ_is_named_on_all_of_them(rank: int, world: int) -> None:
     world_group = dist.group.WORLD
-    agree.same([("all", world_group, ["a = 1", "b = 2"])])
+    agree.same([("all ranks", world_group, ["a = 1", "b = 2"])])
     table = ["a = 1", "b = 2", *(["c = 3"] if rank == 2 else [])]
-    with pytest.raises(
-        LayoutMismatch, match=r"rank 2 has c = 3; rank 0 has nothing.*\(group 'all', ranks \[0, 1, 2\]\)"
-    ):
-        agree.same([("all", world_group, table)])
+    with pytest.raises(LayoutMismatch, match=r"rank 2 has c = 3; rank 0 has nothing.*\(all ranks, ranks \[0, 1, 2\]\)"):
+        agree.same([("all ranks", world_group, table)])
     with pytest.raises(ValueError, match=r"rank 1 has a = 1; rank 0 has a = 0 .* Pass it alike"):
-        agree.same([("all", world_group, [f"a = {min(rank, 1)}"])], kind=ValueError, advice="Pass it alike")
+        agree.same([("all ranks", world_group, [f"a = {min(rank, 1)}"])], kind=ValueError, advice="Pass it alike")
 
 
 @ranks(4)
 def test_what_one_group_finds_is_raised_on_the_ranks_of_the_next_ones(rank: int, world: int) -> None:
     row, column = rows_and_columns(rank)
-    tables = [("row", row, [f"a = {rank == 1}"]), ("column", column, ["b = 0"])]
+    tables = [("the row", row, [f"a = {rank == 1}"]), ("the column", column, ["b = 0"])]
     words = "rank 1 has a = True; rank 0 has a = False"
     if rank >= 2:
-        words = rf"rank {rank - 2} of group 'column' \[{rank - 2}, {rank}\] failed. LayoutMismatch: {words}"
+        words = rf"rank {rank - 2} of the column \[{rank - 2}, {rank}\] failed. LayoutMismatch: {words}"
     with pytest.raises(LayoutMismatch, match=words):
         agree.same(tables)
     mine = OSError("disk full") if rank == 3 else None
     with pytest.raises(OSError if mine else ValueError, match="disk full"):
-        agree.same([("row", row, []), ("column", column, [])], mine, kind=ValueError)
+        agree.same([("the row", row, []), ("the column", column, [])], mine, kind=ValueError)
 
 
 def test_without_a_job_a_process_agrees_with_itself() -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.wire.collectives import Collectives, gather_objects
+from core import agree
+from core.distributed.wire.collectives import Collectives
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import MASTER, Entry
 
@@ -73,7 +74,7 @@ def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[E
     for group, names in _names_by_group(engine):
         rank = dist.get_rank(group)
         here = {name: [_piece(rank, entry) for entry in mine.get(name, [])] for name in names}
-        for theirs in gather_objects(here, group):
+        for theirs in agree.gather(here, group, "the pieces of states").values():
             for name, found in theirs.items():
                 pieces.setdefault(name, []).extend(found)
     return pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
 
 
@@ -20,10 +21,4 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
 
     def agree(self, error: Exception | None, what: str) -> None:
         """Raise on every rank if any has an error; so a rank that returns knows that all have come this far."""
-        texts: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=self.group)
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise RuntimeError(f"{what}: rank {rank} failed: {text}")
+        agree.refuse(error, self.group, what)

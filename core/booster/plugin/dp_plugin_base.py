@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from core import agree
 from core.booster.accelerator import device_of_group
 from core.booster.lora import add_lora
 from core.booster.plugin.adapters_in_optimizer import add_adapters
@@ -84,13 +85,7 @@ class DPPluginBase(Plugin):
                 self.complete_optimizer(model, optimizer)
             except ValueError as refusal:
                 error = refusal
-        texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise RuntimeError(f"boost: rank {rank} failed: {text}")
+        agree.refuse(error, None, "boost")
 
     def prepare_dataloader(
         self,

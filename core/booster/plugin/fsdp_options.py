@@ -22,6 +22,8 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from core import agree
+
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -221,8 +223,7 @@ def _mesh(ranks: torch.Tensor, device: torch.device) -> DeviceMesh:
 
 
 def _mesh_of_two(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    rows: list[Any] = [None] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    rows = list(agree.gather(dist.get_process_group_ranks(shard), replicate, "the shard groups").values())
     return DeviceMesh.from_group(
         [replicate, shard], device.type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )

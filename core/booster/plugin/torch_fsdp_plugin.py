@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from core import agree
 from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
 from core.booster.mixed_precision import FP16TorchMixedPrecision, TorchAMPOptimizer
 from core.booster.plugin.dp_plugin_base import DPPluginBase
@@ -94,11 +95,8 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Did any rank find inf or NaN in its shard?"""
-        flag = torch.tensor(float(found), device=self.device)
-        for group in self.groups:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return bool(flag)
+        """True if any rank found inf or NaN in its shard."""
+        return agree.any(found, self.groups, "an overflow")
 
 
 class TorchFSDPPlugin(DPPluginBase):

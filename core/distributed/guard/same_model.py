@@ -25,6 +25,6 @@ def check_same_model(
         for name in (*DATA_KINDS, *COPY_AXES):
             if groups.size(name) > 1:
                 told = [] if plan is None else [*options, *plan.fingerprint(name)]
-                yield name, groups.control(name), told
+                yield f"group {name!r}", groups.control(name), told
 
     agree.same(fingerprints(), failure)

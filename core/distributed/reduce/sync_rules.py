@@ -245,7 +245,7 @@ def check_stages(chunks: Sequence[GradSync]) -> None:
     """
     groups = chunks[0].groups
     names = [name for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp") if groups.size(name) > 1]
-    agree.same((name, groups.control(name), _table(chunks, name)) for name in names)
+    agree.same((f"group {name!r}", groups.control(name), _table(chunks, name)) for name in names)
 
 
 def _table(chunks: Sequence[GradSync], group: str) -> list[str]:

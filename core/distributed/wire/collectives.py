@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from core.distributed.wire.host_channel import HostChannel
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
-from core.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
 
@@ -253,17 +252,3 @@ def scale_now(tensor: torch.Tensor, scale: float) -> float:
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
     tensor.div_(size)
-
-
-def agree_max(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Elementwise maximum of a small vector over a control group, in place and asynchronous."""
-    work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    return work
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's picklable value, in group order. For wrap time and for failures, never for a step."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    with waiting("the findings", group):
-        dist.all_gather_object(gathered, value, group=group)
-    return gathered

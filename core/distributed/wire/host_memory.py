@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from core.distributed.wire.collectives import backend_of, gather_objects, timeout_of
+from core import agree
+from core.distributed.wire.collectives import backend_of, timeout_of
 from core.distributed.wire.host_channel import CONTROL_BYTES, HostChannel, Member
 
 PAGE = 4096
@@ -117,14 +119,14 @@ def _map_all(
     if own is not None:
         with suppress(OSError):
             address = _address(own[0])
-    addresses = gather_objects(address, group)
+    addresses: list[Any] = list(agree.gather(address, group, "the shared memory").values())
     maps: list[mmap.mmap] | None = None
     if own is not None and None not in addresses:
         with suppress(OSError):
             here = dist.get_rank(group)
             maps = [own[1] if rank == here else _open(address) for rank, address in enumerate(addresses)]
-    mapped = gather_objects(maps is not None, group)  # also: nobody closes before all have opened
-    return (maps if all(mapped) else None), addresses
+    failed = agree.any(maps is None, group, "the shared memory")  # also: nobody closes before all have opened
+    return (None if failed else maps), addresses
 
 
 def _address(fd: int) -> Address:
