@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from core import agree
 from core.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
@@ -30,21 +30,11 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return list(agree.gather(value, self.group, "a checkpoint").values())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says True; one all-reduce of four bytes."""
-        if self.world == 1:
-            return flag
-        backend = dist.get_backend(self.group)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        total = torch.tensor(int(flag), dtype=torch.int32, device=device)
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(total.item())
+        """True if any rank says True; one small maximum."""
+        return agree.any(flag, self.group, "a checkpoint")
 
     def global_rank(self, rank: int) -> int:
         """The number by which the job knows a rank of this group."""
