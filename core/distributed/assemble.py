@@ -29,6 +29,7 @@ from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.param_gatherer import ParamSync
 from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
@@ -84,9 +85,8 @@ def assemble(
         gradient_collectives(ddp_config.grad_communication_dtype, plain),
         _control_groups(buckets, groups),
         ModelWatch(module, plan, buckets).problems,
-        in_backward=(ddp_config.overlap_grad_reduce or ddp_config.shards_gradients) and plan.wire_is_free,
-        wait_at_once=not ddp_config.overlap_grad_reduce,
-        many_rounds=ddp_config.reduces_every_microbatch and plan.wire_is_free,
+        launches=_launches(ddp_config) if plan.wire_is_free else Launches.AT_THE_END,
+        every_microbatch=ddp_config.reduces_every_microbatch and plan.wire_is_free,
         watch=nan_watch,
         channels=plain.channels,
     )
@@ -101,6 +101,13 @@ def assemble(
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )
+
+
+def _launches(ddp_config: DistributedDataParallelConfig) -> Launches:
+    """Sharded gradients leave in backward without overlap too, or memory of all of them would be needed."""
+    if ddp_config.overlap_grad_reduce:
+        return Launches.IN_BACKWARD
+    return Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
 
 
 def _settle_other_models(groups: ProcessGroups) -> None:

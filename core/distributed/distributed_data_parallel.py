@@ -166,8 +166,8 @@ class DistributedDataParallel(nn.Module):
 
         Sync rules (sequence parallelism, tied embeddings) are `finalize_model_grads`' part.
         """
+        self.reducer.take_turn()
         self.reducer.finish(force_all_reduce=force_all_reduce)
-        self.reducer.attach()
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step.
@@ -279,7 +279,7 @@ class DistributedDataParallel(nn.Module):
         `.grad` after it, not before. Other gradients of an open step are there. Each rank saves its own. Collective:
         every rank calls it after the same microbatch.
         """
-        self.reducer.complete_round()
+        self.reducer.complete_microbatch()
         found = {name: bucket.reduced_so_far() for name, bucket in self._streamed()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
@@ -373,7 +373,7 @@ def _begin_forward(module: nn.Module, _inputs: Any) -> None:
         )
     wrapper.check_memory()
     if torch.is_grad_enabled():
-        wrapper.reducer.forward_seen = True
+        wrapper.reducer.note_forward()
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from core.agree import SyncError
-from core.distributed.buffer.bucket import BucketState
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.shared_wire import link_chunks
+from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, DATA_KINDS
@@ -82,7 +82,7 @@ def _reduce_and_guard(
     if num_tokens is not None:
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:
-            for bucket in chunk.reducer.order:
+            for bucket in chunk.reducer.buckets:
                 bucket.defer_scale(total.reciprocal())
             chunk.reducer.needs_zero = True  # what a later backward adds would be divided by other tokens
     _guard(chunks, groups)
@@ -147,7 +147,7 @@ def _check_arguments(
         _check_same_groups(groups, pg_collection)
     for chunk in chunks:
         chunk.check_memory()
-        if any(bucket.state is BucketState.FINAL for bucket in chunk.reducer.order) and not chunk.reducer.has_new_step:
+        if chunk.reducer.state is not StepState.REDUCED and not chunk.reducer.has_new_step:
             raise SyncError(
                 f"rank {dist.get_rank()}: finalize_model_grads was called twice without a backward in between; the "
                 "second call would reduce and scale reduced gradients again. Call it once a step"
@@ -204,9 +204,9 @@ def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> Non
     if chunk.reducer.open:
         chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
     else:  # the user, or a schedule, has called finish_grad_sync: the rules are what is left
-        for bucket in chunk.reducer.order:
+        for bucket in chunk.reducer.buckets:
             bucket.take_edits()
-        for bucket in chunk.reducer.order:
+        for bucket in chunk.reducer.buckets:
             chunk.grad_sync.launch(bucket)
 
 
@@ -276,4 +276,4 @@ def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> 
         if chunk.large_watch is not None:
             chunk.large_watch.look()
     if any(chunk.ddp_config.check_replicas for chunk in chunks):
-        check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.order], groups)
+        check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)

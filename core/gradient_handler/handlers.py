@@ -221,7 +221,7 @@ def bucket_of(param: nn.Parameter) -> Bucket | None:
     reducer = reducer_of(param)
     if reducer is None:
         return None
-    return next((bucket for bucket in reducer.order if any(held is param for held in bucket.params)), None)
+    return next((bucket for bucket in reducer.buckets if any(held is param for held in bucket.params)), None)
 
 
 def contract_of(bucket: Bucket, param: nn.Parameter) -> GradientContract:
@@ -242,7 +242,7 @@ class ReducedElsewhere:
                         self.groups[id(param)] = ("torch's DistributedDataParallel", module.process_group)
         reducers = {id(reducer): reducer for param in model.parameters() if (reducer := reducer_of(param)) is not None}
         for reducer in reducers.values():
-            for bucket in reducer.order:
+            for bucket in reducer.buckets:
                 for param in bucket.params:
                     self.groups[id(param)] = ("DistributedDataParallel", bucket.groups.data)
 

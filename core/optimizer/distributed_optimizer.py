@@ -25,7 +25,7 @@ class DistributedOptimizer(MegatronOptimizer):
             return
         place = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
         for chunk in self.model_chunks:
-            for bucket in chunk.param_sync.order:
+            for bucket in chunk.param_sync.buckets:
                 index = place[id(bucket)]
                 step.step_buckets([self.masters[index]], [factors[index]], self.scratch)
                 chunk.start_bucket_param_sync(bucket)

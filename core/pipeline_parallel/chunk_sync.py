@@ -67,7 +67,7 @@ class ChunkSync:
             self.grad_sync(self.chunk.parameters())
         elif not self.from_hooks and isinstance(self.chunk, DistributedDataParallel):
             reducer = self.chunk.reducer
-            for bucket in reducer.order:
+            for bucket in reducer.buckets:
                 for index in range(len(bucket.params)):
                     reducer.arrive(bucket, index)
 

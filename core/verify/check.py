@@ -273,7 +273,7 @@ def _drift(job: Job) -> str:
     """What the engine's guard against drifting copies says: nothing, where gradients are right. Collective."""
     found = ""
     try:
-        check_replicas([bucket for chunk in job.model.chunks for bucket in chunk.reducer.order], job.groups)
+        check_replicas([bucket for chunk in job.model.chunks for bucket in chunk.reducer.buckets], job.groups)
     except ReplicaDriftError as error:
         found = str(error)
     return next((text for text in _from_all(found) if text), "")

@@ -102,7 +102,7 @@ def compare_with_a_wrapped_gpt(picture, of_the_gpt: dict[str, str], rank: int) -
     )
     (stage,) = build_gpt_stages(config, layout)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), stage)
-    contracts = {contract.name: contract for bucket in ddp.reducer.order for contract in bucket.contracts}
+    contracts = {contract.name: contract for bucket in ddp.reducer.buckets for contract in bucket.contracts}
     checked = 0
     for lane in picture.lanes:
         if lane.piece(draw_axes.GridGroups(grid, rank), rank) is None:

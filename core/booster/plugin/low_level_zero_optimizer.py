@@ -173,10 +173,10 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             return
         reducer = self.model.reducer
         # A gradient of this rank has come since the last step.
-        arrived = reducer.dirty and (reducer.open or reducer.launches != self._stepped_at)
+        arrived = reducer.gradients > 0 and (reducer.open or reducer.launches != self._stepped_at)
         if self.scaler is not None and arrived and not self._scaled:
             raise RuntimeError(NOT_SCALED)
-        done = all(bucket.state is BucketState.FINAL for bucket in reducer.order)
+        done = all(bucket.state is BucketState.FINAL for bucket in reducer.buckets)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or reducer.launches == self._stepped_at:
             if done and not reducer.has_new_step:

@@ -94,6 +94,13 @@ class Bucket(BucketMemory):
         return self.attribute.used
 
     @property
+    def adds_exactly(self) -> bool:
+        """True if adding to reduced gradients and reducing again gives the sum of both."""
+        factor = self.scale if self.op == "mean" else self.scale * dist.get_world_size(self.groups.data)
+        unchanged = not (self.sharded or self.scale_later or any(contract.rules for contract in self.contracts))
+        return unchanged and abs(factor - 1.0) < 1e-9
+
+    @property
     def has_late(self) -> bool:
         """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
         return self.attribute.has_late

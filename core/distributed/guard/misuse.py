@@ -99,9 +99,11 @@ class ModelWatch:
 class Reduction(Protocol):
     """What StepGuard reads of a reducer."""
 
-    order: list[Bucket]
-    open: bool
-    dirty: bool
+    buckets: list[Bucket]
+    gradients: int
+
+    @property
+    def open(self) -> bool: ...
 
 
 class StepGuard:
@@ -113,8 +115,8 @@ class StepGuard:
 
     def __init__(self, owner: nn.Module, reducer: Reduction) -> None:
         self.reducer = reducer
-        self.params = {id(param) for bucket in reducer.order for param in bucket.params}
-        self.needs_rules = any(contract.rules for bucket in reducer.order for contract in bucket.contracts)
+        self.params = {id(param) for bucket in reducer.buckets for param in bucket.params}
+        self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)
 
@@ -129,7 +131,7 @@ class StepGuard:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
         if not self._holds_ours(optimizer):
             return
-        if any(not bucket.whole for bucket in self.reducer.order) and not self.reducer.open:
+        if any(not bucket.whole for bucket in self.reducer.buckets) and not self.reducer.open:
             raise SyncError(
                 f"{type(optimizer).__name__} holds parameters whose gradients are sharded, so that `.grad` holds none "
                 "for it. Use core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., "
@@ -141,7 +143,7 @@ class StepGuard:
                 f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
                 "finalize_model_grads([model]) after the last backward and before the step"
             )
-        if not self.reducer.open and any(bucket.scale_is_due for bucket in self.reducer.order):
+        if not self.reducer.open and any(bucket.scale_is_due for bucket in self.reducer.buckets):
             raise SyncError(
                 f"{type(optimizer).__name__} would step on gradients that are not divided yet: scale_in_optimizer=True "
                 "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
@@ -151,8 +153,8 @@ class StepGuard:
         """Why an optimizer may not step now; None when it may."""
         reducer = self.reducer
         if reducer.open:
-            return "on gradients that were not reduced over the data-parallel ranks" if reducer.dirty else None
-        if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.order):
+            return "on gradients that were not reduced over the data-parallel ranks" if reducer.gradients else None
+        if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.buckets):
             return "after finish_grad_sync and before the sync rules (see describe()) had run"
         return None
 

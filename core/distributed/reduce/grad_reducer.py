@@ -1,12 +1,14 @@
 """GradReducer: from autograd's arrivals to reduced buckets. Keeps the one launch order that all ranks of a stage share.
 
+    ACCUMULATING -> LAUNCHING -> LAUNCHED -> REDUCED -> FINAL -> AWAITED -> ACCUMULATING    (StepState)
+
 Buckets are launched in that order and in no other, whatever order their gradients arrive in; what backward never made
 complete is launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and nobody waits
 for it.
 
-Where gradients are sharded a step may have several rounds, each a launch of every bucket: the end of a backward ends
-one. All ranks must have equally many. So they agree before each round and at the end of the step, and a rank that has
-more backwards than another one raises on both.
+With `every_microbatch` the end of each backward completes a microbatch reduction, a launch of every bucket. All ranks
+must have equally many. So they agree before each one and at the end of the step, and a rank that has more backwards
+than another one raises on both.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import torch.distributed as dist
 
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketState
-from core.distributed.guard.agreement import ControlGroup, Moment, StepAnswer, agree_on_step
+from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.measure.overlap_report import measure_overlap
 from core.distributed.measure.step_clock import BucketEvent, HostClock, clock_for
 from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.host_channel import HostChannel
 
@@ -55,199 +58,195 @@ class StepReport:
 class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
-    problems: what was done to the model since it was wrapped that its buffers cannot follow, in words.
-    in_backward: launch buckets during backward; wait_at_once: and wait for each, so that nothing overlaps.
-    many_rounds: every backward is a round; else there is one a step, in its last backward. channels: the memory of
-    ranks of this host, which also tells whether they still run.
+    problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
+    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. channels: the
+    memory of ranks of this host, which also tells whether they still run.
     """
 
     def __init__(
         self,
-        order: Sequence[Bucket],
+        buckets: Sequence[Bucket],
         collectives: Collectives,
         control: Sequence[ControlGroup],
         problems: Callable[[], list[str]],
         *,
-        in_backward: bool,
-        wait_at_once: bool = False,
-        many_rounds: bool = False,
+        launches: Launches,
+        every_microbatch: bool = False,
         watch: NonFiniteWatch | None = None,
         channels: Sequence[HostChannel] = (),
     ) -> None:
-        self.order = list(order)
+        self.buckets = list(buckets)  # in launch order
         self.collectives = collectives
-        self.clock = clock_for(self.order[0].device) if self.order else HostClock()
-        for bucket in self.order:
+        self.clock = clock_for(self.buckets[0].device) if self.buckets else HostClock()
+        for bucket in self.buckets:
             bucket.clock = self.clock
         self.control = list(control)
         self.problems = problems
+        self.when = launches
+        self.every_microbatch = every_microbatch
+        self.watch = watch
+        self.channels = list(channels)
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
-        groups += [group for bucket in self.order for group in bucket.groups.all]
+        groups += [group for bucket in self.buckets for group in bucket.groups.all]
         self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         for wire in self.wires:
             wire.join(self)
-        self.in_backward = in_backward
-        self.streamed = [bucket for bucket in order if bucket.pool is not None]
-        self.wait_at_once = wait_at_once and bool(self.streamed)
-        self.many_rounds = many_rounds
-        self.rounds = 0  # that were begun in this step
-        self.agreed_rounds = -1  # what `rounds` was when the ranks last agreed that the step ends
-        self.backward_watched = False  # will the end of the running backward be told?
-        self.watch = watch
-        self.channels = list(channels)
-        self.next = 0  # index into `order` of the bucket to launch next
-        self.noted = 0  # index of the first launched bucket that was not seen done
+        self.shards_gradients = any(bucket.pool is not None for bucket in self.buckets)
+        self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
+        self.state = StepState.ACCUMULATING
+        self.next = 0  # index into `buckets` of the bucket to launch next
+        self.polled = 0  # index of the first launched bucket that was not seen done
+        self.gradients = 0  # of this step that have arrived here
+        self.microbatches = 0  # whose reduction was begun in this step
+        self.in_microbatch = False  # True while the end of a running backward is going to be told
         self.no_sync_depth = 0
         self.force_all_reduce = False
-        self.open = True  # may gradients of this step still come?
-        self.attached = False  # are the reduced ones back in `.grad`, where the user may drop them?
-        self.turn_taken = False  # True once all ranks know that this model is the one they reduce
-        self.dirty = False  # has a gradient of this step arrived?
-        self.synced_backward = False  # has one arrived outside no_sync, so that some rank may have launched a bucket?
-        self.linked: list[weakref.ref[GradReducer]] = []  # the chunks of this rank, in launch order
+        self.needs_zero = not all(bucket.adds_exactly for bucket in self.buckets)
         self.steps = 0  # finalized, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
-        self.forward_seen = False  # did a training forward run since the step was closed?
-        self.begun_unasked = False  # was this step begun because of that forward alone, with gradients sharded?
-        self.needs_zero = any(_needs_zero(bucket) for bucket in self.order)
         self.report = StepReport()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def arrive(self, bucket: Bucket, index: int) -> None:
         """A gradient of `bucket.params[index]` has been accumulated. The hook of every parameter calls this."""
-        if not self.open:
-            self._reopen(bucket, index)
-        self.dirty = True
+        if self.state not in OPEN:
+            self._begin_by_gradient(bucket, index)
+        self.gradients += 1
         bucket.used[index] = 1
         if self.watch is not None:
             self.watch.look(bucket, index)
-        if self.in_backward and (self.no_sync_depth == 0 or self.many_rounds):
-            if self.many_rounds and not self.backward_watched:
-                self._begin_round()
-            self.synced_backward = True
-            if self.noted < self.next and self.order[self.noted].poll():
-                self.noted += 1
-            complete = bucket.arrive(index)
-            if self.next < len(self.order) and bucket is self.order[self.next]:
-                bucket.fill(index)
-            if complete or self.next_is_ready:
-                self.advance()
+        if self.when is Launches.AT_THE_END or (self.no_sync_depth and not self.every_microbatch):
+            return
+        if self.every_microbatch and not self.in_microbatch:
+            self._begin_microbatch()
+        if self.state is StepState.ACCUMULATING:
+            self.state = StepState.LAUNCHING
+        if self.polled < self.next and self.buckets[self.polled].poll():
+            self.polled += 1
+        complete = bucket.arrive(index)
+        if self.next < len(self.buckets) and bucket is self.buckets[self.next]:
+            bucket.fill(index)
+        if complete or self.next_is_ready:
+            self._launch_ready()
 
     @property
     def next_is_ready(self) -> bool:
-        """Can the bucket whose turn it is be launched?"""
-        if self.next == len(self.order) or self.order[self.next].pending > 0:
+        """True if the next bucket can be launched now."""
+        if self.next == len(self.buckets) or self.buckets[self.next].pending > 0:
             return False
-        return self.wires_are_own and all(other.all_launched for other in self._before())
+        return self.wires_are_own and all(chunk.all_launched for chunk in self._earlier_chunks())
 
     @property
     def wires_are_own(self) -> bool:
         """True if no other model uses this one's communicators, so that buckets may leave before finalize."""
-        return all(wire.is_own(self.unit()) for wire in self.wires)
+        return all(wire.is_own(self.pipeline_chunks()) for wire in self.wires)
 
     @property
     def all_launched(self) -> bool:
-        """Has every bucket of the step that is open been launched?"""
-        return self.open and self.next == len(self.order)
+        """True if every bucket of the open step has been launched."""
+        return self.open and self.next == len(self.buckets)
 
-    def advance(self) -> None:
-        """Launch every bucket of this reducer, and of chunks linked with it, whose turn has come and that is complete.
-
-        In backward. Where gradients are sharded it waits until an earlier bucket is reduced on all ranks, if that one
-        holds the memory.
-        """
+    def _launch_ready(self) -> None:
+        """Launch every bucket of this reducer, and of the pipeline's other chunks, that can be launched now."""
         with self.named("backward"):
-            for member in self.unit():
-                while member.synced_backward and member.next_is_ready:
-                    member._launch_next()
+            for chunk in self.pipeline_chunks():
+                while chunk.state is StepState.LAUNCHING and chunk.next_is_ready:
+                    chunk._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self.order[self.next]
+        bucket = self.buckets[self.next]
         bucket.launch(self.collectives)
         self.next += 1
         self.launches += 1
         for wire in self.wires:
             wire.launches += 1
-        if self.wait_at_once:  # one bucket on the wire at a time
+        if self.when is Launches.ONE_BY_ONE:
             bucket.wait()
 
     def _launch_rest(self) -> None:
-        while self.next < len(self.order):
+        while self.next < len(self.buckets):
             self._launch_next()
 
     def _learn(self) -> None:
-        """Expect what has arrived, unless nothing has."""
-        if any(count for bucket in self.order for count in bucket.arrivals):
-            for bucket in self.order:
+        """Expect as many gradients in the next step as came in this one, unless none came."""
+        if any(any(bucket.arrivals) for bucket in self.buckets):
+            for bucket in self.buckets:
                 bucket.learn()
 
-    # -- gradients that are sharded ---------------------------------------------------------------------------------
+    # -- microbatch reductions --------------------------------------------------------------------------------------
 
-    def _begin_round(self) -> None:
-        """The first gradient of a backward has come: a round begins. Collective.
+    def _begin_microbatch(self) -> None:
+        """The first gradient of a backward has come. Collective.
 
         Raises SyncError on all ranks if some of them end the step instead.
         """
-        self.backward_watched = _call_after_backward(weakref.WeakMethod(self._end_round))
-        if not self.wires_are_own or (self.rounds and not self.backward_watched):
-            return  # what comes outside of a backward joins the round that is open
+        self.in_microbatch = _call_after_backward(weakref.WeakMethod(self._end_microbatch))
+        if not self.wires_are_own or (self.microbatches and not self.in_microbatch):
+            return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):
-            if self.rounds:
+            if self.microbatches:
                 self._launch_rest()  # of a backward that failed: other ranks wait for it
-            self.agreed_rounds = self.rounds
             self._agree(Moment.BACKWARD)
-            if self.rounds:
-                self._reset_round()
-        self.rounds += 1
+            if self.microbatches:
+                self._learn()
+                for bucket in self.buckets:
+                    bucket.next_microbatch()
+                self.next = self.polled = 0
+        self.microbatches += 1
+        self.state = StepState.LAUNCHING
 
-    def _reset_round(self) -> None:
-        self._learn()
-        for bucket in self.streamed:
-            bucket.next_microbatch()
-        self.next = self.noted = 0
-
-    def _end_round(self) -> None:
+    def _end_microbatch(self) -> None:
         """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
-        self.backward_watched = False
+        self.in_microbatch = False
         if self.open and self.wires_are_own:
             with self.named("backward"):
                 self._launch_rest()
 
-    def named(self, call: str) -> AbstractContextManager[None]:
-        """Surrounds a call of the user that waits for other ranks, to say who did not come."""
-        return naming_lost_ranks(call, self.steps + 1, self.channels)
-
-    def _agree(self, moment: Moment) -> StepAnswer:
-        return agree_on_step(self.control, moment, self.rounds, self.launches)
-
-    def complete_round(self) -> None:
-        """Where every backward is a round: end the open one, if a failed backward or another model left it open.
+    def complete_microbatch(self) -> None:
+        """Launch what backwards have left, because one failed or other models use the wire.
 
         Collective where a backward of this step has run, which then is so on all ranks.
         """
-        if self.many_rounds and self.open and self.synced_backward:
+        if self.every_microbatch and self.state is StepState.LAUNCHING:
             self.start()
 
-    def unit(self) -> list[GradReducer]:
-        """This reducer and the chunks it is linked with, in launch order."""
-        members = [member for member in (reference() for reference in self.linked) if member is not None]
-        return members or [self]
+    def _agree(self, moment: Moment) -> None:
+        agree_on_step(self.control, moment, self.microbatches, self.launches)
 
-    def _before(self) -> list[GradReducer]:
-        unit = self.unit()
-        return unit[: unit.index(self)]
+    # -- the beginning of a step ------------------------------------------------------------------------------------
 
-    def _reopen(self, bucket: Bucket, index: int) -> None:
-        if bucket.state is BucketState.REDUCED and not bucket.whole:
+    @property
+    def open(self) -> bool:
+        """True if gradients of this step may still come."""
+        return self.state in OPEN
+
+    def begin(self, *, keep: bool = True) -> None:
+        """A new step: every bucket accumulates again. The memory is left as it is.
+
+        keep: add to the reduced gradients that are still in `.grad`, as torch does.
+        """
+        for bucket in self.buckets:
+            bucket.reset(keep=keep)
+        if self.watch is not None:
+            self.watch.reset()
+        self.report = self.step_report()
+        self.collectives.traffic.reset()
+        self.clock.begin_step()
+        self.next = self.polled = self.gradients = self.microbatches = 0
+        self.in_microbatch = self.force_all_reduce = False
+        self.state = StepState.ACCUMULATING
+
+    def _begin_by_gradient(self, bucket: Bucket, index: int) -> None:
+        if self.state is StepState.REDUCED and not bucket.whole:
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came after finish_grad_sync, "
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
                 "zero_grad_buffer() before the next backward; or finish after the last backward"
             )
         self._refuse_spent()
-        if self.needs_zero and self._any_attached():
+        if self.needs_zero and self._keeps_whole:
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came while gradients of the "
                 "last step, already reduced, are still there. Call zero_grad_buffer() (or "
@@ -258,51 +257,60 @@ class GradReducer:
 
     def _refuse_spent(self) -> None:
         """An optimizer may have multiplied the gradients of its step by its factor, so nothing can be added to them."""
-        if any(bucket.spent and 1 in bucket.still_in_grad() for bucket in self.order):
+        if any(bucket.spent and 1 in bucket.still_in_grad() for bucket in self.buckets):
             raise SyncError(
                 f"rank {dist.get_rank()}: a new step begins and the gradients of the optimizer's last step() are still "
                 "there. Call optimizer.zero_grad() between its step() and the next backward"
             )
 
-    def _any_attached(self) -> bool:
+    @property
+    def _keeps_whole(self) -> bool:
         """True if a whole reduced gradient is still in `.grad`."""
-        return any(bucket.whole and 1 in bucket.still_in_grad() for bucket in self.order)
+        return any(bucket.whole and 1 in bucket.still_in_grad() for bucket in self.buckets)
 
-    def begin(self, *, keep: bool = True) -> None:
-        """A new step: every bucket accumulates again. The memory is left as it is.
-
-        keep: add to the reduced gradients that are still in `.grad`, as torch does.
-        """
-        for bucket in self.order:
-            bucket.reset(keep=keep)
-        if self.watch is not None:
-            self.watch.reset()
-        self.report = self.step_report()
-        self.collectives.traffic.reset()
-        self.clock.begin_step()
-        self.next = self.noted = self.rounds = 0
-        self.agreed_rounds = -1
-        self.backward_watched = False
-        self.force_all_reduce = False
-        self.dirty = self.synced_backward = self.forward_seen = self.begun_unasked = False
-        self.open = True
-        self.attached = False
-
-    # -- the end of a step ------------------------------------------------------------------------------------------
+    def note_forward(self) -> None:
+        """A training forward begins: after a finalized step other ranks may have gradients soon."""
+        if self.state is StepState.FINAL:
+            self.state = StepState.AWAITED
 
     @property
     def has_new_step(self) -> bool:
-        """Is there something to reduce: gradients not yet reduced, or a step in which this rank produced none?"""
-        return self.open or self._emptied()
+        """True if there is something to reduce: gradients, or a step in which only other ranks may have some.
+
+        That is one after the user has dropped all reduced gradients, or after a training forward whose backward may add
+        to them.
+        """
+        if self.open or not any(1 in bucket.still_in_grad() for bucket in self.buckets):
+            return True
+        return self.state is StepState.AWAITED and not (self.needs_zero and self._keeps_whole)
+
+    def discard(self) -> None:
+        """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.
+
+        How many buckets backward launched differs between ranks, so all of them launch the rest: a collective that is
+        left over on one rank would be paired with another step's.
+        """
+        with self.named("zero_grad_buffer"):
+            if self.state is StepState.LAUNCHING:
+                self.start()
+            self._drain()
+        self.begin(keep=False)
+
+    def _drain(self) -> None:
+        """Wait for whatever is in flight, before its memory is used otherwise."""
+        for bucket in self.buckets:
+            if bucket.state is BucketState.IN_FLIGHT:
+                bucket.wait()
+
+    # -- the end of a step ------------------------------------------------------------------------------------------
 
     def take_turn(self) -> None:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
-        if self.turn_taken or not self.has_new_step or self.unit()[0] is not self:
+        if not self.has_new_step or self.pipeline_chunks()[0] is not self:
             return
-        self.turn_taken = True
         if any(wire.shared for wire in self.wires):
-            for member in self.unit():  # other ranks may wait in backward for what this one has not launched
-                member.start(early=True)
+            for chunk in self.pipeline_chunks():  # other ranks may wait in backward for what this one has not launched
+                chunk.start(early=True)
         for wire in self.wires:
             refusal = wire.unequal_turns(self)
             if refusal is not None:
@@ -314,40 +322,43 @@ class GradReducer:
         early: not where other models use the wires.
         """
         if not self.open:
-            if not self._emptied():
+            if not self.has_new_step:
                 return
-            unasked = not self._all_dropped()
             self._refuse_spent()
             self.begin()
-            self.begun_unasked = unasked
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        if early and not self.wires_are_own:
+        if self.state is StepState.LAUNCHED or (early and not self.wires_are_own):
             return
-        for other in self._before():
-            other.start(force_all_reduce=force_all_reduce)
-        if self.rounds:
-            self._launch_rest()  # of a backward that failed, or outside of one: other ranks may wait for it
-        if self.many_rounds and self.agreed_rounds != self.rounds:
-            self.agreed_rounds = self.rounds
+        for chunk in self._earlier_chunks():
+            chunk.start(force_all_reduce=force_all_reduce)
+        if self.every_microbatch:
+            if self.microbatches:  # of a backward that failed, or outside of one: other ranks may wait for it
+                self._launch_rest()
             self._agree(Moment.END)
         self._launch_rest()
+        self.state = StepState.LAUNCHED
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
-        """Complete the reduction over the data groups; a second call does nothing. Collective.
+        """Complete the reduction over the data groups; a second call does nothing. Collective, after `take_turn`.
 
         then: called with each bucket as soon as it is whole, in launch order.
         """
-        self.take_turn()
-        for member in self.unit():  # none of its chunks may launch after a chunk's agreement on some ranks only
-            member.start(force_all_reduce=force_all_reduce)
+        for chunk in self.pipeline_chunks():  # no chunk may launch after a chunk's agreement on some ranks only
+            if chunk is self or chunk.state is not StepState.REDUCED:
+                chunk.start(force_all_reduce=force_all_reduce)
         if not self.open:
             return
         begun = time.perf_counter()
         with self.named("finalize_model_grads"):
             late = self._complete(then)
         self._learn()
-        self.open = self.forward_seen = False
-        self._write_report(begun, late)
+        self.state = StepState.REDUCED
+        self._attach()
+        self.report = StepReport(
+            exposed_ms=(time.perf_counter() - begun) * 1e3,
+            late_buckets=late,
+            events=[event for bucket in self.buckets for event in bucket.events],
+        )
 
     def _complete(self, then: Callable[[Bucket], None] | None) -> int:
         """Agree, and wait for every bucket; how many got gradients after their launch."""
@@ -356,24 +367,24 @@ class GradReducer:
             answer = agree_on_step(
                 self.control,
                 Moment.FINISH,
-                self.rounds,
+                self.microbatches,
                 self.launches,
                 problems=[*self._dropped(), *self.problems()],
-                has_gradients=self.dirty,
-                begun_by_forward=self.begun_unasked,
+                has_gradients=self.gradients > 0,
+                begun_by_forward=any(1 in bucket.kept for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
             )
         except SyncError:
             self.force_all_reduce = False
             with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
-                self.drain()
+                self._drain()
             raise
-        for bucket in self.order:
+        for bucket in self.buckets:
             bucket.all_reduce_replicas(self.collectives)
-        in_steps = self.order
+        in_steps = self.buckets
         while in_steps:  # all buckets a step at a time: between steps ranks wait for each other
             in_steps = [bucket for bucket in in_steps if bucket.step()]
-        for bucket in self.order:
+        for bucket in self.buckets:
             bucket.complete()
             if id(bucket) in answer.late:
                 bucket.add_late(self.collectives)
@@ -385,7 +396,7 @@ class GradReducer:
 
     def _dropped(self) -> list[str]:
         """Gradients that the user has dropped too late, in words."""
-        dropped = [bucket.attribute.note_dropped() for bucket in self.order]
+        dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
         return [
             f"the gradient of {name!r} was dropped through `.grad` (p.grad = None, or zero_grad of torch) after its "
             "reduction had begun, and is in it. Use zero_grad_buffer() of the wrapped model, or zero_grad() of its "
@@ -394,59 +405,35 @@ class GradReducer:
             if name is not None
         ]
 
-    def discard(self) -> None:
-        """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.
-
-        How many buckets backward launched differs between ranks, so all of them launch the rest: a collective that is
-        left over on one rank would be paired with another step's.
-        """
-        with self.named("zero_grad_buffer"):
-            if self.open and self.synced_backward:
-                self.start()
-            self.drain()
-        self.begin(keep=False)
-        self.turn_taken = False
-
-    def drain(self) -> None:
-        """Wait for whatever is in flight, before its memory is used otherwise."""
-        for bucket in self.order:
-            if bucket.state is BucketState.IN_FLIGHT:
-                bucket.wait()
-
-    def attach(self) -> None:
-        """Put reduced gradients back into `.grad`, or say there that they are sharded."""
-        self.attached = True
-        for bucket in self.order:
-            bucket.attach()
-
     def close(self) -> None:
-        """Hand the gradients to the optimizer."""
-        for bucket in self.order:
+        """Hand the gradients to the optimizer, once the sync rules are done."""
+        if self.state is not StepState.REDUCED:
+            raise SyncError(f"a step that is {self.state.value} cannot be handed to the optimizer; reduce it first")
+        for bucket in self.buckets:
             bucket.close()
-        self.attach()
-        self.turn_taken = False
+        self._attach()
+        self.state = StepState.FINAL
         self.steps += 1
 
-    def _emptied(self) -> bool:
-        """True if the closed step is over though no gradient has arrived on this rank since: other ranks may wait.
+    def _attach(self) -> None:
+        """Put reduced gradients back into `.grad`, or say there that they are sharded."""
+        for bucket in self.buckets:
+            bucket.attach()
 
-        The user has dropped its gradients, or a training forward has run and the new step may add to them.
-        """
-        if not self.attached:
-            return False
-        may_add = self.forward_seen and not (self.needs_zero and self._any_attached())
-        return self._all_dropped() or (may_add and all(bucket.state is BucketState.FINAL for bucket in self.order))
+    # -- around it --------------------------------------------------------------------------------------------------
 
-    def _all_dropped(self) -> bool:
-        """True if the user has dropped the reduced gradients of every parameter that has one."""
-        return not any(1 in bucket.still_in_grad() for bucket in self.order)
+    def pipeline_chunks(self) -> list[GradReducer]:
+        """The chunks of the pipeline on this rank, in launch order; this reducer alone if it is no part of one."""
+        chunks = [chunk for chunk in (reference() for reference in self.chunks) if chunk is not None]
+        return chunks or [self]
 
-    def _write_report(self, begun: float, late: int) -> None:
-        self.report = StepReport(
-            exposed_ms=(time.perf_counter() - begun) * 1e3,
-            late_buckets=late,
-            events=[event for bucket in self.order for event in bucket.events],
-        )
+    def _earlier_chunks(self) -> list[GradReducer]:
+        chunks = self.pipeline_chunks()
+        return chunks[: chunks.index(self)]
+
+    def named(self, call: str) -> AbstractContextManager[None]:
+        """Surrounds a call of the user that waits for other ranks, to say who did not come."""
+        return naming_lost_ranks(call, self.steps + 1, self.channels)
 
     def step_report(self) -> StepReport:
         """What the last finished step cost so far, its sync rules included."""
@@ -454,15 +441,6 @@ class GradReducer:
             return self.report
         traffic = self.collectives.traffic
         return replace(self.report, bytes_sent=traffic.bytes_sent, collectives=traffic.collectives)
-
-
-def _needs_zero(bucket: Bucket) -> bool:
-    """Would adding to reduced gradients and reducing again give something else than the sum of both?"""
-    size = dist.get_world_size(bucket.groups.data)
-    factor = bucket.scale if bucket.op == "mean" else bucket.scale * size
-    exact_mean = abs(factor - 1.0) < 1e-9
-    has_rules = any(contract.rules for contract in bucket.contracts)
-    return bucket.sharded or bucket.scale_later or not exact_mean or has_rules
 
 
 def _call_after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> bool:

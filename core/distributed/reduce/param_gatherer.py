@@ -19,15 +19,15 @@ from core.waiting import waiting
 class ParamSync:
     """The parameter gathers of one wrapped model chunk with sharded buckets."""
 
-    def __init__(self, order: Sequence[Bucket], collectives: Collectives) -> None:
-        self.order = list(reversed(order))  # the forward's order
+    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+        self.buckets = list(reversed(buckets))  # the forward's order
         self.collectives = collectives
         self.pending: dict[int, tuple[Bucket, InFlight, BucketEvent]] = {}  # by id(bucket): the gathers in flight
         self.finished: dict[int, BucketEvent] = {}  # by id(bucket): the gather that was last waited for
 
     def gather(self) -> None:
         """Gather every bucket's parameters over its shard group, and wait. Collective."""
-        for bucket in self.order:
+        for bucket in self.buckets:
             self.start_bucket(bucket)
         self.finish()
 
@@ -61,4 +61,4 @@ class ParamSync:
 
     def events(self) -> list[BucketEvent]:
         """Of each bucket the gather that was last waited for, in the order of their launch."""
-        return [self.finished[id(bucket)] for bucket in self.order if id(bucket) in self.finished]
+        return [self.finished[id(bucket)] for bucket in self.buckets if id(bucket) in self.finished]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from core.agree import SyncError
+from core.distributed.reduce.step_state import StepState
 from core.distributed.wire.collectives import timeout_of
 from core.waiting import waiting
 
@@ -72,7 +73,7 @@ class SharedWire:
         gone.fill_(1)
         for number, reducer in models.items():
             gone[number] = 0
-            begun[number] = reducer.open and reducer.synced_backward
+            begun[number] = reducer.state in (StepState.LAUNCHING, StepState.LAUNCHED)
         if control is not None:
             if self._questions is None:
                 store = dist.PrefixStore("core.distributed.reduce.shared_wire", _get_process_group_store(control))
@@ -146,16 +147,16 @@ class SharedWire:
         dropped model goes differs between them. What they said last counts.
         """
         models = self._by_number()
-        agreed = self.living is not None and any(member.streamed for member in unit)
+        agreed = self.living is not None and any(member.shards_gradients for member in unit)
         return all(models.get(number) in unit for number in (self.living if agreed else models) or ())
 
 
 def _parameter_of(model: GradReducer | None) -> str:
-    return "" if model is None else f" (that of {model.order[-1].contracts[-1].name!r})"
+    return "" if model is None else f" (that of {model.buckets[-1].contracts[-1].name!r})"
 
 
 def link_chunks(reducers: Sequence[GradReducer]) -> None:
     """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first."""
-    unit = [weakref.ref(reducer) for reducer in reversed(reducers)]
+    chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
     for reducer in reducers:
-        reducer.linked = unit
+        reducer.chunks = chunks

@@ -168,7 +168,7 @@ def test_a_recorded_backward_knows_every_gradients_time_and_leaves_no_hook(
     assert times.ready_s["0.weight"] == 3 and times.end_s == 4 and {1, 2} < set(times.ready_s.values())
     assert times.sharded == (strategy == "optim") and (not times.sharded or times.shards == 2)
     planned = [nbytes for _, nbytes in buckets_of(times, 1, 1.0)]
-    assert planned == [bucket.nbytes for bucket in ddp.reducer.order]  # the buckets that the wrapper itself made
+    assert planned == [bucket.nbytes for bucket in ddp.reducer.buckets]  # the buckets that the wrapper itself made
     assert sent_per_byte(ddp.step_report()) == pytest.approx(1.0 if strategy == "no_shard" else 0.5)
     ddp.zero_grad_buffer()
     model(x).sum().backward()

@@ -125,7 +125,7 @@ def test_gradients_and_parameters_are_the_same_under_a_wire_and_no_step_is_faste
         ddp(x).square().sum().backward()
         finalize_model_grads([ddp])
         report = ddp.overlap_report()
-        found[simulated] = [bucket.valid_grad.clone() for bucket in ddp.reducer.order]
+        found[simulated] = [bucket.valid_grad.clone() for bucket in ddp.reducer.buckets]
         assert len(report.reductions) == 8 == ddp.step_report().collectives
         if simulated is not None:
             launched = [event.launched_s for event in report.reductions]

@@ -41,7 +41,7 @@ def check(rank: int, world: int, stage: int, precision: str, accumulate: int, cl
 
 
 def booster_buckets(model: Any) -> list[Any]:
-    return model.module.reducer.order
+    return model.module.reducer.buckets
 
 
 CASES = [

@@ -67,7 +67,7 @@ def test_adding_to_gradients_that_are_scaled_in_the_optimizer_is_exact(rank: int
         for value in (100.0, 1.0):
             ddp(torch.full((1, 3), value)).sum().backward()
             finalize_model_grads([ddp])
-        for bucket in ddp.reducer.order:
+        for bucket in ddp.reducer.buckets:
             assert (bucket.owned_grad * bucket.pop_scale())[: bucket.valid_part(0).numel()].tolist() == [101.0] * (
                 bucket.valid_part(0).numel()
             )
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_there_refuses_to_be_used_by_name(rank: int, worl
             use(ddp.module)
         if "overlap_grad_reduce" in options:
             finalize_model_grads([ddp])
-        for bucket in ddp.reducer.order:
+        for bucket in ddp.reducer.buckets:
             bucket.scale_gradients(bucket.pop_scale())
         assert_same(whole_grads(ddp), expected)
 

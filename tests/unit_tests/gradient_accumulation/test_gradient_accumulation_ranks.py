@@ -193,7 +193,7 @@ def test_our_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, worl
             optimizer.backward(mean_loss(model, batch(rank, number)) / losses)
         launches.append(model.reducer.launches)  # before the step, so these are launched by backward
         optimizer.step()
-    buckets = len(model.reducer.order)
+    buckets = len(model.reducer.buckets)
     assert buckets > 1 and launches == [0, 0, buckets, buckets, buckets, 2 * buckets]
     assert_equal_models(net, large_batch(world, 2, 3))
 

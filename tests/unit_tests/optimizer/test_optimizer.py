@@ -144,7 +144,7 @@ def test_bf16_parameters_keep_small_updates_in_fp32_masters(
         optimizer.zero_grad()
         for p in params:
             p.grad.fill_(2.0**-3 * (rank + 1))  # exact in bf16, mean over ranks exact as well
-        ddp.reducer.forward_seen = True
+        ddp.reducer.note_forward()
         finalize_model_grads([ddp])
         assert optimizer.step()[0]
         mean = 2.0**-3 * (world + 1) / 2
@@ -337,7 +337,7 @@ def test_a_pipeline_stage_without_trainable_parameters_steps_along(
         if rank == 0:
             (model.weight.sum() * 2).backward()
         else:
-            ddp.reducer.forward_seen = True
+            ddp.reducer.note_forward()
         finalize_model_grads([ddp])
         assert optimizer.step() == (True, pytest.approx(6.0), None)
     state = optimizer.state_dict()

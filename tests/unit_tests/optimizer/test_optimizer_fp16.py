@@ -24,7 +24,7 @@ def set_gradients(ddp: Any, value: float) -> None:
     """Leave this in every gradient, as a backward of the scaled loss would."""
     for param in ddp.module.parameters():
         param.grad.fill_(value)
-    ddp.reducer.forward_seen = True
+    ddp.reducer.note_forward()
 
 
 def snapshot(ddp: Any, optimizer: Any) -> Any:
@@ -141,7 +141,7 @@ def test_an_overflow_anywhere_skips_the_step_of_all_and_halves_the_one_scale(
             loss = model.dense.float().sum() + model.expert.float().sum()
             optimizer.scale_loss(loss).backward()
         else:
-            ddp.reducer.forward_seen = True
+            ddp.reducer.note_forward()
         finalize_model_grads([ddp])
         if name and stage == 0:
             buffer = (ddp.grad_buffers if name == "dense" else ddp.expert_parallel_buffers)[0]

@@ -47,7 +47,7 @@ def train(ddp: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
         optimizer.zero_grad()
         products = [(p * gradient(p, i, rank, step)).sum() for i, p in enumerate(ddp.module.parameters())]
         torch.stack(products).sum().backward()
-        ddp.reducer.forward_seen = True
+        ddp.reducer.note_forward()
         finalize_model_grads([ddp])
         updated, norm, _ = optimizer.step()
         assert updated

@@ -287,7 +287,7 @@ def test_buckets_leave_while_the_step_runs(rank: int, world: int) -> None:
             launched = sum(chunk.reducer.launches for chunk in runner.chunks) - before
             # The order of several chunks is not known before the first finalize.
             known = layout.chunks == 1 or step > 0
-            assert launched == (sum(len(chunk.reducer.order) for chunk in runner.chunks) if known else 0)
+            assert launched == (sum(len(chunk.reducer.buckets) for chunk in runner.chunks) if known else 0)
             finalize_model_grads(runner.chunks)
         parallel_state.destroy_model_parallel()
 

@@ -260,7 +260,7 @@ def test_a_step_report_counts_bytes_collectives_and_orders_each_buckets_times(ra
             loss_of(ddp, rank, 0).backward()
             finalize_model_grads([ddp])
             report = ddp.step_report()
-            buckets = len(ddp.reducer.order)
+            buckets = len(ddp.reducer.buckets)
             assert buckets == (7 if overlap or strategy == "optim_grads" else 1)
             assert report.collectives == buckets
             elements = sum(buffer.numel for buffer in ddp.grad_buffers)

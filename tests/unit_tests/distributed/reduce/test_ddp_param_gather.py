@@ -158,7 +158,7 @@ def test_every_read_right_after_a_step_is_that_of_one_process(
     for step, (what, read) in enumerate(READS.items()):
         if step % 3 == 0:
             plain, ddp, optimizer = trained(strategy, switched_on_by)
-            assert len(ddp.param_sync.order) > 2
+            assert len(ddp.param_sync.buckets) > 2
         before = [value.clone() for value in read(plain)]
         step_both(plain, ddp, optimizer, rank, world, step)
         wants = read(plain)
@@ -229,7 +229,7 @@ def test_a_gather_by_hand_is_complete_when_it_returns(rank: int, world: int, ove
         ddp.start_param_sync(force_sync=force_sync)
         one_process_step(plain, world, step, loss_of)
         assert_weights(ddp, plain, step)
-    assert len(handles) == 3 * len(ddp.reducer.order) and all(handle.waited for handle in handles)
+    assert len(handles) == 3 * len(ddp.reducer.buckets) and all(handle.waited for handle in handles)
 
 
 @ranks(2)

@@ -146,7 +146,7 @@ def test_late_gradients_with_two_optimizer_instances(rank: int, world: int) -> N
         finalize_model_grads([ddp])
         assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss))
         # Rank 2 learns to wait for the second one; then nothing is late any more.
-        assert ddp.step_report().late_buckets == (len(ddp.reducer.order) if step == 0 else 0)
+        assert ddp.step_report().late_buckets == (len(ddp.reducer.buckets) if step == 0 else 0)
 
 
 @ranks(2)

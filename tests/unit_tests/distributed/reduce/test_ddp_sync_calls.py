@@ -195,7 +195,7 @@ def test_whole_gradients_that_one_rank_asks_for_are_left_on_all(rank: int, world
     ddp.zero_grad_buffer()
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
-    assert not any(bucket.whole for bucket in ddp.reducer.order)
+    assert not any(bucket.whole for bucket in ddp.reducer.buckets)
 
 
 @ranks(2)
@@ -206,7 +206,7 @@ def test_buckets_leave_in_backward_from_the_first_batch_on(rank: int, world: int
         for _ in range(2):
             ddp.zero_grad_buffer()
             loss_of(ddp, rank, 0).backward()
-            assert ddp.reducer.next == len(ddp.reducer.order) == 7
+            assert ddp.reducer.next == len(ddp.reducer.buckets) == 7
             finalize_model_grads([ddp])
         del ddp  # else the next one shares its wire, and reduces in finalize
 

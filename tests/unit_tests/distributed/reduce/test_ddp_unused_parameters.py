@@ -116,7 +116,7 @@ def test_a_bucket_that_waits_for_an_unused_parameter_leaves_in_the_next_backward
         LossWith("unused on all ranks")(ddp, rank, step).backward()
         launched.append(ddp.reducer.next)
         finalize_model_grads([ddp])
-    buckets = len(ddp.reducer.order)
+    buckets = len(ddp.reducer.buckets)
     assert launched[0] < buckets
     assert launched[1:] == [buckets, buckets]
 

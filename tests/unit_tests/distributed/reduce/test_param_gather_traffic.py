@@ -105,7 +105,7 @@ def test_a_bucket_sets_out_before_the_next_one_is_stepped(
     train(ddp, optimizer, rank, 0)
     events: list[Any] = []
     step, start, finish = optimizer.optimizer.step, ddp.start_bucket_param_sync, ddp.finish_param_sync
-    place = {id(bucket): index for index, bucket in enumerate(ddp.param_sync.order)}
+    place = {id(bucket): index for index, bucket in enumerate(ddp.param_sync.buckets)}
     of_master = {id(run.master): place[id(masters.bucket)] for masters in optimizer.masters for run in masters.runs}
 
     def logged_step() -> None:
@@ -130,7 +130,7 @@ def test_a_bucket_sets_out_before_the_next_one_is_stepped(
     assert len(place) > 2
     assert events == [*expected, ("wait", None)]
     # The forward's order: the first bucket to come back holds what the forward reads first.
-    assert any(param is ddp.module.first.weight for param in ddp.param_sync.order[0].params)
+    assert any(param is ddp.module.first.weight for param in ddp.param_sync.buckets[0].params)
 
 
 @ranks(1)

@@ -247,7 +247,7 @@ def test_bf16_matrices_have_fp32_masters_that_follow_the_fp32_reference(
             gradient = torch.randn(other.shape, generator=torch.Generator().manual_seed(10 * step + number))
             other.grad = gradient.bfloat16().float()  # the same on every rank, so the mean is exact
             param.grad.copy_(other.grad)
-        ddp.reducer.forward_seen = True
+        ddp.reducer.note_forward()
         finalize_model_grads([ddp])
         assert optimizer.step()[0]
         reference.step()

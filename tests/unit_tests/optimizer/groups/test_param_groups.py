@@ -166,7 +166,7 @@ def test_every_rank_lists_the_same_groups_though_stages_hold_different_parameter
     if rank < 2:
         next(model.parameters()).sum().backward()
     else:
-        ddp.reducer.forward_seen = True
+        ddp.reducer.note_forward()
     finalize_model_grads([ddp])
     assert optimizer.step()[0]
     for param in model.parameters():

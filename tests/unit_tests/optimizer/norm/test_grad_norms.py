@@ -111,7 +111,7 @@ def test_a_norm_group_that_only_the_last_stage_holds(rank: int, world: int, stra
     config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=1.0, weight_decay=0.0, clip_grad=1.0)
     optimizer = get_megatron_optimizer(config, [ddp])
     optimizer.zero_grad()
-    ddp.reducer.forward_seen = True
+    ddp.reducer.note_forward()
     if rank > 0:
         sum(p.sum() * (10.0 if name == "head" else 2.0) for name, p in model.named_parameters()).backward()
     finalize_model_grads([ddp])
