@@ -19,6 +19,7 @@ from core.agree import SyncError
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.where import where
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding
@@ -255,6 +256,13 @@ class DistributedDataParallel(nn.Module):
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         buffers = [*self.grad_buffers, *self.expert_parallel_buffers]
         return describe_model(self.plan, buffers, self.groups, self.ddp_config.reduce_microbatches)
+
+    def where(self, name: str) -> str:
+        """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.
+
+        name: as in `module.named_parameters()`. Raises ValueError for any other. Looks at this rank alone.
+        """
+        return where(name, [*self.grad_buffers, *self.expert_parallel_buffers], self.plan.frozen)
 
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""
