@@ -21,6 +21,7 @@ from core.process_groups import ProcessGroups
 from core.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
 from core.rank_grid import default_embedding_ranks as default_embedding_ranks
 from core.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
+from core.rank_watch import RankWatch, start_watch
 
 
 @dataclass
@@ -32,6 +33,7 @@ class _ParallelState:
     memory: GlobalMemoryBuffer | None = None
     virtual_size: int | None = None
     virtual_rank: int | None = None
+    watch: RankWatch | None = None
     overrides: dict[str, int] = field(default_factory=dict)  # 'size tp' or 'rank tp' -> value
 
 
@@ -65,6 +67,7 @@ def initialize_model_parallel(
     sharp_enabled_group: str | None = None,
     rank_offset: int = 0,
     local_world_size: int | None = None,
+    watch_ranks: bool = True,
 ) -> None:
     """Split the ranks of the started default process group and create the groups this rank belongs to.
 
@@ -78,7 +81,8 @@ def initialize_model_parallel(
     embedding. distributed_timeout_minutes: of every group. create_gloo_process_groups: also create control groups,
     with the ranks of the data groups, for CPU tensors. high_priority_stream_groups: names such as 'tp', 'ep_dp'.
     nccl_communicator_config_path: YAML, group name -> cga_cluster_size, min_ctas, max_ctas, net_name,
-    is_high_priority_stream. The last two are checked on every backend and take effect on NCCL.
+    is_high_priority_stream. The last two are checked on every backend and take effect on NCCL. watch_ranks: a thread of
+    each process names, within seconds, a rank that has ended or hangs (core.rank_watch).
 
     Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
     ValueError on malformed or unsupported arguments.
@@ -134,12 +138,15 @@ def initialize_model_parallel(
     _state.memory = GlobalMemoryBuffer()
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
+    _state.watch = start_watch() if watch_ranks and dist.get_world_size() > 1 else None
 
 
 def destroy_model_parallel() -> None:
     """Destroy every group that `initialize_model_parallel` created and forget all overrides. May be called twice."""
     global _state
-    groups, _state = _state.groups, _ParallelState()
+    groups, watch, _state = _state.groups, _state.watch, _ParallelState()
+    if watch is not None:
+        watch.stop()
     if groups is not None:
         groups.destroy()
 
@@ -160,6 +167,11 @@ def get_process_groups() -> ProcessGroups:
             "pass pg_collection=ProcessGroups(...)."
         )
     return _state.groups
+
+
+def get_rank_watch() -> RankWatch | None:
+    """What names lost ranks; None in a job of one rank, without groups, or with `watch_ranks=False`."""
+    return _state.watch
 
 
 def get_rank_grid() -> RankGrid:

@@ -1,7 +1,8 @@
-"""What a rank waits for: remembered on the error of a wait that fails, for `lost_ranks` to tell."""
+"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,7 +16,7 @@ class waiting:
     what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them.
     """
 
-    __slots__ = ("began", "group", "name", "waited_s", "what")
+    __slots__ = ("began", "group", "name", "outer", "thread", "waited_s", "what")
 
     def __init__(self, what: str, group: dist.ProcessGroup | Sequence[int], name: str = "") -> None:
         self.what = what
@@ -24,8 +25,12 @@ class waiting:
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
+        self.thread = vars(threading.current_thread())
+        self.outer = self.thread.get("core_wait")
+        self.thread["core_wait"] = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.thread["core_wait"] = self.outer
         if error is not None and wait_of(error) is None:  # an inner wait has said it more closely
             self.waited_s = time.monotonic() - self.began
             vars(error)["core_wait"] = self
@@ -39,6 +44,12 @@ class waiting:
 
     def __str__(self) -> str:
         return f"{self.what} {self.name}".strip()
+
+
+def current_wait(thread: threading.Thread) -> waiting | None:
+    """The innermost wait that a thread is in, if it is in one."""
+    found = vars(thread).get("core_wait")
+    return found if isinstance(found, waiting) else None
 
 
 def wait_of(error: BaseException) -> waiting | None:
