@@ -138,7 +138,7 @@ def initialize_model_parallel(
     _state.memory = GlobalMemoryBuffer()
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
-    _state.watch = start_watch() if watch_ranks and dist.get_world_size() > 1 else None
+    _state.watch = start_watch() if watch_ranks else None
 
 
 def destroy_model_parallel() -> None:

@@ -228,7 +228,12 @@ class RankWatch:
 
 
 def start_watch() -> RankWatch | None:
-    """Watch the ranks of the default group; None, with a warning, where its store cannot be shared. Collective."""
+    """Watch the ranks of the default group. Collective.
+
+    None in a job of one rank or with torch's fake backend; and, with a warning, where the job's store cannot be shared.
+    """
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
     rank = dist.get_rank()
     members = agree.gather(this_member(rank), None, "the processes of this job")
     store = distributed_c10d._get_default_store()
