@@ -109,7 +109,9 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_will_engine_execute_node",
     }
 )
-STANDARD_PRIVATE_NAMES = frozenset({"_asdict", "_exit", "_getframe", "_replace"})  # documented by Python
+STANDARD_PRIVATE_NAMES = frozenset(
+    {"_asdict", "_current_frames", "_exit", "_getframe", "_replace"}
+)  # documented by Python
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 
