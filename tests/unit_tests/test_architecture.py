@@ -42,7 +42,7 @@ FLOORS |= {
     if path.stem not in {"__init__", "assemble", "distributed_data_parallel", "finalize_model_grads"}
 }
 LONGEST_FILE = 500
-LONGER_FOR_A_REASON = {"core/parallel_state.py": 550}  # a list of one-line accessors, whose names users know
+LONGER_FOR_A_REASON = {"core/parallel_state.py": 560}  # a list of one-line accessors, whose names users know
 BASE_PACKAGES = {"torch", "numpy", "einops"}
 EXTRA_PACKAGES = {
     "rich",
