@@ -16,12 +16,12 @@ from torch import nn
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
-from core.optimizer.cpu_offload import OffloadedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.groups.model_check import all_rank_groups, check_model, split_parameter
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Run
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.step.cpu_offload import OffloadedOptimizer
 
 if TYPE_CHECKING:
     from core.distributed.distributed_data_parallel import DistributedDataParallel

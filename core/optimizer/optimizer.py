@@ -21,7 +21,6 @@ from core.distributed.buffer.bucket import BucketState
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.reduce.model_chunks import models_of
-from core.optimizer.algorithms.inner_optimizer import inner_optimizer
 from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.model_check import buckets_of, params_of
 from core.optimizer.groups.param_groups import ParamGroups
@@ -29,6 +28,7 @@ from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.masters.master_weights import BucketMasters, Run
 from core.optimizer.masters.scratch import Scratch, scratch_numel
 from core.optimizer.norm.clip_grads import GradMeter, GradStats, clip_coefficient
+from core.optimizer.norm.step_settings import Settings, settings_of
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
     Entry,
@@ -38,9 +38,9 @@ from core.optimizer.optimizer_state import (
     run_entries,
     save_groups,
 )
+from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import Factors, InnerStep
 from core.optimizer.step.skip_log import SkipLog
-from core.optimizer.step.step_settings import Settings, settings_of
 
 
 class MegatronOptimizer:

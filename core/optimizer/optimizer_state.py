@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.optimizer.masters.master_weights import BucketMasters, Run, Slice, is_per_element
+from core.optimizer.masters.master_weights import BucketMasters, Run, is_per_element
+from core.optimizer.masters.slices import Slice
 
 if TYPE_CHECKING:
     from core.optimizer.optimizer import MegatronOptimizer

@@ -41,6 +41,9 @@ FLOORS |= {
     for path in (ROOT / "core" / "distributed").iterdir()
     if path.stem not in {"__init__", "assemble", "distributed_data_parallel", "finalize_model_grads"}
 }
+# Rooms of the optimizer, lowest first; a file directly in core/optimizer is a face or one of the settings.
+OPTIMIZER_ROOMS = ("algorithms", "settings", "masters", "groups", "norm", "step", "faces")
+OPTIMIZER_SETTINGS = {"optimizer_config", "loss_scaler"}
 LONGEST_FILE = 500
 LONGER_FOR_A_REASON = {"core/parallel_state.py": 560}  # a list of one-line accessors, whose names users know
 BASE_PACKAGES = {"torch", "numpy", "einops"}
@@ -231,11 +234,30 @@ def test_rooms_of_the_engine_import_only_what_lies_below_them() -> None:
         assert max(floors.values()) <= MOST_FLOORS, floors
 
 
+def optimizer_room_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[:2] != ["core", "optimizer"]:
+        return None
+    name = parts[2] if len(parts) > 2 else "__init__"
+    return "settings" if name in OPTIMIZER_SETTINGS else name if name in OPTIMIZER_ROOMS else "faces"
+
+
+def test_rooms_of_the_optimizer_import_only_what_lies_below_them() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        mine = optimizer_room_of(module)
+        for imported, line in imports_of(module, inside_functions=True, types=True) if mine else ():
+            theirs = optimizer_room_of(imported)
+            if mine and theirs and OPTIMIZER_ROOMS.index(theirs) > OPTIMIZER_ROOMS.index(mine):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {mine} imports {imported}")
+    assert not wrong, "imports that point up:\n" + "\n".join(wrong)
+
+
 def test_a_class_of_the_engine_has_few_booleans() -> None:
     """n booleans are 2 ** n states, and a reader has to find out which of them there are."""
     found = {}
     for module, path in MODULES.items():
-        if room_of(module) and not module.endswith("_config"):
+        if (room_of(module) or optimizer_room_of(module)) and not module.endswith("_config"):
             for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.ClassDef) and len(booleans_of(node)) > MOST_BOOLEANS:
                     found[node.name] = booleans_of(node)

@@ -7,7 +7,7 @@ no communication, and another algorithm for every tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from core.optimizer.algorithms.newton_schulz import (
 )
 
 if TYPE_CHECKING:
-    from core.optimizer.masters.master_weights import Run
     from core.process_groups import ProcessGroups
 
 QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: rows of (queries, key, value) of one query group
@@ -71,15 +70,6 @@ def layout_of(param: torch.Tensor, groups: ProcessGroups | None, *, split_qkv: b
         getattr(param, "partition_length", None),
         qkv_rows,
     )
-
-
-def layouts_of(runs: Sequence[Run], groups: ProcessGroups | None, *, split_qkv: bool, tp_mode: str) -> LayoutOf:
-    """The layouts of master weights by identity; a run whose master is made anew keeps its own."""
-    by_master = {
-        id(run.master): layout_of(run.slices[0].param, groups, split_qkv=split_qkv, blockwise=tp_mode == "blockwise")
-        for run in runs
-    }
-    return lambda master: by_master.get(id(master), WHOLE)
 
 
 LayoutOf = Callable[[torch.Tensor], MatrixLayout]

@@ -14,12 +14,10 @@ each step begins with `take_edits`, after which masters and parameters belong to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from core.optimizer.masters.master_weights import Slice
+from core.optimizer.masters.slices import Slice
 
 CPU_NUMEL = 2**18  # elements compared at a time: 1 MiB of an fp32 master stays in a core's cache
 DEVICE_NUMEL = 2**24

@@ -15,59 +15,20 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.contract.gradient_contract import GradientContract
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
+from core.optimizer.masters.slices import Slice, cut_slices, join_slices, owned_slices
 from core.optimizer.optimizer_config import OptimizerConfig
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
-NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
-
-
-class Slice(NamedTuple):
-    """Elements [start, end) of the bucket's owned range: those from `offset` on of one flattened parameter.
-
-    A tuple, because there is one for each parameter and a frozen dataclass takes four times as long to make.
-    """
-
-    param: nn.Parameter
-    contract: GradientContract
-    group: int
-    start: int
-    end: int
-    offset: int
-    norm_group: str | None = None
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter that this rank owns here."""
-        return self.end - self.start
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's shape where all of it is owned; else [numel]."""
-        return tuple(self.param.shape) if self.numel == self.param.numel() else (self.numel,)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The owned part of the parameter: itself where all of it is owned, for it may not be contiguous."""
-        if self.numel == self.param.numel():
-            return self.param.data
-        return self.param.data.view(-1)[self.offset : self.offset + self.numel]
-
-    def cut(self, start: int, end: int) -> Slice:
-        """The part of it in [start, end) of the owned range."""
-        low, high = max(self.start, start), min(self.end, end)
-        return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,68 +68,6 @@ class Run:
     def norm_group(self) -> str | None:
         """The norm that its gradients are clipped by."""
         return self.slices[0].norm_group
-
-
-def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
-    """The parts of the bucket's parameters that this rank updates; empty ones are left out."""
-    low, high = bucket.shard_range
-    first = bucket.layout.start
-    slices = []
-    for slot, param, contract in zip(bucket.layout.slots, bucket.params, bucket.contracts, strict=True):
-        _, _, slot_start, slot_end, _ = slot
-        start, end = slot_start - first, slot_end - first
-        offset = 0
-        if start < low:
-            start, offset = low, low - start
-        if end > high:
-            end = high
-        if start < end:
-            norm_group = getattr(param, NORM_GROUP, None)
-            slices.append(Slice(param, contract, group_of(param), start - low, end - low, offset, norm_group))
-    return slices
-
-
-def join_slices(slices: Sequence[Slice], alone: Callable[[int], bool] = lambda group: False) -> list[list[Slice]]:
-    """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
-
-    Only where what comes before fills whole vectors: kernels round the last elements of a tensor, where they do not, in
-    another way than those before, and a run that is split later (a frozen parameter) shall not change a bit.
-    alone: param groups of which each slice is a run of its own.
-    """
-    joined: list[list[Slice]] = []
-    stretch: list[Slice] = []  # the last one
-    key: tuple[int, str | None] | None = None  # its group and norm; None where nothing may join it
-    first = 0  # where it begins
-    for piece in slices:
-        mine = None if alone(piece.group) else (piece.group, piece.norm_group)
-        if mine is not None and mine == key and (piece.start - first) % VECTOR_NUMEL == 0:
-            stretch.append(piece)
-        else:
-            stretch = [piece]
-            joined.append(stretch)
-            key, first = mine, piece.start
-    return joined
-
-
-def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], int]]:
-    """Cut neighbours into (slices, end) of `numel` elements and a shorter last one.
-
-    A stretch ends where it was cut, in padding perhaps, so that it fills whole vectors (see join_slices).
-    """
-    first, last = slices[0].start, slices[-1].end
-    stretches: list[tuple[list[Slice], int]] = []
-    index = 0
-    for start in range(first, last, numel):
-        end = min(start + numel, last)
-        stretch = []
-        while index < len(slices) and slices[index].start < end:
-            stretch.append(slices[index].cut(start, end))
-            if slices[index].end > end:
-                break  # it goes on in the next stretch
-            index += 1
-        if stretch:
-            stretches.append((stretch, end))
-    return stretches
 
 
 def storage_of(

@@ -1,1 +1,1 @@
-"""The norm of all gradients of the model, and clipping by it."""
+"""The norm of all gradients of the model, clipping by it, and whether all ranks are about to step alike."""

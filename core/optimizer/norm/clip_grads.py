@@ -25,7 +25,7 @@ from core.distributed.buffer.param_views import pieces_of
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
-from core.optimizer.step.step_settings import Settings, digest_terms, first_difference, same_digest
+from core.optimizer.norm.step_settings import Settings, digest_terms, first_difference, same_digest
 from core.waiting import waiting
 
 

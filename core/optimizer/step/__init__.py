@@ -1,1 +1,1 @@
-"""One step of the inner optimizer, and what ranks compare before it."""
+"""One step of the inner optimizer, on the device or on the CPU, and what the log says of skipped ones."""

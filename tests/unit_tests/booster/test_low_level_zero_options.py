@@ -17,7 +17,7 @@ from core.booster import Booster
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed.wire.host_memory import HostMemory
-from core.optimizer.cpu_offload import OffloadedOptimizer
+from core.optimizer.step.cpu_offload import OffloadedOptimizer
 from tests.unit_tests.booster.booster_reference import (
     mean_loss,
     new_model,

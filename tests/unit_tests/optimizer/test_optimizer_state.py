@@ -12,7 +12,7 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.contract.gradient_contract import GradientContract
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.masters.master_weights import Slice
+from core.optimizer.masters.slices import Slice
 from core.optimizer.optimizer_state import needed_part
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net, loss_of, make_net, wrap

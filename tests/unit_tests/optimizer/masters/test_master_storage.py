@@ -10,7 +10,7 @@ from torch import nn
 
 from core.distributed.contract.gradient_contract import GradientContract
 from core.optimizer.masters.master_storage import CopyStorage, RemainderStorage
-from core.optimizer.masters.master_weights import Slice, cut_slices
+from core.optimizer.masters.slices import Slice, cut_slices
 
 
 def slices_of(*params: nn.Parameter, gap: int = 0) -> list[Slice]:

@@ -15,7 +15,7 @@ from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import SyncError, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.step.step_settings import (
+from core.optimizer.norm.step_settings import (
     DIGEST_BITS,
     Settings,
     digest,

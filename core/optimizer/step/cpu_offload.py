@@ -16,15 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from core.optimizer.masters.master_weights import Run
 from core.optimizer.optimizer_config import OptimizerConfig
-
-if TYPE_CHECKING:
-    from core.optimizer.masters.master_weights import Run
 
 logger = logging.getLogger(__name__)
 

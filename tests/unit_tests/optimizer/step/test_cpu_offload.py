@@ -17,7 +17,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.algorithms import backends
-from core.optimizer.cpu_offload import OffloadedOptimizer, choose_runs
+from core.optimizer.step.cpu_offload import OffloadedOptimizer, choose_runs
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_offloaded_is_refused(rank: int, world: int) -> None:
 def test_on_a_device_state_is_pinned_on_the_cpu_and_the_numbers_are_those_of_the_device(overlap: bool) -> None:
     from types import SimpleNamespace
 
-    from core.optimizer.algorithms.inner_optimizer import inner_optimizer
+    from core.optimizer.step.inner_optimizer import inner_optimizer
 
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)

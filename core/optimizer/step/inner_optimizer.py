@@ -8,22 +8,20 @@ algorithms, they are members of one CombinedOptimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from core.optimizer.algorithms.backends import make_with_backend
 from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
 from core.optimizer.algorithms.lion import Lion
-from core.optimizer.algorithms.muon import Muon, layouts_of
+from core.optimizer.algorithms.muon import WHOLE, Muon, layout_of
 from core.optimizer.algorithms.names import Algorithm, label, resolve
-from core.optimizer.cpu_offload import OffloadedOptimizer, check_offload, offloadable_runs
 from core.optimizer.groups.param_groups import BOOKKEEPING
+from core.optimizer.masters.master_weights import Run
 from core.optimizer.optimizer_config import OptimizerConfig
-
-if TYPE_CHECKING:
-    from core.optimizer.masters.master_weights import Run
-    from core.process_groups import ProcessGroups
+from core.optimizer.step.cpu_offload import OffloadedOptimizer, check_offload, offloadable_runs
+from core.process_groups import ProcessGroups
 
 
 def inner_optimizer(
@@ -83,6 +81,11 @@ def _make(
     if algorithm == "lion":
         return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
     if algorithm == "muon":
+        blockwise = config.muon_tp_mode == "blockwise"
+        layouts = {  # by master; a run whose master is made anew keeps its own
+            id(run.master): layout_of(run.slices[0].param, groups, split_qkv=config.muon_split_qkv, blockwise=blockwise)
+            for run in runs
+        }
         return Muon(
             mine,
             lr=lr,
@@ -93,7 +96,7 @@ def _make(
             scale_mode=config.muon_scale_mode,
             extra_scale_factor=config.muon_extra_scale_factor,
             fp32_matmul_prec=config.muon_fp32_matmul_prec,
-            layout_of=layouts_of(runs, groups, split_qkv=config.muon_split_qkv, tp_mode=config.muon_tp_mode),
+            layout_of=lambda master: layouts.get(id(master), WHOLE),
         )
     options = config.optimizer_kwargs if label(algorithm) == label(config.optimizer) else {}
     make: Any = algorithm
