@@ -109,10 +109,10 @@ def _algorithms(leaf: Any, meta: Mapping[str, Any]) -> dict[str, Keeps]:
         for group in record["param_groups"]
     }
     return {
-        leaf.names[id(piece.param)]: Keeps(labels[run.group], keys[run.group], labels[run.group] in saved)
+        leaf.names[id(shard.param)]: Keeps(labels[segment.group], keys[segment.group], labels[segment.group] in saved)
         for masters in leaf.masters
-        for run in masters.runs
-        for piece in run.slices
+        for segment in masters.segments
+        for shard in segment.shards
     }
 
 

@@ -19,7 +19,7 @@ from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
 from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.groups.model_check import all_rank_groups, check_model, split_parameter
 from core.optimizer.groups.param_groups import ParamGroups
-from core.optimizer.masters.master_weights import Run
+from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.step.cpu_offload import OffloadedOptimizer
 
@@ -70,7 +70,7 @@ class AdoptedOptimizer(DistributedOptimizer):
     def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
         return self.shaped
 
-    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], runs: list[Run]) -> torch.optim.Optimizer:
+    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
         if not self.config.optimizer_cpu_offload:
             return self.user
 
@@ -78,8 +78,8 @@ class AdoptedOptimizer(DistributedOptimizer):
             own = all(mine is theirs for mine, theirs in zip(groups, self.user.param_groups, strict=True))
             return self.user if own else twin_of(self.user, groups)
 
-        may = [not run.in_scratch for run in runs]
-        return OffloadedOptimizer(self.config, torch_groups, runs, may, make)
+        may = [not segment.in_scratch for segment in segments]
+        return OffloadedOptimizer(self.config, torch_groups, segments, may, make)
 
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Cut the state that parameters had before into this rank's shards."""

@@ -25,7 +25,7 @@ from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.model_check import buckets_of, params_of
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
-from core.optimizer.masters.master_weights import BucketMasters, Run
+from core.optimizer.masters.master_weights import BucketMasters, Segment
 from core.optimizer.masters.scratch import Scratch, scratch_numel
 from core.optimizer.norm.clip_grads import GradMeter, GradStats, clip_coefficient
 from core.optimizer.norm.step_settings import Settings, settings_of
@@ -35,8 +35,8 @@ from core.optimizer.optimizer_state import (
     load_entries,
     load_groups,
     matching_groups,
-    run_entries,
     save_groups,
+    segment_entries,
 )
 from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import Factors, InnerStep
@@ -72,10 +72,10 @@ class MegatronOptimizer:
             for bucket in buckets_of(model_chunks)
         ]
         self.scratch = Scratch(self.masters, config)
-        runs = [run for masters in self.masters for run in masters.runs]
-        for run in runs:
-            torch_groups[run.group]["params"].append(run.master)
-        self.optimizer = self._inner_optimizer(torch_groups, runs)
+        segments = [segment for masters in self.masters for segment in masters.segments]
+        for segment in segments:
+            torch_groups[segment.group]["params"].append(segment.master)
+        self.optimizer = self._inner_optimizer(torch_groups, segments)
         self.built_groups = save_groups(self.optimizer.param_groups)  # what differs later, a schedule has written
         self.names = self._qualified_names()
         self.meter = GradMeter(
@@ -103,9 +103,9 @@ class MegatronOptimizer:
         """True if the algorithm of a group must see whole parameters in their shape."""
         return algorithm_needs_shapes(torch_group["optimizer"])
 
-    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], runs: list[Run]) -> torch.optim.Optimizer:
-        """The torch optimizer of these groups, which hold the masters of `runs`."""
-        return inner_optimizer(self.config, torch_groups, runs=runs, groups=self.model_chunks[0].groups)
+    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
+        """The torch optimizer of these groups, which hold the masters of `segments`."""
+        return inner_optimizer(self.config, torch_groups, segments=segments, groups=self.model_chunks[0].groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class MegatronOptimizer:
     @property
     def is_stub_optimizer(self) -> bool:
         """True if this rank has nothing to update. It takes part in every step all the same: all ranks decide."""
-        return not any(masters.slices for masters in self.masters)
+        return not any(masters.shards for masters in self.masters)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """The master weights that this rank updates. To change weights write to the model's parameters."""
@@ -343,9 +343,9 @@ class MegatronOptimizer:
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
             masters.take_over_edits()
-            for run in masters.runs:
-                for piece, entry in run_entries(masters, run, self.optimizer.state.get(run.master, {})):
-                    entries.setdefault(self.names[id(piece.param)], []).append(entry)
+            for segment in masters.segments:
+                for shard, entry in segment_entries(masters, segment, self.optimizer.state.get(segment.master, {})):
+                    entries.setdefault(self.names[id(shard.param)], []).append(entry)
         return entries
 
     @torch.no_grad()

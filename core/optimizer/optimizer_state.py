@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter name and slice, whatever buckets, runs, strategy and dtypes hold it in memory.
+"""The optimizer's state by parameter name and place, whatever buckets, segments, strategy and dtypes hold it in memory.
 
 An entry says which elements of the flattened parameter it covers; a parameter has one or several, over disjoint
 elements. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.optimizer.masters.master_weights import BucketMasters, Run, is_per_element
-from core.optimizer.masters.slices import Slice
+from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
+from core.optimizer.masters.param_shards import ParamShard
 
 if TYPE_CHECKING:
     from core.optimizer.optimizer import MegatronOptimizer
@@ -32,26 +32,28 @@ GROUP_IDENTITY = ("name",)
 Entry = dict[str, Any]
 
 
-def run_entries(masters: BucketMasters, run: Run, state: Mapping[str, Any]) -> Iterator[tuple[Slice, Entry]]:
-    """(slice, its entry) for each slice of a run. state: what the inner optimizer holds for the run."""
-    for piece in run.slices:
-        low, high = piece.start - run.start, piece.end - run.start
-        entry: Entry = {"offset": piece.offset, "numel": piece.numel}
-        master = None if run.storage is None else run.storage.saved(low, high)
+def segment_entries(
+    masters: BucketMasters, segment: Segment, state: Mapping[str, Any]
+) -> Iterator[tuple[ParamShard, Entry]]:
+    """(shard, its entry) for each shard of a segment. state: what the inner optimizer holds for the segment."""
+    for shard in segment.shards:
+        low, high = shard.start - segment.start, shard.end - segment.start
+        entry: Entry = {"offset": shard.offset, "numel": shard.numel}
+        master = None if segment.storage is None else segment.storage.saved(low, high)
         if master is not None:
             entry[MASTER] = master
         for key, value in state.items():
-            if key in run.moments:
-                entry[key] = run.moments[key][low:high]
+            if key in segment.moments:
+                entry[key] = segment.moments[key][low:high]
             else:
-                entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, run.master) else value
-        yield piece, entry
+                entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, segment.master) else value
+        yield shard, entry
 
 
-def needed_part(name: str, piece: Slice, saved: Entry | Sequence[Entry]) -> Entry:
-    """What saved entries hold of a slice; ValueError when they do not cover the slice."""
+def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) -> Entry:
+    """What saved entries hold of a shard; ValueError when they do not cover the shard."""
     entries = sorted([saved] if isinstance(saved, Mapping) else saved, key=lambda entry: entry["offset"])
-    first, last = piece.offset, piece.offset + piece.numel
+    first, last = shard.offset, shard.offset + shard.numel
     parts: list[Entry] = []
     reached = first
     for entry in entries:
@@ -94,29 +96,29 @@ def _joined(parts: list[Entry]) -> Entry:
 
 
 def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> None:
-    """Give every run of this rank what saved entries hold of it; all or, with a ValueError, nothing."""
+    """Give every segment of this rank what saved entries hold of it; all or, with a ValueError, nothing."""
     parts: dict[int, Entry] = {}
     for masters in optimizer.masters:
-        for run in masters.runs:
-            for piece in run.slices:
-                name = optimizer.names[id(piece.param)]
+        for segment in masters.segments:
+            for shard in segment.shards:
+                name = optimizer.names[id(shard.param)]
                 if name not in entries:
                     raise ValueError(
                         f"the saved optimizer state lacks {name!r}, one of {len(optimizer.names)} parameters here and "
                         f"{len(entries)} in it; was it saved by another model or another rank?"
                     )
-                parts[id(piece)] = needed_part(name, piece, entries[name])
+                parts[id(shard)] = needed_part(name, shard, entries[name])
     _keep_from_being_overwritten(optimizer, parts)
     optimizer.optimizer.state.clear()
     for masters in optimizer.masters:
         masters.load_parameters()
-        for whole in list(masters.runs):
+        for whole in list(masters.segments):
             whole.moments.clear()
-            lengths = stretches_of_equal_steps([parts[id(piece)] for piece in whole.slices])
-            for run in masters.split(whole, lengths, optimizer.optimizer):
-                of_run = [parts[id(piece)] for piece in run.slices]
-                load_master(run, of_run)
-                load_moments(optimizer, run, of_run)
+            lengths = stretches_of_equal_steps([parts[id(shard)] for shard in whole.shards])
+            for segment in masters.split(whole, lengths, optimizer.optimizer):
+                of_segment = [parts[id(shard)] for shard in segment.shards]
+                load_master(segment, of_segment)
+                load_moments(optimizer, segment, of_segment)
 
 
 def _keep_from_being_overwritten(optimizer: MegatronOptimizer, parts: Mapping[int, Entry]) -> None:
@@ -128,7 +130,7 @@ def _keep_from_being_overwritten(optimizer: MegatronOptimizer, parts: Mapping[in
 
 
 def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:
-    """Lengths of the neighbours whose state may share a run: the same keys, and equal step counts."""
+    """Lengths of the neighbours whose state may share a segment: the same keys, and equal step counts."""
     lengths: list[int] = []
     previous: Any = None
     for part in parts:
@@ -144,37 +146,37 @@ def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:
     return lengths
 
 
-def load_master(run: Run, parts: list[Entry]) -> None:
-    """Copy saved master weights to where this run's are kept. Without any they stay those of the parameters."""
-    if run.storage is not None:
-        paired = zip(run.slices, parts, strict=True)
-        run.storage.load([(piece.start - run.start, part[MASTER]) for piece, part in paired if MASTER in part])
+def load_master(segment: Segment, parts: list[Entry]) -> None:
+    """Copy saved master weights to where this segment's are kept. Without any they stay those of the parameters."""
+    if segment.storage is not None:
+        paired = zip(segment.shards, parts, strict=True)
+        segment.storage.load([(shard.start - segment.start, part[MASTER]) for shard, part in paired if MASTER in part])
 
 
-def load_moments(optimizer: MegatronOptimizer, run: Run, parts: list[Entry]) -> None:
-    """Give the inner optimizer the state of a run, put together from those of its slices."""
-    fused = bool(optimizer.param_groups[run.group].get("fused"))
-    device = run.master.device
+def load_moments(optimizer: MegatronOptimizer, segment: Segment, parts: list[Entry]) -> None:
+    """Give the inner optimizer the state of a segment, put together from those of its shards."""
+    fused = bool(optimizer.param_groups[segment.group].get("fused"))
+    device = segment.master.device
     state: dict[str, Any] = {}
     for key, value in parts[0].items():
         if key == MASTER:
             continue
-        if _is_of_elements(key, value, run.slices[0].numel):
-            dtype = run.master.dtype if value.is_floating_point() else value.dtype
-            joined = torch.zeros(run.master.shape, dtype=dtype, device=device)
+        if _is_of_elements(key, value, segment.shards[0].numel):
+            dtype = segment.master.dtype if value.is_floating_point() else value.dtype
+            joined = torch.zeros(segment.master.shape, dtype=dtype, device=device)
             flat = joined.view(-1)
-            for piece, part in zip(run.slices, parts, strict=True):
-                flat[piece.start - run.start : piece.end - run.start].copy_(part[key])
-            state[key] = optimizer.scratch.adopt(run, key, joined) if run.in_scratch else joined
-            if key in run.moments:
-                run.moments[key].copy_(flat)
+            for shard, part in zip(segment.shards, parts, strict=True):
+                flat[shard.start - segment.start : shard.end - segment.start].copy_(part[key])
+            state[key] = optimizer.scratch.adopt(segment, key, joined) if segment.in_scratch else joined
+            if key in segment.moments:
+                segment.moments[key].copy_(flat)
         elif isinstance(value, torch.Tensor):
             # torch keeps the step count on the device for its fused kernels, and on the CPU otherwise.
             state[key] = value.detach().clone().to(device if fused or value.dim() else "cpu")
         else:
             state[key] = value
     if state:
-        optimizer.optimizer.state[run.master] = state
+        optimizer.optimizer.state[segment.master] = state
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

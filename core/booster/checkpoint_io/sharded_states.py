@@ -137,7 +137,7 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
 
 def _owned(engine: AdoptedOptimizer) -> dict[int, tuple[int, int]]:
     """id(parameter) -> (first element, number of elements) of what this rank updates of it."""
-    return {id(piece.param): (piece.offset, piece.numel) for masters in engine.masters for piece in masters.slices}
+    return {id(piece.param): (piece.offset, piece.numel) for masters in engine.masters for piece in masters.shards}
 
 
 def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:

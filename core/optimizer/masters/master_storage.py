@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from core.optimizer.masters.slices import Slice
+from core.optimizer.masters.param_shards import ParamShard
 
 CPU_NUMEL = 2**18  # elements compared at a time: 1 MiB of an fp32 master stays in a core's cache
 DEVICE_NUMEL = 2**24
@@ -32,8 +32,8 @@ class ParameterStorage:
     kept: [numel] what is kept beside them; [0] for nothing.
     """
 
-    def __init__(self, slices: Sequence[Slice], memory: torch.Tensor | None, kept: torch.Tensor) -> None:
-        self.slices = slices
+    def __init__(self, shards: Sequence[ParamShard], memory: torch.Tensor | None, kept: torch.Tensor) -> None:
+        self.shards = shards
         self.memory = memory
         self.kept = kept
 
@@ -41,12 +41,12 @@ class ParameterStorage:
         """The parts of `flat`, laid out as the segment is, that belong to `parameters()`."""
         if self.memory is not None:
             return [flat]
-        first = self.slices[0].start
-        return [flat[piece.start - first : piece.end - first].view(piece.shape) for piece in self.slices]
+        first = self.shards[0].start
+        return [flat[shard.start - first : shard.end - first].view(shard.shape) for shard in self.shards]
 
     def parameters(self) -> list[torch.Tensor]:
         """The owned part of each parameter; or all of them in one."""
-        return [piece.data for piece in self.slices] if self.memory is None else [self.memory]
+        return [shard.data for shard in self.shards] if self.memory is None else [self.memory]
 
     def read(self, out: torch.Tensor) -> None:
         """Fill `out`, flat and in full precision, with the masters."""
@@ -69,10 +69,10 @@ class ParameterStorage:
     def load(self, saved: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Take over saved masters: (first element, values). The others stay."""
 
-    def part(self, low: int, high: int, slices: Sequence[Slice]) -> ParameterStorage:
-        """The storage of elements [low, high) alone, over the same memory. They hold `slices`."""
+    def part(self, low: int, high: int, shards: Sequence[ParamShard]) -> ParameterStorage:
+        """The storage of elements [low, high) alone, over the same memory. They hold `shards`."""
         memory = None if self.memory is None else self.memory[low:high]
-        return type(self)(slices, memory, self.kept[low:high])
+        return type(self)(shards, memory, self.kept[low:high])
 
 
 class CopyStorage(ParameterStorage):
@@ -91,8 +91,8 @@ class CopyStorage(ParameterStorage):
             pieces = [(master, param)]
             if master.dim() == 1 and master.numel() > numel:
                 pieces = list(zip(master.split(numel), param.split(numel), strict=True))
-            for piece in pieces:
-                _take_edits(*piece)
+            for shard in pieces:
+                _take_edits(*shard)
 
     def saved(self, low: int, high: int) -> torch.Tensor:
         return self.kept[low:high]
@@ -132,7 +132,7 @@ class RemainderStorage(ParameterStorage):
         return [param.view(torch.int16) for param in self.parameters()]
 
     def read(self, out: torch.Tensor) -> None:
-        # The parameters' bits, converted to int32 where the master will stand; gaps between slices stay as they are.
+        # The parameters' bits, converted to int32 where the master will stand; gaps between shards stay as they are.
         bits = out.view(torch.int32)
         torch._foreach_copy_(self.views(bits), self._halves())
         torch.add(self.kept.to(torch.int32), bits, alpha=1 << 16, out=bits)

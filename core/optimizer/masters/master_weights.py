@@ -1,12 +1,12 @@
 """Master weights: the memory that the inner torch optimizer updates, bucket by bucket.
 
-A bucket's owned range is cut into slices, one a parameter (the first and the last may hold only a part of theirs).
-Neighbours of one param group are joined to runs, so that torch sees few long tensors instead of many short ones.
+A bucket's owned range is cut into shards of parameters. Neighbours of one param group are joined to segments, so that
+torch sees few long tensors instead of many short ones.
 
 Parameters in full precision are their own masters. They are stepped where they lie: in the bucket's one tensor (for a
 replicated bucket flat_parameters.py makes it), or each by itself where parameters cannot move. master_storage.py lists
-the storages of all other masters. A run whose master, gradients or moments are not kept in full precision is stepped
-through scratch memory (scratch.py), in pieces that fit there.
+the storages of all other masters. A segment whose master, gradients or moments are not kept in full precision is
+stepped through scratch memory (scratch.py), in pieces that fit there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
-from core.optimizer.masters.slices import Slice, cut_slices, join_slices, owned_slices
+from core.optimizer.masters.param_shards import ParamShard, cut_shards, join_shards, owned_shards
 from core.optimizer.optimizer_config import OptimizerConfig
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -32,18 +32,18 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """Neighbouring slices of one param group and the tensor that the inner optimizer sees for them.
+class Segment:
+    """Neighbouring shards of one param group and the tensor that the inner optimizer sees for them.
 
-    In scratch `master` and `grad` mean something only while the run is stepped.
+    In scratch `master` and `grad` mean something only while the segment is stepped.
     """
 
-    slices: tuple[Slice, ...]
+    shards: tuple[ParamShard, ...]
     reduced: torch.Tensor  # [numel], the gradients where they were reduced, in their dtype
     master: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
     grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     in_scratch: bool = False
-    wave: int = 0  # runs of a bucket with equal numbers are in scratch at the same time
+    wave: int = 0  # segments of a bucket with equal numbers are in scratch at the same time
     at: int = 0  # where in the scratch memory
     storage: ParameterStorage | None = None  # None: the parameters, in full precision, are the master
     moments: dict[str, torch.Tensor] = field(default_factory=dict)  # [numel], those that are kept in 16 bits
@@ -52,22 +52,22 @@ class Run:
     @property
     def start(self) -> int:
         """First element within the bucket's owned range."""
-        return self.slices[0].start
+        return self.shards[0].start
 
     @property
     def numel(self) -> int:
-        """Elements, padding between slices included."""
+        """Elements, padding between shards included."""
         return self.reduced.numel()
 
     @property
     def group(self) -> int:
         """Index of the param group."""
-        return self.slices[0].group
+        return self.shards[0].group
 
     @property
     def norm_group(self) -> str | None:
         """The norm that its gradients are clipped by."""
-        return self.slices[0].norm_group
+        return self.shards[0].norm_group
 
 
 def storage_of(
@@ -89,7 +89,7 @@ def storage_of(
 class BucketMasters:
     """The master weights of one bucket's owned range, and the gradients that update them.
 
-    scratch_numel: the longest run that is stepped through scratch; None for any length.
+    scratch_numel: the longest segment that is stepped through scratch; None for any length.
     needs_shape: True for a param group whose algorithm needs whole parameters in their shape.
     """
 
@@ -105,7 +105,7 @@ class BucketMasters:
         self.bucket = bucket
         self.needs_shape = needs_shape
         self.grad = bucket.owned_grad
-        self.slices = owned_slices(bucket, group_of)
+        self.shards = owned_shards(bucket, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in
@@ -126,56 +126,56 @@ class BucketMasters:
         in_place = self.storage in (None, CopyStorage)
         self.in_scratch = not in_place or self.grad.dtype != self.dtype or moments != {torch.float32}
         one_a_param = config.optimizer_cpu_offload or (self.storage is None and self.param_data is None)
-        self.runs: list[Run] = []
-        for slices in join_slices(self.slices, lambda group: one_a_param or needs_shape(group)):
-            if self.in_scratch and scratch_numel is not None and not needs_shape(slices[0].group):
-                self.runs += [self._run(*stretch) for stretch in cut_slices(slices, scratch_numel)]
+        self.segments: list[Segment] = []
+        for shards in join_shards(self.shards, lambda group: one_a_param or needs_shape(group)):
+            if self.in_scratch and scratch_numel is not None and not needs_shape(shards[0].group):
+                self.segments += [self._segment(*stretch) for stretch in cut_shards(shards, scratch_numel)]
             else:
-                self.runs.append(self._run(slices, slices[-1].end))
+                self.segments.append(self._segment(shards, shards[-1].end))
         self.load_parameters()
 
-    def _run(self, slices: list[Slice], end: int) -> Run:
-        first, here = slices[0], slice(slices[0].start, end)
-        run = Run(tuple(slices), self.grad[here], in_scratch=self.in_scratch)
+    def _segment(self, shards: list[ParamShard], end: int) -> Segment:
+        first, here = shards[0], slice(shards[0].start, end)
+        segment = Segment(tuple(shards), self.grad[here], in_scratch=self.in_scratch)
         memory = None if self.param_data is None else self.param_data[here]
         if self.storage is not None:
-            run.storage = self.storage(run.slices, memory, self.kept[here])
-            memory = run.storage.kept
+            segment.storage = self.storage(segment.shards, memory, self.kept[here])
+            memory = segment.storage.kept
         if self.storage in (None, CopyStorage):  # else the master is in scratch
             if memory is not None:
-                run.master = nn.Parameter(memory.view(self.shape_of(run)))
+                segment.master = nn.Parameter(memory.view(self.shape_of(segment)))
             else:
-                run.master = first.param if first.numel == first.param.numel() else nn.Parameter(first.data)
-        if not run.in_scratch:
-            run.grad = run.reduced.view(run.master.shape)
-        return run
+                segment.master = first.param if first.numel == first.param.numel() else nn.Parameter(first.data)
+        if not segment.in_scratch:
+            segment.grad = segment.reduced.view(segment.master.shape)
+        return segment
 
-    def shape_of(self, run: Run) -> tuple[int, ...]:
-        """The shape in which the inner optimizer sees a run."""
-        piece = run.slices[0]
-        if not self.needs_shape(piece.group):
-            return (run.numel,)
-        if piece.numel != piece.param.numel():
+    def shape_of(self, segment: Segment) -> tuple[int, ...]:
+        """The shape in which the inner optimizer sees a segment."""
+        shard = segment.shards[0]
+        if not self.needs_shape(shard.group):
+            return (segment.numel,)
+        if shard.numel != shard.param.numel():
             raise ValueError(
-                f"parameter {piece.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
-                f"{piece.numel} of its {piece.param.numel()} elements; wrap the model with whole_param_shards=True"
+                f"parameter {shard.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
+                f"{shard.numel} of its {shard.param.numel()} elements; wrap the model with whole_param_shards=True"
             )
-        return piece.shape
+        return shard.shape
 
     @property
-    def waves(self) -> list[list[Run]]:
-        """The runs that are stepped through scratch, those of one wave together."""
-        scratched = (run for run in self.runs if run.in_scratch)
-        return [list(runs) for _, runs in itertools.groupby(scratched, key=lambda run: run.wave)]
+    def waves(self) -> list[list[Segment]]:
+        """The segments that are stepped through scratch, those of one wave together."""
+        scratched = (segment for segment in self.segments if segment.in_scratch)
+        return [list(segments) for _, segments in itertools.groupby(scratched, key=lambda segment: segment.wave)]
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def load_parameters(self) -> None:
         """Make the parameters, as they are now, the masters."""
         self._take_back()
-        for run in self.runs:
-            if run.storage is not None:
-                run.storage.take_parameters()
+        for segment in self.segments:
+            if segment.storage is not None:
+                segment.storage.take_parameters()
 
     def take_over_edits(self) -> None:
         """Let masters follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
@@ -183,9 +183,9 @@ class BucketMasters:
         After it masters and parameters belong together again, wherever the parameters were left.
         """
         self._take_back()
-        for run in self.runs:
-            if run.storage is not None:
-                run.storage.take_edits()
+        for segment in self.segments:
+            if segment.storage is not None:
+                segment.storage.take_edits()
 
     def _take_back(self) -> None:
         """Bring parameters back to the flat tensor, with the values that they have now."""
@@ -197,54 +197,54 @@ class BucketMasters:
         if self.flat is not None:
             self.flat.note_written()
 
-    # -- cutting runs -----------------------------------------------------------------------------------------------
+    # -- cutting segments -------------------------------------------------------------------------------------------
 
     def follow_freezing(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut frozen parameters, and those that no rank has used, out of their run: no decay or momentum moves them."""
+        """Cut frozen parameters, and those that no rank has used, out of their segment: nothing moves them."""
         trains = map(_REQUIRES_GRAD, self.bucket.params)  # each step: 0.1 ms for 2005 parameters
         live = list(map(operator.and_, trains, map(bool, self.bucket.used)))
         if live == self.live:
             return
         self.live = live
         of_param = dict(zip(map(id, self.bucket.params), live, strict=True))
-        for run in list(self.runs):
-            flags = [of_param[id(piece.param)] for piece in run.slices]
+        for segment in list(self.segments):
+            flags = [of_param[id(shard.param)] for shard in segment.shards]
             counts = [len(list(equal)) for _, equal in itertools.groupby(flags)]
-            for part in self.split(run, counts, optimizer):
-                part.live = of_param[id(part.slices[0].param)]
+            for part in self.split(segment, counts, optimizer):
+                part.live = of_param[id(part.shards[0].param)]
 
-    def split(self, run: Run, counts: list[int], optimizer: torch.optim.Optimizer) -> list[Run]:
-        """Cut a run into runs of `counts` slices each; the inner optimizer's parameters and state are cut with it.
+    def split(self, segment: Segment, counts: list[int], optimizer: torch.optim.Optimizer) -> list[Segment]:
+        """Cut a segment into some of `counts` shards each; the inner optimizer's parameters and state are cut with it.
 
         Padding stays with what is before it, so that all parts but the last fill whole vectors.
         """
         if len(counts) == 1:
-            return [run]
-        whole = optimizer.state.pop(run.master, None)
-        parts: list[Run] = []
+            return [segment]
+        whole = optimizer.state.pop(segment.master, None)
+        parts: list[Segment] = []
         first = 0
         for count in counts:
-            slices = run.slices[first : first + count]
+            shards = segment.shards[first : first + count]
             first += count
-            low = slices[0].start - run.start
-            high = run.slices[first].start - run.start if first < len(run.slices) else run.numel
+            low = shards[0].start - segment.start
+            high = segment.shards[first].start - segment.start if first < len(segment.shards) else segment.numel
             part = replace(
-                run,
-                slices=slices,
-                reduced=run.reduced[low:high],
-                master=nn.Parameter(run.master.data[low:high]),
-                grad=run.grad[low:high],
-                at=run.at + low,
-                storage=None if run.storage is None else run.storage.part(low, high, slices),
-                moments={key: kept[low:high] for key, kept in run.moments.items()},
+                segment,
+                shards=shards,
+                reduced=segment.reduced[low:high],
+                master=nn.Parameter(segment.master.data[low:high]),
+                grad=segment.grad[low:high],
+                at=segment.at + low,
+                storage=None if segment.storage is None else segment.storage.part(low, high, shards),
+                moments={key: kept[low:high] for key, kept in segment.moments.items()},
             )
             if whole is not None:
-                state = {key: cut_state(key, value, run.master, low, high) for key, value in whole.items()}
+                state = {key: cut_state(key, value, segment.master, low, high) for key, value in whole.items()}
                 optimizer.state[part.master] = state
             parts.append(part)
-        self.runs = _replaced(self.runs, run, parts)
-        params = optimizer.param_groups[run.group]["params"]
-        params[:] = _replaced(params, run.master, [part.master for part in parts])
+        self.segments = _replaced(self.segments, segment, parts)
+        params = optimizer.param_groups[segment.group]["params"]
+        params[:] = _replaced(params, segment.master, [part.master for part in parts])
         return parts
 
 

@@ -77,7 +77,7 @@ def bytes_per_parameter(
 def scratch_bytes(
     config: OptimizerConfig, *, param_dtype: torch.dtype, grad_dtype: torch.dtype, on_cpu: bool = False
 ) -> int:
-    """Bytes of the scratch memory, once the runs of the model fill it."""
+    """Bytes of the scratch memory, once the segments of the model fill it."""
     dtype = _computed_in(param_dtype)
     moments = sum(kept_dtype(key, config) is not None for key in _moments(config))
     masters = storage_of(config, param_dtype) in (ParameterStorage, RemainderStorage)

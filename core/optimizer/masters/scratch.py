@@ -1,7 +1,7 @@
-"""Scratch: full-precision memory through which runs are stepped whose masters, gradients or moments are kept otherwise.
+"""Scratch: full-precision memory for segments whose masters, gradients or moments are kept otherwise.
 
-A wave of runs is unpacked, stepped by the same inner optimizer as everything else, and packed away again; so the memory
-is bounded, whatever the size of the model, and an algorithm knows nothing of how its numbers are kept.
+A wave of segments is unpacked, stepped by the same inner optimizer as everything else, and packed away again. So the
+memory is bounded, whatever the size of the model, and an algorithm knows nothing of how its numbers are kept.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from core.optimizer.masters.master_storage import CopyStorage
-from core.optimizer.masters.master_weights import BucketMasters, Run, is_per_element
+from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
 from core.optimizer.optimizer_config import OptimizerConfig
 
 CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
 DEVICE_NUMEL = 2**24  # 64 MiB a tensor: long enough to hide the launch of a dozen kernels
-ALIGNMENT = 64  # elements, so that kernels see every run from a vector's first element on
+ALIGNMENT = 64  # elements, so that kernels see every segment from a vector's first element on
 
 FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer"))
 SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq"))
@@ -27,7 +27,7 @@ State = dict[Any, dict[str, Any]]
 
 
 def scratch_numel(device: torch.device) -> int:
-    """How long a run that goes through scratch may be."""
+    """How long a segment that goes through scratch may be."""
     return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
 
 
@@ -51,32 +51,34 @@ class Scratch:
         for bucket_masters in masters:
             self._plan_waves(bucket_masters)
         for bucket_masters in masters:
-            for run in bucket_masters.runs:
-                if run.in_scratch:
-                    self._bind(bucket_masters, run)
+            for segment in bucket_masters.segments:
+                if segment.in_scratch:
+                    self._bind(bucket_masters, segment)
 
     def _plan_waves(self, masters: BucketMasters) -> None:
-        """Fill wave after wave; a run that is longer than scratch (a whole matrix) has one of its own."""
+        """Fill wave after wave; a segment that is longer than scratch (a whole matrix) has one of its own."""
         limit = scratch_numel(masters.grad.device)
         wave, at = 0, 0
-        for run in masters.runs:
-            if run.in_scratch:
-                if at and at + run.numel > limit:
+        for segment in masters.segments:
+            if segment.in_scratch:
+                if at and at + segment.numel > limit:
                     wave, at = wave + 1, 0
-                run.wave, run.at = wave, at
-                self.extent = max(self.extent, at + run.numel)
-                at = -(-(at + run.numel) // ALIGNMENT) * ALIGNMENT
+                segment.wave, segment.at = wave, at
+                self.extent = max(self.extent, at + segment.numel)
+                at = -(-(at + segment.numel) // ALIGNMENT) * ALIGNMENT
 
-    def _bind(self, masters: BucketMasters, run: Run) -> None:
-        """Give a run its part of the scratch memory."""
+    def _bind(self, masters: BucketMasters, segment: Segment) -> None:
+        """Give a segment its part of the scratch memory."""
 
         def memory(name: str) -> torch.Tensor:
-            part = self._memory(name, masters.dtype, masters.grad.device)[run.at : run.at + run.numel]
-            return part.view(masters.shape_of(run))
+            part = self._memory(name, masters.dtype, masters.grad.device)[segment.at : segment.at + segment.numel]
+            return part.view(masters.shape_of(segment))
 
-        if not isinstance(run.storage, CopyStorage | None):
-            run.master = nn.Parameter(memory("master"))
-        run.grad = run.reduced.view(run.master.shape) if run.reduced.dtype == masters.dtype else memory("grad")
+        if not isinstance(segment.storage, CopyStorage | None):
+            segment.master = nn.Parameter(memory("master"))
+        segment.grad = (
+            segment.reduced.view(segment.master.shape) if segment.reduced.dtype == masters.dtype else memory("grad")
+        )
 
     def _memory(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if (name, dtype) not in self.memory:
@@ -90,33 +92,33 @@ class Scratch:
 
     # -- a wave -----------------------------------------------------------------------------------------------------
 
-    def unpack(self, wave: Sequence[Run], state: State) -> None:
+    def unpack(self, wave: Sequence[Segment], state: State) -> None:
         """Bring gradients, masters and moments into scratch."""
-        for run in wave:
-            if run.storage is not None:
-                run.storage.read(run.master.data.view(-1))
-            if run.grad.data_ptr() != run.reduced.data_ptr():
-                run.grad.view(-1).copy_(run.reduced)
-            for key, kept in run.moments.items():
-                state[run.master][key].view(-1).copy_(kept)
+        for segment in wave:
+            if segment.storage is not None:
+                segment.storage.read(segment.master.data.view(-1))
+            if segment.grad.data_ptr() != segment.reduced.data_ptr():
+                segment.grad.view(-1).copy_(segment.reduced)
+            for key, kept in segment.moments.items():
+                state[segment.master][key].view(-1).copy_(kept)
 
-    def pack(self, wave: Sequence[Run], state: State) -> None:
+    def pack(self, wave: Sequence[Segment], state: State) -> None:
         """Put masters and moments back to where they are kept; parameters follow their masters."""
-        for run in wave:
-            if run.storage is not None:
-                run.storage.write(run.master.data.view(-1))
-            held = state.get(run.master, {})
+        for segment in wave:
+            if segment.storage is not None:
+                segment.storage.write(segment.master.data.view(-1))
+            held = state.get(segment.master, {})
             for key, value in held.items():
-                if key not in run.moments and is_per_element(key, value, run.master):
-                    held[key] = self.adopt(run, key, value)
-                if key in run.moments:
-                    run.moments[key].copy_(value.view(-1))
+                if key not in segment.moments and is_per_element(key, value, segment.master):
+                    held[key] = self.adopt(segment, key, value)
+                if key in segment.moments:
+                    segment.moments[key].copy_(value.view(-1))
 
-    def adopt(self, run: Run, key: str, value: torch.Tensor) -> torch.Tensor:
+    def adopt(self, segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
         """Where the inner optimizer finds a moment from now on: in scratch, if it is to be kept in another dtype."""
         dtype = kept_dtype(key, self.config)
         if dtype is None:
             return value
-        run.moments[key] = torch.zeros(run.numel, dtype=dtype, device=value.device)
+        segment.moments[key] = torch.zeros(segment.numel, dtype=dtype, device=value.device)
         memory = self._memory(key, value.dtype, value.device)
-        return memory[run.at : run.at + run.numel].view(run.master.shape)
+        return memory[segment.at : segment.at + segment.numel].view(segment.master.shape)

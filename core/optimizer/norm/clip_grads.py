@@ -90,7 +90,7 @@ class GradMeter:
         self.ranks = math.prod(map(dist.get_world_size, groups))
         self.collectives = Collectives()
         # A stage may hold none of a kind, so ranks put the names of their norm groups together.
-        mine = {piece.norm_group for bucket_masters in masters for piece in bucket_masters.slices} - {None}
+        mine = {shard.norm_group for bucket_masters in masters for shard in bucket_masters.shards} - {None}
         told = agree.gather(mine, groups, "the norm groups")
         self.norm_groups = [None, *sorted(str(name) for name in set().union(*told.values()))]
         self.counted_memory: list[torch.Tensor] = []  # that this rank counts in a norm
@@ -101,13 +101,13 @@ class GradMeter:
         for index, bucket_masters in enumerate(masters):
             copies = counted_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
-            # Padding between slices is left out: it may hold what a peer's collective left there.
+            # Padding between shards is left out: it may hold what a peer's collective left there.
             stretches = list(_stretches(bucket_masters, copies))
             pieces = pieces_of(bucket_masters.grad, [(stretch.start, stretch.end) for stretch in stretches])
-            for stretch, piece in zip(stretches, pieces, strict=True):
+            for stretch, shard in zip(stretches, pieces, strict=True):
                 counted = stretch.in_norm and here
-                memory.append(piece)
-                self.counted_memory += [piece] * counted
+                memory.append(shard)
+                self.counted_memory += [shard] * counted
                 column.append(self.norm_groups.index(stretch.norm_group) if counted else len(self.norm_groups))
                 bucket.append(index)
         is_double = any(bucket_masters.grad.dtype == torch.float64 for bucket_masters in masters)
@@ -156,8 +156,8 @@ class GradMeter:
 
     def _zeros(self) -> torch.Tensor:
         zeros = torch.zeros((), dtype=torch.float64, device=self.device)
-        for piece in self.counted_memory:
-            zeros += piece.numel() - torch.count_nonzero(piece)
+        for shard in self.counted_memory:
+            zeros += shard.numel() - torch.count_nonzero(shard)
         return zeros
 
     def _over_all_ranks(
@@ -236,16 +236,16 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(masters: BucketMasters, counted_copies: dict[str, int]) -> Iterator[_Stretch]:
-    """The slices; those that touch each other and count alike are joined.
+    """The shards; those that touch each other and count alike are joined.
 
     counted_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
     """
     held: _Stretch | None = None
-    for piece in masters.slices:
-        counted = piece.contract.counts_in_norm
-        if counted and piece.contract.crosses_stages:
-            counted = counted_copies.setdefault(piece.contract.name, id(piece.param)) == id(piece.param)
-        mine = _Stretch(piece.start, piece.end, counted, piece.norm_group)
+    for shard in masters.shards:
+        counted = shard.contract.counts_in_norm
+        if counted and shard.contract.crosses_stages:
+            counted = counted_copies.setdefault(shard.contract.name, id(shard.param)) == id(shard.param)
+        mine = _Stretch(shard.start, shard.end, counted, shard.norm_group)
         if held is not None and held.end == mine.start and held[2:] == mine[2:]:
             held = held._replace(end=mine.end)
             continue
@@ -259,12 +259,12 @@ def _stretches(masters: BucketMasters, counted_copies: dict[str, int]) -> Iterat
 def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:
     """The first gradient of this rank that holds NaN or Inf, in words; None when all are finite."""
     for bucket_masters in masters:
-        for piece in bucket_masters.slices:
-            grad = bucket_masters.grad[piece.start : piece.end]
+        for shard in bucket_masters.shards:
+            grad = bucket_masters.grad[shard.start : shard.end]
             bad = ~torch.isfinite(grad)
             if bool(bad.any()):
                 value, count = grad[bad][0].item(), int(bad.sum())
-                return f"the gradient of {piece.contract.name!r} holds {value} in {count} of {grad.numel()} elements"
+                return f"the gradient of {shard.contract.name!r} holds {value} in {count} of {grad.numel()} elements"
     return None
 
 

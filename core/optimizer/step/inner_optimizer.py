@@ -1,7 +1,7 @@
 """The inner optimizer: the torch optimizer that does the arithmetic on master weights.
 
-It sees master weights as runs: long flat tensors, each a stretch of one or many parameters, for algorithms that work
-element by element; one whole parameter in its shape for those that do not (algorithms.py). Where groups have several
+It sees master weights as segments: long flat tensors over one or many parameters, for algorithms that work element by
+element; one whole parameter in its shape for those that do not (algorithms/names.py). Where groups have several
 algorithms, they are members of one CombinedOptimizer.
 """
 
@@ -18,9 +18,9 @@ from core.optimizer.algorithms.lion import Lion
 from core.optimizer.algorithms.muon import WHOLE, Muon, layout_of
 from core.optimizer.algorithms.names import Algorithm, label, resolve
 from core.optimizer.groups.param_groups import BOOKKEEPING
-from core.optimizer.masters.master_weights import Run
+from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.step.cpu_offload import OffloadedOptimizer, check_offload, offloadable_runs
+from core.optimizer.step.cpu_offload import OffloadedOptimizer, check_offload, offloadable_segments
 from core.process_groups import ProcessGroups
 
 
@@ -28,33 +28,33 @@ def inner_optimizer(
     config: OptimizerConfig,
     torch_groups: list[dict[str, Any]],
     *,
-    runs: Sequence[Run] = (),
+    segments: Sequence[Segment] = (),
     groups: ProcessGroups | None = None,
 ) -> torch.optim.Optimizer:
     """The torch optimizer over these groups; every group's own lr, weight decay and algorithm are in it.
 
-    runs, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
+    segments, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
     Raises ValueError for an option that the algorithm of a group does not have.
     """
 
     def make(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return _combine(config, listed, runs, groups)
+        return _combine(config, listed, segments, groups)
 
     if not config.optimizer_cpu_offload:
         return make(torch_groups)
-    may = offloadable_runs(runs, torch_groups)
-    check_offload(config, runs, may)
-    return OffloadedOptimizer(config, torch_groups, runs, may, make)
+    may = offloadable_segments(segments, torch_groups)
+    check_offload(config, segments, may)
+    return OffloadedOptimizer(config, torch_groups, segments, may, make)
 
 
 def _combine(
-    config: OptimizerConfig, listed: list[dict[str, Any]], runs: Sequence[Run], groups: ProcessGroups | None
+    config: OptimizerConfig, listed: list[dict[str, Any]], segments: Sequence[Segment], groups: ProcessGroups | None
 ) -> torch.optim.Optimizer:
     """One optimizer for each algorithm of these groups."""
     members: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(group["optimizer"] for group in listed):
         mine = [group for group in listed if group["optimizer"] == name]
-        member = _make(config, resolve(name), mine, runs, groups)
+        member = _make(config, resolve(name), mine, segments, groups)
         _check_options(name, member, mine)
         members.append(member)
     return members[0] if len(members) == 1 else CombinedOptimizer(listed, members)
@@ -64,7 +64,7 @@ def _make(
     config: OptimizerConfig,
     algorithm: Algorithm,
     mine: list[dict[str, Any]],
-    runs: Sequence[Run],
+    segments: Sequence[Segment],
     groups: ProcessGroups | None,
 ) -> torch.optim.Optimizer:
     lr = config.lr if config.lr is not None else 0.0
@@ -82,9 +82,11 @@ def _make(
         return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
     if algorithm == "muon":
         blockwise = config.muon_tp_mode == "blockwise"
-        layouts = {  # by master; a run whose master is made anew keeps its own
-            id(run.master): layout_of(run.slices[0].param, groups, split_qkv=config.muon_split_qkv, blockwise=blockwise)
-            for run in runs
+        layouts = {  # by master; a segment whose master is made anew keeps its own
+            id(segment.master): layout_of(
+                segment.shards[0].param, groups, split_qkv=config.muon_split_qkv, blockwise=blockwise
+            )
+            for segment in segments
         }
         return Muon(
             mine,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from core.optimizer.masters.master_weights import BucketMasters, Run
+from core.optimizer.masters.master_weights import BucketMasters, Segment
 from core.optimizer.masters.scratch import Scratch
 
 SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
@@ -35,40 +35,40 @@ class InnerStep:
         """Step the masters of some buckets, and store them: first, in one call, all that need no scratch memory."""
         pairs = list(zip(buckets, factors, strict=True))
         here = [
-            (run, factor[run.norm_group])
+            (segment, factor[segment.norm_group])
             for masters, factor in pairs
-            for run in masters.runs
-            if run.live and not run.in_scratch
+            for segment in masters.segments
+            if segment.live and not segment.in_scratch
         ]
-        self.step_runs([run for run, _ in here], [factor for _, factor in here])
-        for run, _ in here:
-            if run.storage is not None:
-                run.storage.write(run.master.data.view(-1))
+        self.step_segments([segment for segment, _ in here], [factor for _, factor in here])
+        for segment, _ in here:
+            if segment.storage is not None:
+                segment.storage.write(segment.master.data.view(-1))
         for masters, factor in pairs:
             for wave in masters.waves:
-                wave = [run for run in wave if run.live]
+                wave = [segment for segment in wave if segment.live]
                 scratch.unpack(wave, self.optimizer.state)
-                self.step_runs(wave, [factor[run.norm_group] for run in wave])
+                self.step_segments(wave, [factor[segment.norm_group] for segment in wave])
                 scratch.pack(wave, self.optimizer.state)
             masters.note_written()
 
-    def step_runs(self, runs: Sequence[Run], factors: Sequence[float]) -> None:
-        """Step the masters of these runs, and no other's.
+    def step_segments(self, segments: Sequence[Segment], factors: Sequence[float]) -> None:
+        """Step the masters of these segments, and no other's.
 
-        factors: what each run's gradients in memory are multiplied by to be those that the algorithm shall see.
+        factors: what each segment's gradients in memory are multiplied by to be those that the algorithm shall see.
         """
-        if not runs:
+        if not segments:
             return
         # The kernels' divisor is an fp32 number, so fp64 gradients are multiplied by hand.
         by_kernel = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        by_kernel = by_kernel and all(run.grad.dtype == torch.float32 for run in runs)
-        common = _apply(runs, factors, by_kernel=by_kernel)
+        by_kernel = by_kernel and all(segment.grad.dtype == torch.float32 for segment in segments)
+        common = _apply(segments, factors, by_kernel=by_kernel)
         if common != 1.0:
-            grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=runs[0].grad.device)
+            grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=segments[0].grad.device)
             self.optimizer.grad_scale = grad_scale
         # Runs that step for the first time go alone: torch's fused SGD cannot mix momentum that is there and not.
-        known = [run for run in runs if self.optimizer.state.get(run.master)]
-        fresh = [run for run in runs if not self.optimizer.state.get(run.master)]
+        known = [segment for segment in segments if self.optimizer.state.get(segment.master)]
+        fresh = [segment for segment in segments if not self.optimizer.state.get(segment.master)]
         try:
             for some in (fresh, known):
                 if some:
@@ -77,17 +77,17 @@ class InnerStep:
             if common != 1.0:
                 self.optimizer.grad_scale = None
 
-    def _call(self, runs: Sequence[Run]) -> None:
-        """`optimizer.step()` as if it held the masters of these runs alone."""
+    def _call(self, segments: Sequence[Segment]) -> None:
+        """`optimizer.step()` as if it held the masters of these segments alone."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group, numbers in zip(groups, self._numbers, strict=True):
             for key in group.keys() - numbers.keys() - {"params"}:
                 del group[key]
             group.update(numbers, params=[])
-        for run in runs:
-            run.master.grad = run.grad
-            groups[run.group]["params"].append(run.master)
+        for segment in segments:
+            segment.master.grad = segment.grad
+            groups[segment.group]["params"].append(segment.master)
         try:
             self.optimizer.step()
         finally:
@@ -95,11 +95,13 @@ class InnerStep:
                 group["params"] = params
 
 
-def _apply(runs: Sequence[Run], factors: Sequence[float], *, by_kernel: bool) -> float:
+def _apply(segments: Sequence[Segment], factors: Sequence[float], *, by_kernel: bool) -> float:
     """Multiply gradients by their factors, all but the one that the kernel can apply; returns that."""
     common = factors[0] if by_kernel and SMALLEST < abs(factors[0]) < LARGEST else 1.0
     for factor in set(factors) - {common}:
-        _multiply([run.grad for run, other in zip(runs, factors, strict=True) if other == factor], factor / common)
+        _multiply(
+            [segment.grad for segment, other in zip(segments, factors, strict=True) if other == factor], factor / common
+        )
     return common
 
 

@@ -98,8 +98,8 @@ def test_steps_equal_those_of_one_process_on_the_whole_batch(
         optimizer = get_megatron_optimizer(OptimizerConfig(clip_grad=clip_grad, **ALGORITHMS[algorithm]), [ddp])
         assert type(optimizer) is (DistributedOptimizer if strategy == "optim" else ReplicatedOptimizer)
         if strategy == "optim" and world > 1:
-            slices = [piece for masters in optimizer.masters for piece in masters.slices]
-            cut = torch.tensor(sum(piece.numel < piece.param.numel() for piece in slices))
+            shards = [shard for masters in optimizer.masters for shard in masters.shards]
+            cut = torch.tensor(sum(shard.numel < shard.param.numel() for shard in shards))
             dist.all_reduce(cut)
             assert cut > 0, "no parameter crosses a shard's border"
         for microbatch in range(4):
@@ -154,7 +154,7 @@ def test_bf16_parameters_keep_small_updates_in_fp32_masters(
     for p, want in zip(params, expected, strict=True):
         assert torch.equal(p, want.to(torch.bfloat16)), f"off by {(p.float() - want).abs().max()}"
     assert {m.dtype for m in optimizer.get_parameters()} <= {torch.float32}
-    owned = torch.tensor(sum(piece.numel for masters in optimizer.masters for piece in masters.slices))
+    owned = torch.tensor(sum(shard.numel for masters in optimizer.masters for shard in masters.shards))
     dist.all_reduce(owned)
     copies = world if strategy == "no_shard" else 1
     assert owned == copies * sum(p.numel() for p in params)
@@ -292,10 +292,10 @@ def group_of_each_param(optimizer: Any) -> dict[str, dict[str, Any]]:
     """The torch param group that updates each parameter, looked up through the tensors."""
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
     return {
-        piece.contract.name: groups[id(run.master)]
+        shard.contract.name: groups[id(segment.master)]
         for masters in optimizer.masters
-        for run in masters.runs
-        for piece in run.slices
+        for segment in masters.segments
+        for shard in segment.shards
     }
 
 

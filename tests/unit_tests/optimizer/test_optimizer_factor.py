@@ -17,7 +17,7 @@ from core import parallel_state
 from core.agree import SyncError
 from core.distributed import finalize_model_grads
 from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.masters.master_weights import Run
+from core.optimizer.masters.master_weights import Segment
 from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.optimizer.test_optimizer import ALGORITHMS, Reference
 from tests.unit_tests.ranks import ranks
@@ -192,12 +192,12 @@ def test_runs_with_different_factors_are_stepped_in_one_call() -> None:
             # A gradient times its factor is 1, or 0.34 where 1 cannot be reached.
             grads = [torch.full((3,), min(1.0 / factor, 3.4e38)) for factor in factors]
             optimizer = torch.optim.SGD(params, lr=0.25, fused=fused, foreach=not fused)
-            runs = [
-                Run((SimpleNamespace(param=p, group=0),), g, p, g)  # type: ignore[arg-type]
+            segments = [
+                Segment((SimpleNamespace(param=p, group=0),), g, p, g)  # type: ignore[arg-type]
                 for p, g in zip(params, grads, strict=True)
             ]
             want = [1.0 - 0.25 * float(g[0]) * f for g, f in zip(grads, factors, strict=True)]
-            InnerStep(optimizer).step_runs(runs, factors)
+            InnerStep(optimizer).step_segments(segments, factors)
             for param, value in zip(params, want, strict=True):
                 assert param.tolist() == pytest.approx([value] * 3, rel=1e-6), f"fused {fused}, factors {factors}"
             assert not math.isclose(want[0], 1.0, abs_tol=0.05)
@@ -208,7 +208,7 @@ def test_stepping_some_runs_leaves_the_groups_as_they_were() -> None:
     optimizer = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 1.0}], lr=0.5)
     for param in params:
         param.grad = torch.ones(2)
-    run = Run((SimpleNamespace(param=params[2], group=1),), params[2].grad, params[2], params[2].grad)  # type: ignore[arg-type]
-    InnerStep(optimizer).step_runs([run], [1.0])
+    segment = Segment((SimpleNamespace(param=params[2], group=1),), params[2].grad, params[2], params[2].grad)  # type: ignore[arg-type]
+    InnerStep(optimizer).step_segments([segment], [1.0])
     assert [param.tolist() for param in params] == [[1, 1], [1, 1], [0, 0]]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]

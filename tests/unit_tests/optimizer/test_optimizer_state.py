@@ -12,7 +12,7 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.contract.gradient_contract import GradientContract
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.masters.slices import Slice
+from core.optimizer.masters.param_shards import ParamShard
 from core.optimizer.optimizer_state import needed_part
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net, loss_of, make_net, wrap
@@ -161,17 +161,19 @@ def test_reloaded_weights_reach_the_masters(rank: int, world: int, strategy: str
 
 
 def test_an_entry_must_cover_the_slice_at_both_ends() -> None:
-    piece = Slice(nn.Parameter(torch.zeros(10)), GradientContract("w", False, "dp_cp", 1), 0, start=0, end=4, offset=3)
+    shard = ParamShard(
+        nn.Parameter(torch.zeros(10)), GradientContract("w", False, "dp_cp", 1), 0, start=0, end=4, offset=3
+    )
     numbers = torch.arange(10.0)
     for first, last in ((3, 7), (0, 7), (3, 10), (0, 10)):
         entry = {"offset": first, "numel": last - first, "exp_avg": numbers[first:last], "step": torch.tensor(2.0)}
-        part = needed_part("w", piece, entry)
+        part = needed_part("w", shard, entry)
         assert part["exp_avg"].tolist() == [3, 4, 5, 6]
         assert part["step"] == 2
     for first, last in ((4, 8), (0, 6), (4, 6), (8, 10)):
         saved = {"offset": first, "numel": last - first, "exp_avg": numbers[first:last]}
         message = rf"'w' covers elements \[{first}, {last}\) and this rank needs \[3, 7\)"
         with pytest.raises(ValueError, match=message):
-            needed_part("w", piece, saved)
+            needed_part("w", shard, saved)
         with pytest.raises(ValueError, match=r"another bucket_size .* the bucket_size= of the run that saved it"):
-            needed_part("w", piece, saved)
+            needed_part("w", shard, saved)

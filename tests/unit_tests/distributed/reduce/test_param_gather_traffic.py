@@ -106,7 +106,9 @@ def test_a_bucket_sets_out_before_the_next_one_is_stepped(
     events: list[Any] = []
     step, start, finish = optimizer.optimizer.step, ddp.start_bucket_param_sync, ddp.finish_param_sync
     place = {id(bucket): index for index, bucket in enumerate(ddp.param_sync.buckets)}
-    of_master = {id(run.master): place[id(masters.bucket)] for masters in optimizer.masters for run in masters.runs}
+    of_master = {
+        id(segment.master): place[id(masters.bucket)] for masters in optimizer.masters for segment in masters.segments
+    }
 
     def logged_step() -> None:
         events.append(("step", {of_master[id(p)] for group in optimizer.param_groups for p in group["params"]}))

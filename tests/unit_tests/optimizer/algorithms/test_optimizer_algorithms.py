@@ -312,13 +312,13 @@ def test_stepping_some_runs_steps_those_alone() -> None:
             self.master = nn.Parameter(torch.ones(4))
             self.grad = self.master.grad = torch.ones(4)
 
-    runs = [OneRun(), OneRun(), OneRun()]
+    segments = [OneRun(), OneRun(), OneRun()]
     config = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
-    group = {"params": [run.master for run in runs], "optimizer": "sgd", "weight_decay": 0.0, "name": "sgd"}
+    group = {"params": [segment.master for segment in segments], "optimizer": "sgd", "weight_decay": 0.0, "name": "sgd"}
     optimizer = inner_optimizer(config, [group])
-    InnerStep(optimizer).step_runs(runs[1:2], [1.0])  # type: ignore[arg-type]
-    assert [run.master[0].item() for run in runs] == pytest.approx([1.0, 0.9, 1.0])
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(run.master) for run in runs]
+    InnerStep(optimizer).step_segments(segments[1:2], [1.0])  # type: ignore[arg-type]
+    assert [segment.master[0].item() for segment in segments] == pytest.approx([1.0, 0.9, 1.0])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(segment.master) for segment in segments]
 
 
 # -- algorithms that need whole parameters, and parameters that are split -----------------------------------------

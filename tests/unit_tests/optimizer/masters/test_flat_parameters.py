@@ -56,7 +56,7 @@ def test_one_long_run_makes_the_steps_of_torch(rank: int, world: int) -> None:
     ddp = wrap(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(**ADAMW), [ddp], no_weight_decay_cond=lambda name, param: False)
     # The last layer's 3 biases and 33 weights do not fill vectors, everything before does.
-    assert [run.numel for masters in optimizer.masters for run in masters.runs] == [3, 33, 1216]
+    assert [segment.numel for masters in optimizer.masters for segment in masters.segments] == [3, 33, 1216]
     assert [len(group["params"]) for group in optimizer.param_groups] == [3]
     assert all(mine is its for mine, its in zip(params, model.parameters(), strict=True)), "other objects"
     assert len({param.untyped_storage().data_ptr() for param in params}) == 1
@@ -156,7 +156,12 @@ def test_a_second_optimizer_finds_the_parameters_where_the_first_has_put_them(ra
     train(ddp, second, rank, range(2))
     reference_steps(reference, world, range(2))
     assert_equal_weights(model, reference, start)
-    held = [run.master.data_ptr() for each in (first, second) for masters in each.masters for run in masters.runs]
+    held = [
+        segment.master.data_ptr()
+        for each in (first, second)
+        for masters in each.masters
+        for segment in masters.segments
+    ]
     assert held[: len(held) // 2] == held[len(held) // 2 :]
 
 
@@ -179,7 +184,7 @@ def test_a_graph_from_before_the_step_is_not_used_after_it(rank: int, world: int
 @ranks(1, 3)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, world: int, strategy: str) -> None:
-    """Kernels round what does not fill a vector differently, so the parts of a run must end where vectors do."""
+    """Kernels round what does not fill a vector differently, so the parts of a segment must end where vectors do."""
     parallel_state.initialize_model_parallel()
     for algorithm in ("sgd", "adam"):
         trained = []
@@ -188,7 +193,7 @@ def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, 
             ddp = wrap(model, data_parallel_sharding_strategy=strategy)
             config = OptimizerConfig(optimizer=algorithm, lr=1e-2, clip_grad=1.0, sgd_momentum=0.9)
             optimizer = get_megatron_optimizer(config, [ddp], no_weight_decay_cond=lambda name, param: False)
-            whole = [run for masters in optimizer.masters for run in masters.runs]
+            whole = [segment for masters in optimizer.masters for segment in masters.segments]
             if splits:
                 for masters in optimizer.masters:
                     masters.bucket.used[:] = b"\1" * len(masters.bucket.params)
@@ -196,7 +201,7 @@ def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, 
                     model.norm.weight.requires_grad_(trains)
                     for masters in optimizer.masters:
                         masters.follow_freezing(optimizer.optimizer)
-                parts = [run for masters in optimizer.masters for run in masters.runs]
+                parts = [segment for masters in optimizer.masters for segment in masters.segments]
                 assert len(parts) > len(whole) or (strategy == "optim" and world > 1)
             train(ddp, optimizer, rank, range(4))
             trained.append({name: param.clone() for name, param in model.named_parameters()})

@@ -10,17 +10,17 @@ from torch import nn
 
 from core.distributed.contract.gradient_contract import GradientContract
 from core.optimizer.masters.master_storage import CopyStorage, RemainderStorage
-from core.optimizer.masters.slices import Slice, cut_slices
+from core.optimizer.masters.param_shards import ParamShard, cut_shards
 
 
-def slices_of(*params: nn.Parameter, gap: int = 0) -> list[Slice]:
+def shards_of(*params: nn.Parameter, gap: int = 0) -> list[ParamShard]:
     """The parameters one after the other, with padding between them."""
-    slices, start = [], 0
+    shards, start = [], 0
     for number, param in enumerate(params):
         contract = GradientContract(f"p{number}", False, "dp_cp", 1)
-        slices.append(Slice(param, contract, 0, start, start + param.numel(), 0))
+        shards.append(ParamShard(param, contract, 0, start, start + param.numel(), 0))
         start += param.numel() + gap
-    return slices
+    return shards
 
 
 def fp32_patterns() -> torch.Tensor:
@@ -46,7 +46,7 @@ def fp32_patterns() -> torch.Tensor:
 def test_a_bf16_parameter_and_its_remainder_are_the_fp32_master_bit_for_bit() -> None:
     values = fp32_patterns()
     param = nn.Parameter(torch.zeros(values.numel(), dtype=torch.bfloat16))
-    kept = RemainderStorage(slices_of(param), None, torch.zeros(values.numel(), dtype=torch.int16))
+    kept = RemainderStorage(shards_of(param), None, torch.zeros(values.numel(), dtype=torch.int16))
     kept.write(values.clone())
     back = torch.empty_like(values)
     kept.read(back)
@@ -64,17 +64,17 @@ def test_a_bf16_parameter_and_its_remainder_are_the_fp32_master_bit_for_bit() ->
 
 def test_remainders_lie_beside_several_parameters_with_padding_between_them() -> None:
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (3, 5, 2)]
-    slices = slices_of(*params, gap=4)
-    numel = slices[-1].end
+    shards = shards_of(*params, gap=4)
+    numel = shards[-1].end
     values = torch.linspace(-2, 3, numel)
-    kept = RemainderStorage(slices, None, torch.zeros(numel, dtype=torch.int16))
+    kept = RemainderStorage(shards, None, torch.zeros(numel, dtype=torch.int16))
     kept.write(values.clone())
     back = torch.zeros(numel)
     kept.read(back)
-    for piece in slices:
-        assert torch.equal(back[piece.start : piece.end], values[piece.start : piece.end])
-        assert torch.equal(piece.param.data, values[piece.start : piece.end].bfloat16())
-    second = kept.part(7, 12, slices[1:2])
+    for shard in shards:
+        assert torch.equal(back[shard.start : shard.end], values[shard.start : shard.end])
+        assert torch.equal(shard.param.data, values[shard.start : shard.end].bfloat16())
+    second = kept.part(7, 12, shards[1:2])
     part = torch.zeros(5)
     second.read(part)
     assert torch.equal(part, values[7:12])
@@ -90,7 +90,7 @@ def test_a_master_is_put_together_from_parameter_and_remainder(in_one_tensor: bo
     remainders = [b - (int(half) << 16) for b, half in zip(bits, memory.view(torch.int16), strict=True)]
     assert any(remainder < 0 for remainder in remainders) and any(remainder > 0 for remainder in remainders)
     memory_of_all = param.data if in_one_tensor else None
-    kept = RemainderStorage(slices_of(param), memory_of_all, torch.tensor(remainders, dtype=torch.int16))
+    kept = RemainderStorage(shards_of(param), memory_of_all, torch.tensor(remainders, dtype=torch.int16))
     out = torch.full((6,), math.nan)
     kept.read(out)
     assert out.view(torch.int32).tolist() == bits
@@ -102,7 +102,7 @@ def test_a_master_is_put_together_from_parameter_and_remainder(in_one_tensor: bo
 def test_a_copy_is_written_to_the_parameter_and_takes_over_what_others_write_there(in_one_tensor: bool) -> None:
     masters = torch.tensor([1.0 + 2.0**-12, -3.1, 0.0, 1e38, -1.00390625, 7.7])
     param = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16))
-    storage = CopyStorage(slices_of(param), param.data if in_one_tensor else None, masters.clone())
+    storage = CopyStorage(shards_of(param), param.data if in_one_tensor else None, masters.clone())
     storage.write(storage.kept)
     assert torch.equal(param.data, masters.bfloat16())
     storage.take_edits()
@@ -119,13 +119,13 @@ def test_a_copy_is_written_to_the_parameter_and_takes_over_what_others_write_the
 
 def test_cut_slices_cover_every_element_once() -> None:
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 10, 1, 6)]
-    slices = slices_of(*params, gap=2)
+    shards = shards_of(*params, gap=2)
     for numel in (1, 2, 3, 5, 7, 100):
         seen: dict[int, list[int]] = {id(p): [] for p in params}
-        for stretch, end in cut_slices(slices, numel):
+        for stretch, end in cut_shards(shards, numel):
             assert stretch[-1].end <= end <= stretch[0].start + numel
-            for piece in stretch:
-                whole = next(s for s in slices if s.param is piece.param)
-                assert piece.start - piece.offset == whole.start
-                seen[id(piece.param)] += range(piece.offset, piece.offset + piece.numel)
+            for shard in stretch:
+                whole = next(s for s in shards if s.param is shard.param)
+                assert shard.start - shard.offset == whole.start
+                seen[id(shard.param)] += range(shard.offset, shard.offset + shard.numel)
         assert all(seen[id(p)] == list(range(p.numel())) for p in params)

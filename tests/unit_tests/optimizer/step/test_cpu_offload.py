@@ -1,6 +1,6 @@
 """A part of the optimizer on the CPU: the bits of a fraction of 0, whatever the fraction.
 
-Without the option runs are longer, and torch's kernels round the ends of runs in another way: the last bit may differ.
+Without the option segments are longer, and torch's kernels round their ends in another way: the last bit may differ.
 
 Here both sides are the CPU, and the path is the same but for streams and pinned memory; those are tested where there
 is a device (`gpu`).
@@ -17,7 +17,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.algorithms import backends
-from core.optimizer.step.cpu_offload import OffloadedOptimizer, choose_runs
+from core.optimizer.step.cpu_offload import OffloadedOptimizer, choose_segments
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap
 
@@ -54,17 +54,17 @@ def assert_equal_bits(model: nn.Module, other: nn.Module) -> None:
 
 def test_the_largest_runs_that_come_nearest_to_the_fraction_are_chosen() -> None:
     numels = [10, 40, 0, 30, 20]
-    assert choose_runs(numels, 0.0) == []
-    assert choose_runs(numels, 1.0) == [0, 1, 3, 4]
-    assert choose_runs(numels, 0.4) == [1]
-    assert choose_runs(numels, 0.5) == [0, 1]  # 40 fits, 30 and 20 do not, 10 does
-    assert choose_runs(numels, 0.7) == [1, 3]
-    assert choose_runs([5, 5, 5, 5], 0.5) == [0, 1]
-    assert choose_runs([100], 0.4) == [] and choose_runs([100], 0.5) == [0]
+    assert choose_segments(numels, 0.0) == []
+    assert choose_segments(numels, 1.0) == [0, 1, 3, 4]
+    assert choose_segments(numels, 0.4) == [1]
+    assert choose_segments(numels, 0.5) == [0, 1]  # 40 fits, 30 and 20 do not, 10 does
+    assert choose_segments(numels, 0.7) == [1, 3]
+    assert choose_segments([5, 5, 5, 5], 0.5) == [0, 1]
+    assert choose_segments([100], 0.4) == [] and choose_segments([100], 0.5) == [0]
     for fraction in (0.1, 0.25, 0.33, 0.6, 0.9):
         mixed = [(7 * i) % 50 + 1 for i in range(40)]
-        chosen = sum(mixed[i] for i in choose_runs(mixed, fraction))
-        assert abs(chosen - fraction * sum(mixed)) <= min(mixed), "as near as the smallest run allows"
+        chosen = sum(mixed[i] for i in choose_segments(mixed, fraction))
+        assert abs(chosen - fraction * sum(mixed)) <= min(mixed), "as near as the smallest segment allows"
 
 
 @ranks(1, 2)
@@ -97,9 +97,9 @@ def test_any_fraction_gives_the_bits_of_none(rank: int, world: int, strategy: st
     inners = [optimizer.optimizer for *_, optimizer in models]
     assert all(isinstance(inner, OffloadedOptimizer) for inner in inners)
     for inner in inners:
-        for run in inner.hosted:
-            assert run.twin.data_ptr() != run.master.data_ptr()
-            assert torch.equal(run.twin, run.master), "the CPU's weights are those of the device"
+        for segment in inner.hosted:
+            assert segment.twin.data_ptr() != segment.master.data_ptr()
+            assert torch.equal(segment.twin, segment.master), "the CPU's weights are those of the device"
     fractions = [inner.offloaded_fraction for inner in inners]
     assert fractions[0] <= fractions[1] <= fractions[2] == 1.0 and fractions[1] > 0.3
 
@@ -123,7 +123,7 @@ def test_bf16_parameters_with_fp32_masters_are_offloaded_too(rank: int, world: i
                     for param in model.parameters():
                         param.mul_(0.5)
                 optimizer.reload_model_params()
-    copies_down = [run.aliased for run in models[1][2].optimizer.hosted]
+    copies_down = [segment.aliased for segment in models[1][2].optimizer.hosted]
     assert copies_down and not any(copies_down), "masters of their own are not copied down in every step"
 
 
@@ -210,29 +210,36 @@ def test_on_a_device_state_is_pinned_on_the_cpu_and_the_numbers_are_those_of_the
     weights = [torch.randn(size, device=device) for size in sizes]
 
     def make(settings: dict[str, Any]) -> tuple[Any, list[Any]]:
-        runs = []
+        segments = []
         for weight in weights:
             master = nn.Parameter(weight.clone())
-            piece = SimpleNamespace(param=master, offset=0)
-            runs.append(SimpleNamespace(master=master, group=0, slices=(piece,), numel=len(weight), in_scratch=False))
-        group = {"params": [run.master for run in runs], "optimizer": "adam", "weight_decay": 0.1, "name": "adam"}
+            shard = SimpleNamespace(param=master, offset=0)
+            segments.append(
+                SimpleNamespace(master=master, group=0, shards=(shard,), numel=len(weight), in_scratch=False)
+            )
+        group = {
+            "params": [segment.master for segment in segments],
+            "optimizer": "adam",
+            "weight_decay": 0.1,
+            "name": "adam",
+        }
         config = OptimizerConfig(lr=0.01, optimizer_backend="foreach", **settings)
-        return inner_optimizer(config, [group], runs=runs), runs  # type: ignore[arg-type]
+        return inner_optimizer(config, [group], segments=segments), segments  # type: ignore[arg-type]
 
     plain, plain_runs = make({})
     hosted, hosted_runs = make(offload(0.9, overlap_cpu_optimizer_d2h_h2d=overlap))
     for step in range(5):
-        for runs in (plain_runs, hosted_runs):
-            for run, weight in zip(runs, weights, strict=True):
-                run.master.grad = torch.sin(weight * (step + 1))
+        for segments in (plain_runs, hosted_runs):
+            for segment, weight in zip(segments, weights, strict=True):
+                segment.master.grad = torch.sin(weight * (step + 1))
         plain.step()
         hosted.step()
     torch.cuda.synchronize()
-    on_cpu = [run for run in hosted.hosted]
+    on_cpu = [segment for segment in hosted.hosted]
     assert len(on_cpu) == 2
-    for run in on_cpu:
-        assert run.twin.is_pinned() and run.gradient.is_pinned()
-        assert hosted.state[run.master]["exp_avg"].device.type == "cpu"
+    for segment in on_cpu:
+        assert segment.twin.is_pinned() and segment.gradient.is_pinned()
+        assert hosted.state[segment.master]["exp_avg"].device.type == "cpu"
     for one, other, weight in zip(plain_runs, hosted_runs, weights, strict=True):
         moved = (one.master - weight).norm()
         assert moved > 0.01 and (one.master - other.master).norm() < 1e-5 * moved

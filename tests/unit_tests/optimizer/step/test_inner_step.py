@@ -11,7 +11,7 @@ from torch import nn
 
 from core import parallel_state
 from core.optimizer.masters import scratch
-from core.optimizer.masters.master_weights import Run
+from core.optimizer.masters.master_weights import Segment
 from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.optimizer.test_optimizer_precision import BF16, aware, build, train
 from tests.unit_tests.ranks import ranks
@@ -31,14 +31,14 @@ def test_some_runs_are_stepped_as_torch_steps_an_optimizer_that_holds_them_alone
         for ps in (params, copies)
     )
     for count in range(4):
-        runs = []
+        segments = []
         reference.zero_grad()
         for index in range(3 if count != 1 else 2):  # the last is a step behind
             grad = torch.randn(len(values[index]), generator=generator)
             copies[index].grad = grad * 0.25
-            piece = SimpleNamespace(param=params[index], group=int(index == 2))
-            runs.append(Run((piece,), grad, params[index], grad))  # type: ignore[arg-type]
-        InnerStep(optimizer).step_runs(runs, [0.25] * len(runs))
+            shard = SimpleNamespace(param=params[index], group=int(index == 2))
+            segments.append(Segment((shard,), grad, params[index], grad))  # type: ignore[arg-type]
+        InnerStep(optimizer).step_segments(segments, [0.25] * len(segments))
         reference.step()
     for param, copy, start in zip(params, copies, values, strict=True):
         assert torch.equal(param, copy) and float((param.detach() - start).abs().min()) > 0.0
@@ -57,7 +57,7 @@ def test_a_hook_on_the_inner_optimizer_sees_every_element_once_a_step(rank: int,
 
     optimizer.optimizer.register_step_pre_hook(hook)
     train(ddp, optimizer, rank, range(2))
-    assert sum(seen) == 2 * sum(run.numel for masters in optimizer.masters for run in masters.runs)
+    assert sum(seen) == 2 * sum(segment.numel for masters in optimizer.masters for segment in masters.segments)
 
 
 class Counting(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""A bucket's owned range, cut into slices, one a parameter; and neighbours that are stepped as one."""
+"""A bucket's owned range, cut into shards of parameters; and neighbours that are stepped as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
 NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
 
 
-class Slice(NamedTuple):
+class ParamShard(NamedTuple):
     """Elements [start, end) of the bucket's owned range: those from `offset` on of one flattened parameter.
 
     A tuple, because there is one for each parameter and a frozen dataclass takes four times as long to make.
@@ -47,53 +47,57 @@ class Slice(NamedTuple):
             return self.param.data
         return self.param.data.view(-1)[self.offset : self.offset + self.numel]
 
-    def cut(self, start: int, end: int) -> Slice:
+    def cut(self, start: int, end: int) -> ParamShard:
         """The part of it in [start, end) of the owned range."""
         low, high = max(self.start, start), min(self.end, end)
         return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
 
-def owned_slices(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[Slice]:
+def owned_shards(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[ParamShard]:
     """The parts of the bucket's parameters that this rank updates; empty ones are left out."""
     low, high = bucket.shard_range
-    slices = []
+    shards = []
     for slot, param, contract in zip(bucket.layout.slots, bucket.params, bucket.contracts, strict=True):
         begin = slot.start - bucket.layout.start
         start, end = max(begin, low), min(slot.end - bucket.layout.start, high)
         if start < end:
             norm_group = getattr(param, NORM_GROUP, None)
-            slices.append(Slice(param, contract, group_of(param), start - low, end - low, start - begin, norm_group))
-    return slices
+            shards.append(
+                ParamShard(param, contract, group_of(param), start - low, end - low, start - begin, norm_group)
+            )
+    return shards
 
 
-def join_slices(slices: Sequence[Slice], alone: Callable[[int], bool] = lambda group: False) -> list[list[Slice]]:
+def join_shards(
+    shards: Sequence[ParamShard], alone: Callable[[int], bool] = lambda group: False
+) -> list[list[ParamShard]]:
     """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
 
     They are joined only where all before the last fill whole vectors. Kernels round the last elements of a tensor in
-    another way where they do not, and a run that is split later (a frozen parameter) shall not change a bit.
-    alone: True for a param group of which each slice is a run of its own.
+    another way where they do not, and a segment that is split later (a frozen parameter) shall not change a bit.
+    alone: True for a param group of which each shard is a segment of its own.
     """
-    joined: list[list[Slice]] = []
-    for piece in slices:
-        first = joined[-1][0] if joined else piece
-        alike = (piece.group, piece.norm_group) == (first.group, first.norm_group) and not alone(piece.group)
-        if joined and alike and (piece.start - first.start) % VECTOR_NUMEL == 0:
-            joined[-1].append(piece)
+    joined: list[list[ParamShard]] = []
+    for shard in shards:
+        first = joined[-1][0] if joined else shard
+        alike = (shard.group, shard.norm_group) == (first.group, first.norm_group) and not alone(shard.group)
+        if joined and alike and (shard.start - first.start) % VECTOR_NUMEL == 0:
+            joined[-1].append(shard)
         else:
-            joined.append([piece])
+            joined.append([shard])
     return joined
 
 
-def cut_slices(slices: Sequence[Slice], numel: int) -> list[tuple[list[Slice], int]]:
-    """Cut neighbours into (slices, end) of `numel` elements and a shorter last one.
+def cut_shards(shards: Sequence[ParamShard], numel: int) -> list[tuple[list[ParamShard], int]]:
+    """Cut neighbours into (shards, end) of `numel` elements and a shorter last one.
 
-    Each ends where it was cut, in padding perhaps, so that it fills whole vectors (see join_slices).
+    Each ends where it was cut, in padding perhaps, so that it fills whole vectors (see join_shards).
     """
     cuts = []
-    for start in range(slices[0].start, slices[-1].end, numel):
-        end = min(start + numel, slices[-1].end)
-        first = bisect_right(slices, start, key=lambda piece: piece.end)
-        behind = bisect_left(slices, end, key=lambda piece: piece.start)
+    for start in range(shards[0].start, shards[-1].end, numel):
+        end = min(start + numel, shards[-1].end)
+        first = bisect_right(shards, start, key=lambda shard: shard.end)
+        behind = bisect_left(shards, end, key=lambda shard: shard.start)
         if first < behind:
-            cuts.append(([piece.cut(start, end) for piece in slices[first:behind]], end))
+            cuts.append(([shard.cut(start, end) for shard in shards[first:behind]], end))
     return cuts
