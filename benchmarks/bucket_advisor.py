@@ -81,7 +81,7 @@ def record_backward(model: nn.Module, clock: Callable[[], float] = time.perf_cou
     specs = []
     for name, param in plan.params.items():
         crosses = plan.contracts[name].crosses_stages
-        whole = stays_whole(param, config.whole_param_shards) and not crosses
+        whole = stays_whole(param, config.keep_params_whole) and not crosses
         specs.append(ParamSpec(name, tuple(param.shape), home[name], own_bucket=crosses, whole=whole))
     shards = max((buffer.shards for buffer in plan.layout.buffers), default=1)
     times = BackwardTimes(tuple(specs), shards, config.sharded, config.shards_gradients)

@@ -58,7 +58,7 @@ class DistributedDataParallelConfig:
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.
-    whole_param_shards: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
+    keep_params_whole: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
         whole (Muon); 'all': every parameter does. Embedding and output may be cut. Costs padding where a bucket holds
         few parameters for its ranks.
     grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
@@ -92,7 +92,7 @@ class DistributedDataParallelConfig:
     deterministic_reduction: bool = False
     record_nan_in_grad: bool = False
     scale_in_optimizer: bool = False
-    whole_param_shards: bool | Literal["all"] = False
+    keep_params_whole: bool | Literal["all"] = False
     grad_communication_dtype: torch.dtype | None = None
     share_host_memory: bool = True
     sync_rules: tuple[GradSyncRule, ...] = ()
@@ -129,8 +129,8 @@ class DistributedDataParallelConfig:
                 "reduce_scatter_with_fp32_accumulation keeps 16-bit gradients on the wire, and grad_reduce_in_fp32 "
                 "puts fp32 ones there; choose one"
             )
-        if self.whole_param_shards not in (False, True, "all"):
-            raise ValueError(f"whole_param_shards {self.whole_param_shards!r} is not one of False, True, 'all'")
+        if self.keep_params_whole not in (False, True, "all"):
+            raise ValueError(f"keep_params_whole {self.keep_params_whole!r} is not one of False, True, 'all'")
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
         if self.scale_in_optimizer and self.average_in_collective:

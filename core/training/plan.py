@@ -118,10 +118,10 @@ def _check_the_rest(config: JobConfig) -> None:
     """What the model's and the optimizer's own configurations refuse besides."""
     tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
     known = None if tokens is None else check_vocabulary(tokens, config.model, config.parallel.tp)
-    if config.optimizer.name == "muon" and config.ddp.sharded and not config.ddp.whole_param_shards:
+    if config.optimizer.name == "muon" and config.ddp.sharded and not config.ddp.keep_params_whole:
         raise ConfigError(
             "--optimizer.name muon updates whole matrices, and a sharded optimizer cuts them anywhere; add "
-            "--ddp.whole-param-shards True, or use --ddp.no-use-distributed-optimizer"
+            "--ddp.keep-params-whole True, or use --ddp.no-use-distributed-optimizer"
         )
     try:
         transformer_config(config, known or config.parallel.tp)

@@ -257,7 +257,7 @@ class LowLevelZeroPlugin(DPPluginBase):
             initial_weights="broadcast",
             # Sums that are divided later could leave fp16's range.
             scale_in_optimizer=torch.float16 not in (wire, DTYPES[self.precision]),
-            whole_param_shards="all" if shaped else False,
+            keep_params_whole="all" if shaped else False,
             grad_communication_dtype=wire,
         )
 

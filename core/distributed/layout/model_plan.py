@@ -124,7 +124,7 @@ def describe_param(name: str, kind: ParamKind) -> str:
 
 
 def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
-    """Does a parameter lie in one shard under this value of whole_param_shards?
+    """Does a parameter lie in one shard under this value of keep_params_whole?
 
     True is for optimizers of matrices, and stacks of them; those leave embedding and output to another algorithm.
     """
@@ -225,7 +225,7 @@ def plan_model(
     abouts = zip(map(data_group_of, named.values()), looks, strict=True)
     kinds = dict(zip(named, map(known.__getitem__, abouts), strict=True))
     buffers = []
-    for key, members in group_by_key(_specs(params, contracts, kinds, ddp_config.whole_param_shards)).items():
+    for key, members in group_by_key(_specs(params, contracts, kinds, ddp_config.keep_params_whole)).items():
         groups.require(key.data_group)
         shards = groups.size(_checked_shard_group(key.data_group, ddp_config, groups))
         size = resolve_bucket_size(
@@ -297,7 +297,7 @@ def _specs(
     kinds: dict[str, ParamKind],
     wanted: bool | str,
 ) -> list[ParamSpec]:
-    """What the layout has to know of each parameter that trains; wanted: the value of whole_param_shards."""
+    """What the layout has to know of each parameter that trains; wanted: the value of keep_params_whole."""
     rows = ((name, kinds[name], contract.crosses_stages) for name, contract in contracts.items())
     if wanted is False:
         return tuples_of(ParamSpec, ((name, kind.shape, kind.key, crosses, False) for name, kind, crosses in rows))

@@ -151,10 +151,10 @@ def check_whole_params(groups: ParamGroups, model_chunks: Sequence[DistributedDa
                 "whole; give it another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
             )
         wanted: bool | str = True if level == MATRICES else "all"
-        if chunk.ddp_config.whole_param_shards not in (wanted, "all"):
+        if chunk.ddp_config.keep_params_whole not in (wanted, "all"):
             raise ValueError(
                 f"parameter {name!r} is updated by an algorithm that needs it whole, and shards may cut it; wrap the "
-                f"model with DistributedDataParallelConfig(whole_param_shards={wanted!r})"
+                f"model with DistributedDataParallelConfig(keep_params_whole={wanted!r})"
             )
 
 

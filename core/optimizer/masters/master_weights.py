@@ -158,7 +158,7 @@ class BucketMasters:
         if shard.numel != shard.param.numel():
             raise ValueError(
                 f"parameter {shard.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
-                f"{shard.numel} of its {shard.param.numel()} elements; wrap the model with whole_param_shards=True"
+                f"{shard.numel} of its {shard.param.numel()} elements; wrap the model with keep_params_whole=True"
             )
         return shard.shape
 

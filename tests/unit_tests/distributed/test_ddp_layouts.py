@@ -256,7 +256,7 @@ def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, ov
     ddp = wrap(
         make_net(width=40),
         use_distributed_optimizer=True,
-        whole_param_shards=whole,
+        keep_params_whole=whole,
         overlap_grad_reduce=overlap,
         bucket_size=50,
     )

@@ -344,7 +344,7 @@ def test_every_algorithm_passes_through_scratch_unchanged(rank: int, world: int,
                     make_net(BF16, width=61),
                     data_parallel_sharding_strategy=strategy,
                     grad_reduce_in_fp32=False,
-                    whole_param_shards=strategy == "optim",
+                    keep_params_whole=strategy == "optim",
                 )
                 config = OptimizerConfig(optimizer=algorithm, lr=0.02, weight_decay=0.1, **extra)
                 optimizer = get_megatron_optimizer(config, [ddp])

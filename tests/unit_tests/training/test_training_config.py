@@ -51,10 +51,10 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
 
 def test_an_option_of_several_types_takes_any_of_them(tmp_path: Path) -> None:
     for text, value in (("true", True), ("'all'", "all")):
-        file = write(tmp_path / "a.toml", f"[ddp]\nwhole_param_shards = {text}\n")
-        assert load_config(["--config", file]).ddp.whole_param_shards == value
-    with pytest.raises(ConfigError, match="whole_param_shards is 'some'; it must be one of 'all'"):
-        load_config(["--config", write(tmp_path / "b.toml", "[ddp]\nwhole_param_shards = 'some'\n")])
+        file = write(tmp_path / "a.toml", f"[ddp]\nkeep_params_whole = {text}\n")
+        assert load_config(["--config", file]).ddp.keep_params_whole == value
+    with pytest.raises(ConfigError, match="keep_params_whole is 'some'; it must be one of 'all'"):
+        load_config(["--config", write(tmp_path / "b.toml", "[ddp]\nkeep_params_whole = 'some'\n")])
 
 
 def test_a_missing_file_is_named() -> None:

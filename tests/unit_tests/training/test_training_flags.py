@@ -42,7 +42,7 @@ MEANT: dict[str, set[str]] = {
     "model.moe_expert_capacity_factor": POSITIVE,
     "run.seed": {"0"},
     "checkpoint.step": {"0"},  # of a converted checkpoint
-    "ddp.whole_param_shards": {"True"},
+    "ddp.keep_params_whole": {"True"},
     "parallel.sequence_parallel": {"True"},
     "data.tokenizer": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", "../x", LARGE_FLOAT},  # a file, looked for later
     "run.name": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", LARGE_FLOAT},

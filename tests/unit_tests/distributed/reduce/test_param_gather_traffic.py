@@ -36,7 +36,7 @@ def build(bucketwise: bool, overlap: bool, strategy: str, algorithm: str, dtype:
         overlap_grad_reduce=True,
         overlap_param_gather=overlap,
         bucket_size=40,
-        whole_param_shards=algorithm == "muon",
+        keep_params_whole=algorithm == "muon",
     )
     config = OptimizerConfig(
         optimizer=algorithm,

@@ -191,7 +191,7 @@ def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
     model = make_net()
     start, whole = copy.deepcopy(model), copy.deepcopy(model)
     reference = PlainMuon(whole, {"first.weight", "second.weight", "third.weight"}, **options)
-    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, whole_param_shards=strategy == "optim")
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, keep_params_whole=strategy == "optim")
     optimizer = get_megatron_optimizer(OptimizerConfig(**options), [ddp])
     for microbatch in range(4):
         train(ddp, optimizer, rank, microbatch)
@@ -217,16 +217,16 @@ def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
 def test_shards_that_may_cut_matrices_are_refused_on_all_ranks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(width=61), use_distributed_optimizer=True)
-    with pytest.raises(ValueError, match=r"'third.weight' is updated by .*whole_param_shards=True"):
+    with pytest.raises(ValueError, match=r"'third.weight' is updated by .*keep_params_whole=True"):
         get_megatron_optimizer(OptimizerConfig(**OPTIONS), [ddp])
-    matrices_whole = wrap(make_net(width=61), use_distributed_optimizer=True, whole_param_shards=True)
+    matrices_whole = wrap(make_net(width=61), use_distributed_optimizer=True, keep_params_whole=True)
     factored = OptimizerConfig(optimizer="Adafactor", lr=0.1)
-    with pytest.raises(ValueError, match="'third.bias' is updated by .*whole_param_shards='all'"):
+    with pytest.raises(ValueError, match="'third.bias' is updated by .*keep_params_whole='all'"):
         get_megatron_optimizer(factored, [matrices_whole])
     tagged = make_net()
     tagged.first.weight.is_embedding_or_output_parameter = True
     with pytest.raises(ValueError, match="'first.weight' is an embedding or output layer"):
-        get_megatron_optimizer(factored, [wrap(tagged, use_distributed_optimizer=True, whole_param_shards="all")])
+        get_megatron_optimizer(factored, [wrap(tagged, use_distributed_optimizer=True, keep_params_whole="all")])
 
 
 @ranks(2)  # the sum of two equal numbers is exact in bf16
@@ -237,7 +237,7 @@ def test_bf16_matrices_have_fp32_masters_that_follow_the_fp32_reference(
     parallel_state.initialize_model_parallel()
     model, whole = make_net(torch.bfloat16), make_net(torch.bfloat16).float()
     start = copy.deepcopy(whole)
-    ddp = wrap(model, use_distributed_optimizer=True, whole_param_shards=True, grad_reduce_in_fp32=grads_in_fp32)
+    ddp = wrap(model, use_distributed_optimizer=True, keep_params_whole=True, grad_reduce_in_fp32=grads_in_fp32)
     options = {**OPTIONS, "muon_fp32_matmul_prec": "highest"}
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, **options), [ddp])
     reference = PlainMuon(whole, {"first.weight", "second.weight", "third.weight"}, **options)
@@ -368,7 +368,7 @@ def check_gpt(*, experts: bool, ep: int, expert_tp: int | None) -> None:
         config = dataclasses.replace(config, expert_tensor_parallel_size=expert_tp)
     split, whole = GPTModel(config, groups), GPTModel(gpt_config(1, experts), ProcessGroups())
     start = {name: param.detach().clone() for name, param in whole.named_parameters()}
-    options = DistributedDataParallelConfig(use_distributed_optimizer=True, whole_param_shards=True, bucket_size=2000)
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True, bucket_size=2000)
     ddp = DistributedDataParallel(config, options, split)
     outer = ("embedding.word_embeddings.weight", "output_layer.weight")
     matrices = {n for n, p in whole.named_parameters() if p.dim() >= 2 and n not in outer}
@@ -446,7 +446,7 @@ def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: i
         getattr(torch.optim, name)(matrices, lr=lr, weight_decay=0.1),
         torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0),
     ]
-    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, whole_param_shards=strategy == "optim")
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, keep_params_whole=strategy == "optim")
     vector = ParamKey(predicate=ParamPredicate("vector", lambda param: param.dim() == 1))
     config = OptimizerConfig(optimizer=name, lr=lr, weight_decay=0.1, clip_grad=0.0)
     overrides = {vector: {"optimizer": "adam", "wd_mult": 0.0}}
@@ -471,7 +471,7 @@ def test_adafactor_sees_every_parameter_whole(rank: int, world: int, strategy: s
     start, whole = copy.deepcopy(model), copy.deepcopy(model)
     plain = torch.optim.Adafactor(whole.parameters(), lr=0.05, weight_decay=0.0)
     whole_shards = "all" if strategy == "optim" else False
-    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, whole_param_shards=whole_shards)
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, keep_params_whole=whole_shards)
     config = OptimizerConfig(optimizer="Adafactor", lr=0.05, weight_decay=0.0, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [ddp])
     for microbatch in range(4):

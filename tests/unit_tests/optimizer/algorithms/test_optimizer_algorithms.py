@@ -343,7 +343,7 @@ def test_an_algorithm_that_needs_whole_parameters_is_refused_where_tensor_parall
     rank: int, world: int, sharded: bool, algorithm: Any
 ) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    ddp = wrap(split_model(), use_distributed_optimizer=sharded, whole_param_shards=sharded and "all")
+    ddp = wrap(split_model(), use_distributed_optimizer=sharded, keep_params_whole=sharded and "all")
     config = OptimizerConfig(optimizer=algorithm, lr=0.1)
     name = algorithm if isinstance(algorithm, str) else ".*:WritesItsShape"
     with pytest.raises(ValueError, match=rf"'column' is split over the 2 ranks of 'tp', and {name} .*'column'.*'muon'"):

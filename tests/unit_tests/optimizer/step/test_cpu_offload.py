@@ -36,7 +36,7 @@ def offload(fraction: float, **more: Any) -> dict[str, Any]:
 
 def build(model: nn.Module, strategy: str, options: dict[str, Any], **wrapping: Any) -> tuple[Any, Any]:
     whole = strategy == "optim" and options["optimizer"] == "muon"
-    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, whole_param_shards=whole, **wrapping)
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, keep_params_whole=whole, **wrapping)
     return ddp, get_megatron_optimizer(OptimizerConfig(**options), [ddp])
 
 
