@@ -126,7 +126,9 @@ def exposed_after(buckets: Sequence[tuple[float | None, float]], wire: Wire, end
 def buckets_of(times: BackwardTimes, bucket_size: int, sent: float) -> list[tuple[float | None, float]]:
     """(ready_s, bytes sent) of each bucket that `bucket_size` would make of this model, in launch order."""
     planned = [
-        plan_buffer(specs, bucket_size=bucket_size, shards=times.shards, sharded=times.sharded, streamed=times.streamed)
+        plan_buffer(
+            specs, bucket_size=bucket_size, shards=times.shards, sharded=times.sharded, strict_size=times.streamed
+        )
         for specs in group_by_key(times.specs).values()
     ]
     buckets = []

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from core.checkpoint.boxes import Box, Index, Split, split_boxes
-from core.distributed.contract.gradient_contract import data_group_of, shared_copies
+from core.distributed.contract.gradient_contract import copies_across_stages, data_group_of, embeddings_of
 from core.global_names import global_name, without_transparent
 from core.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
@@ -62,16 +62,10 @@ def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
     module: the chunk without its wrapper. places: the ProcessGroups it was built with.
     Raises ValueError, naming the parameter, where its tags and its shape contradict each other.
     """
-    word, position = shared_copies(module.modules())
+    embeddings = embeddings_of(module.modules())
     found = {}
     for local_name, param in module.named_parameters():
-        crossing = []
-        if getattr(param, "pipeline_parallel", False):
-            crossing.append("pp")
-        if getattr(param, "shared_embedding", False) or id(param) in word:
-            crossing.append("embd")
-        if getattr(param, "shared_position_embedding", False) or id(param) in position:
-            crossing.append("pos_embd")
+        crossing = copies_across_stages(param, embeddings)
         is_copy = bool(getattr(param, "shared", False)) or any(places.rank(axis) > 0 for axis in crossing)
         name = global_name(module, local_name)
         splits, replica_axes = _splits(local_name, name, param, places)

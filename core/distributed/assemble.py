@@ -22,8 +22,7 @@ from core.distributed.layout.model_plan import (
     ModelPlan,
     option_table,
     plan_model,
-    replica_group_name,
-    shard_group_name,
+    shard_and_replica,
 )
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
@@ -74,7 +73,7 @@ def assemble(
     )
     buffers = [_allocate(layout, plan, config, ddp_config, groups) for layout in plan.layout.buffers]
     plain.channels += [channel for buffer in buffers for channel in buffer.channels]
-    buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.order]
+    buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
@@ -85,8 +84,8 @@ def assemble(
         gradient_collectives(ddp_config.grad_communication_dtype, plain),
         _control_groups(buckets, groups),
         ModelWatch(module, plan, buckets).problems,
-        launches=_launches(ddp_config) if plan.wire_is_free else Launches.AT_THE_END,
-        every_microbatch=ddp_config.reduces_every_microbatch and plan.wire_is_free,
+        launches=_launches(ddp_config) if plan.may_overlap else Launches.AT_THE_END,
+        every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
         channels=plain.channels,
     )
@@ -147,7 +146,7 @@ def _allocate(
     groups: ProcessGroups,
 ) -> GradBuffer:
     data_group = layout.key.data_group
-    replica_name = replica_group_name(data_group, ddp_config)
+    shard, replica = shard_and_replica(data_group, ddp_config)
     # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
     averaged = groups.size(data_group) if ddp_config.average_in_collective else 1
     return GradBuffer(
@@ -156,8 +155,8 @@ def _allocate(
         plan.contracts,
         BucketGroups(
             groups.require(data_group),
-            groups.require(shard_group_name(data_group, ddp_config)),
-            None if replica_name is None else groups.require(replica_name),
+            groups.require(shard),
+            None if replica is None else groups.require(replica),
         ),
         RESIDENCIES[ddp_config.strategy],
         scale=averaged / divisor_of(groups, config),

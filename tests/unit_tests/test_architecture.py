@@ -65,10 +65,8 @@ ROOMS = ("contract", "wire", "layout", "buffer", "guard", "reduce", "measure", "
 ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
 MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 25, 7, 4
 # Three lists of what is not as it should be. They may only become shorter.
-UPWARD_ARROWS = frozenset(
-    {("buffer", "measure"), ("contract", "wire"), ("guard", "reduce"), ("layout", "guard"), ("reduce", "measure")}
-)
-MORE_BOOLEANS = {"Bucket": 6, "GradReducer": 13, "Tags": 7}
+UPWARD_ARROWS = frozenset({("buffer", "measure"), ("contract", "wire"), ("reduce", "measure")})
+MORE_BOOLEANS = {"Bucket": 6, "GradReducer": 13}
 PRIVATE_TORCH_NAMES = frozenset(
     {
         "_BatchNorm",

@@ -52,7 +52,7 @@ class BucketMemory:
         # [start, end) within the bucket that this rank's optimizer updates; everything where it is not sharded.
         self.shard_range = 0, layout.numel
         if sharded:
-            self.shard_range = layout.shard(dist.get_rank(groups.shard), dist.get_world_size(groups.shard))
+            self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.owned_grad = self.shard_of(memory) if pool is None else memory  # the same memory in every step
         self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
         if pool is None:

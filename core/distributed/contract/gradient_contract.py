@@ -7,21 +7,19 @@ already. Data parallelism is partial for everybody; expert parameters have a dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from core.distributed.contract.split_widths import params_beside_split_layers
-from core.rank_grid import COPY_AXES, STAGE_CROSSING, axes_of
+from core.process_groups import ProcessGroups
+from core.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
-if TYPE_CHECKING:
-    from core.process_groups import ProcessGroups
-
+# Groups across pipeline stages whose ranks may hold copies of a parameter, and the attribute that says so.
+STAGE_COPIES = {"pp": "pipeline_parallel", "embd": "shared_embedding", "pos_embd": "shared_position_embedding"}
 DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` leaves on a parameter
 
 
@@ -44,8 +42,8 @@ class GradientContract(NamedTuple):
     averaged_over: tuple[str, ...] = ()
     replicated_over: tuple[str, ...] = ()  # ranks with equal weights and, in the end, gradients
     rules: tuple[str, ...] = ()  # the sync rules that serve it, in order, in words
-    counts_in_norm: bool = True  # of all ranks that hold this gradient, is this the one that counts it?
-    crosses_stages: bool = False  # a copy lies on another pipeline stage
+    counts_in_norm: bool = True  # on one of all ranks that hold this gradient
+    crosses_stages: bool = False  # True if a copy lies on another pipeline stage
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -53,27 +51,17 @@ class GradientContract(NamedTuple):
         data = f"sum over {self.data_group} / {self.divisor}"
         return (data, *self.rules)
 
-    def of(self, name: str) -> GradientContract:
-        """The same for another parameter."""
-        return tuple.__new__(GradientContract, (name, *self[1:]))
-
-    def of_each(self, names: Sequence[str]) -> Iterable[GradientContract]:
-        """The same for each of these parameters; without a line of Python for each."""
-        return map(partial(tuple.__new__, GradientContract), zip(names, *map(repeat, self[1:]), strict=False))
-
 
 class Tags(NamedTuple):
-    """All that a layer has said of a parameter, and all that its contract is read from apart from its name."""
+    """What the attributes of a parameter say. With the name, a contract is read from nothing else."""
 
     is_expert: bool
-    sharded: bool
-    averaged: bool
-    declaration: tuple[tuple[str, ...], tuple[str, ...]] | None
-    sequence_parallel: bool | None  # None: not said
-    pipeline_parallel: bool
-    shared: bool
-    word_embedding: bool
-    position_embedding: bool
+    sharded: bool  # True if tensor-parallel ranks hold different slices
+    averaged: bool  # True if they hold gradients to be averaged
+    uncounted: bool  # True if another copy counts in the norm
+    declaration: tuple[tuple[str, ...], tuple[str, ...]] | None  # by declare_gradient: partial over, averaged over
+    sequence_parallel: bool | None  # None where the parameter does not say
+    copies: tuple[str, ...]  # groups across stages whose ranks hold copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +78,19 @@ class GradSyncRule:
     serves: Callable[[GradientContract], bool]
 
 
-def _partial(axis: str) -> Callable[[GradientContract], bool]:
-    return lambda contract: axis in contract.partial_over
+def _rule(name: str, group: str, op: Literal["sum", "mean"]) -> GradSyncRule:
+    reduced = "partial_over" if op == "sum" else "averaged_over"
+    return GradSyncRule(name, group, op, lambda contract: group in getattr(contract, reduced))
 
 
-def _averaged(axis: str) -> Callable[[GradientContract], bool]:
-    return lambda contract: axis in contract.averaged_over
-
-
-DEFAULT_RULES: tuple[GradSyncRule, ...] = (
-    GradSyncRule("pipeline-replicated sum", "pp", "sum", _partial("pp")),
-    GradSyncRule("tensor-parallel sum", "tp", "sum", _partial("tp")),
-    GradSyncRule("tensor-parallel mean", "tp", "mean", _averaged("tp")),
-    GradSyncRule("expert tensor-parallel sum", "expt_tp", "sum", _partial("expt_tp")),
-    GradSyncRule("expert tensor-parallel mean", "expt_tp", "mean", _averaged("expt_tp")),
-    GradSyncRule("tied word embedding sum", "embd", "sum", _partial("embd")),
-    GradSyncRule("position embedding sum", "pos_embd", "sum", _partial("pos_embd")),
+DEFAULT_RULES = (
+    _rule("pipeline-replicated sum", "pp", "sum"),
+    _rule("tensor-parallel sum", "tp", "sum"),
+    _rule("tensor-parallel mean", "tp", "mean"),
+    _rule("expert tensor-parallel sum", "expt_tp", "sum"),
+    _rule("expert tensor-parallel mean", "expt_tp", "mean"),
+    _rule("tied word embedding sum", "embd", "sum"),
+    _rule("position embedding sum", "pos_embd", "sum"),
 )
 
 
@@ -123,7 +108,7 @@ def declare_gradient(
 
 def data_group_of(param: nn.Parameter) -> str:
     """The data-parallel group of a parameter: experts carry `allreduce = False` and have one of their own."""
-    return "dp_cp" if getattr(param, "allreduce", True) else "expt_dp"
+    return DATA_KINDS[0] if getattr(param, "allreduce", True) else DATA_KINDS[1]
 
 
 def divisor_of(groups: ProcessGroups, config: Any) -> int:
@@ -135,69 +120,54 @@ def divisor_of(groups: ProcessGroups, config: Any) -> int:
     return 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
 
 
-def shared_copies(
-    modules: Iterable[nn.Module], pre_process_attr: str = "position_embeddings"
-) -> tuple[set[int], set[int]]:
-    """Ids of the word and of the position embedding weights that modules name the way Megatron's models do."""
-    word: set[int] = set()
-    position: set[int] = set()
+def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
+    """id of a weight -> 'embd' or 'pos_embd', for embeddings that modules name as Megatron's models do."""
+    found: dict[int, str] = {}
     for part in modules:
-        shares = _holds(part, "share_embeddings_and_output_weights") and part.share_embeddings_and_output_weights
+        position = getattr(getattr(part, "position_embeddings", None), "weight", None)
+        if isinstance(position, torch.Tensor):
+            found[id(position)] = "pos_embd"
+        shares = getattr(part, "share_embeddings_and_output_weights", False)
         if shares and hasattr(part, "shared_embedding_or_output_weight"):
-            weight = part.shared_embedding_or_output_weight()
-            if isinstance(weight, torch.Tensor):
-                word.add(id(weight))
-        if _holds(part, pre_process_attr):
-            weight = getattr(getattr(part, pre_process_attr), "weight", None)
-            if isinstance(weight, torch.Tensor):
-                position.add(id(weight))
-    return word, position
+            word = part.shared_embedding_or_output_weight()
+            if isinstance(word, torch.Tensor):
+                found[id(word)] = "embd"
+    return found
 
 
-def _holds(module: nn.Module, name: str) -> bool:
-    """hasattr, without the microsecond that nn.Module takes to say no."""
-    return name in module.__dict__ or name in module._modules or hasattr(type(module), name)
+def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> tuple[str, ...]:
+    """The groups across pipeline stages whose ranks hold copies of a parameter; embeddings: of `embeddings_of`."""
+    named = embeddings.get(id(param))
+    return tuple([group for group, tag in STAGE_COPIES.items() if group == named or getattr(param, tag, False)])
 
 
-UNTAGGED = Tags(False, False, False, None, None, False, False, False, False)
-
-
-def read_tags(param: nn.Parameter, *, word_embedding: bool = False, position_embedding: bool = False) -> Tags:
-    """Megatron's parameter attributes, read in this one place. The two flags: is it a weight that modules share?"""
+def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
+    """Megatron's parameter attributes, read in this one place; embeddings: of `embeddings_of`."""
     sequence_parallel = getattr(param, "sequence_parallel", None)
     return Tags(
         data_group_of(param) == "expt_dp",
         bool(getattr(param, "tensor_model_parallel", False)),
         bool(getattr(param, "average_gradients_across_tp_domain", False)),
+        bool(getattr(param, "shared", False)),
         getattr(param, DECLARATION, None),
         None if sequence_parallel is None else bool(sequence_parallel),
-        bool(getattr(param, "pipeline_parallel", False)),
-        bool(getattr(param, "shared", False)),
-        word_embedding or bool(getattr(param, "shared_embedding", False)),
-        position_embedding or bool(getattr(param, "shared_position_embedding", False)),
+        copies_across_stages(param, embeddings),
     )
 
 
 def read_contract(
-    name: str,
-    param: nn.Parameter,
-    groups: ProcessGroups,
-    config: Any,
-    rules: Sequence[GradSyncRule],
-    *,
-    word_embedding: bool = False,
-    position_embedding: bool = False,
+    name: str, param: nn.Parameter, groups: ProcessGroups, config: Any, rules: Sequence[GradSyncRule]
 ) -> GradientContract:
     """Translate one parameter's attributes into its contract. Raises ContractError, naming the parameter."""
-    tags = read_tags(param, word_embedding=word_embedding, position_embedding=position_embedding)
-    return _with_rules(_without_rules(name, tags, groups, config), rules, groups)
+    return _with_rules(_without_rules(name, read_tags(param, {}), groups, config), rules, groups)
 
 
 def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) -> GradientContract:
     """The contract but for the sync rules that serve it."""
-    tp, pp = groups.size("tp"), groups.size("pp")
-    is_expert, sharded, averaged, declaration, sequence_tag = tags[:5]
-    tp_axis = "expt_tp" if is_expert else "tp"
+    tp = groups.size("tp")
+    sharded, averaged, sequence_tag = tags.sharded, tags.averaged, tags.sequence_parallel
+    says_nothing = tags.declaration is None and sequence_tag is None
+    tp_axis = "expt_tp" if tags.is_expert else "tp"
     sequence_parallel = getattr(config, "sequence_parallel", None)  # None: no config, the tags alone decide
 
     if sharded and averaged:
@@ -212,30 +182,18 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
             "parts. Make the two agree"
         )
 
-    partial: list[str] = []
-    averages: list[str] = []
-    if declaration is not None:
-        partial += declaration[0]
-        averages += declaration[1]
-    if sequence_tag and not sharded:
+    declared_partial, declared_averages = tags.declaration or ((), ())
+    partial, averages = list(declared_partial), list(declared_averages)
+    if (sequence_tag and not sharded) or (tp > 1 and says_nothing and _is_qk_layernorm(name, config)):
         partial.append("tp")
     if averaged:
         averages.append("tp")
-    undecided = declaration is None and sequence_tag is None
-    if tp > 1 and undecided and _is_qk_layernorm(name, config):
-        partial.append("tp")
-    if tags.pipeline_parallel:
-        partial.append("pp")
-    if tags.word_embedding:
-        partial.append("embd")
-    if tags.position_embedding:
-        partial.append("pos_embd")
     # An expert's tensor-parallel ranks are those of expt_tp; ranks of tp may hold different experts.
-    partial = [tp_axis if axis == "tp" else axis for axis in partial]
+    partial = [tp_axis if axis == "tp" else axis for axis in (*partial, *tags.copies)]
     averages = [tp_axis if axis == "tp" else axis for axis in averages]
 
-    undeclared = declaration is None and sequence_tag is None and not sharded and not averaged and not partial
-    if sequence_parallel and tp > 1 and undeclared and not is_expert:
+    undeclared = says_nothing and not sharded and not averaged and not partial
+    if sequence_parallel and tp > 1 and undeclared and not tags.is_expert:
         raise ContractError(
             f"parameter {name!r} is replicated over {tp} tensor-parallel ranks under sequence parallelism and does not "
             "say whether its gradient is partial there. If its layer sees this rank's part of the sequence, set "
@@ -248,7 +206,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
         )
 
     for axis in (*partial, *averages):
-        if axis not in ("embd", "pos_embd") or pp > 1:
+        if axis not in ("embd", "pos_embd") or groups.size("pp") > 1:
             groups.require(axis)  # a partial gradient whose group is unknown must not pass for a whole one
     # An axis of one rank needs no reduction.
     partial_over = tuple(axis for axis in dict.fromkeys(partial) if groups.size(axis) > 1)
@@ -259,7 +217,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
                 f"parameter {name!r}: its gradient over {axis!r} is to be added and to be averaged; choose one"
             )
 
-    model_axes = [axis for axis in axes_of(is_expert) if axis.carries == "activations"]
+    model_axes = [axis for axis in axes_of(tags.is_expert) if axis.carries == "activations"]
     split = {axis.name for axis in model_axes if axis.always_split or (sharded and axis.name == tp_axis)}
     reduced = (*partial_over, *averaged_over)
     sharded_over = tuple(
@@ -267,11 +225,11 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
     )
     crosses = any(axis in STAGE_CROSSING for axis in reduced)
     copies = (axis.name for axis in model_axes if axis.name not in split)
-    counts = not tags.shared and all(groups.rank(axis) == 0 for axis in (*copies, *reduced))
+    counts = not tags.uncounted and all(groups.rank(axis) == 0 for axis in (*copies, *reduced))
     return GradientContract(
         name,
-        is_expert,
-        "expt_dp" if is_expert else "dp_cp",
+        tags.is_expert,
+        DATA_KINDS[tags.is_expert],
         divisor_of(groups, config),
         sharded_over,
         partial_over,
@@ -284,13 +242,11 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
 
 def replicated_over(tags: Tags, groups: ProcessGroups) -> tuple[str, ...]:
     """The groups, data groups apart, whose ranks hold copies of this parameter."""
-    declared = () if tags.declaration is None else (*tags.declaration[0], *tags.declaration[1])
+    across_stages = {*tags.copies, *(axis for axes in tags.declaration or () for axis in axes)}
     copied = {
         **{axis.name: axis.name in COPY_AXES for axis in axes_of(tags.is_expert)},
         "expt_tp" if tags.is_expert else "tp": not tags.sharded,
-        "pp": tags.pipeline_parallel or "pp" in declared,
-        "embd": tags.word_embedding or "embd" in declared,
-        "pos_embd": tags.position_embedding or "pos_embd" in declared,
+        **{group: group in across_stages for group in STAGE_COPIES},
     }
     return tuple(axis for axis, is_copy in copied.items() if is_copy and groups.size(axis) > 1)
 
@@ -330,19 +286,14 @@ def read_contracts(
     user's may look at names, so those rules are asked for every parameter.
     """
     modules = list(modules)
-    word, position = shared_copies(modules)
+    embeddings = embeddings_of(modules)
     beside = params_beside_split_layers(modules) if groups.size("tp") > 1 else set()
-    shared = word | position
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
-    has_qk = getattr(config, "qk_layernorm", False)
-    known: dict[tuple[Tags, bool], tuple[GradientContract, list[str]]] = {}  # and the names of those that have it
-    contracts: dict[str, Any] = {}
-    key: tuple[Tags, bool] | None = None  # of the contract that is at hand
+    known: dict[tuple[Tags, bool], GradientContract] = {}
+    contracts: dict[str, GradientContract] = {}
     for name, param in named_params:
-        tags = UNTAGGED
-        if param.__dict__ or type(param) is not nn.Parameter or id(param) in shared:
-            tags = read_tags(param, word_embedding=id(param) in word, position_embedding=id(param) in position)
-        is_qk = bool(has_qk) and _is_qk_layernorm(name, config)
+        tags = read_tags(param, embeddings)
+        is_qk = _is_qk_layernorm(name, config)
         if id(param) in beside and not is_qk and tags.declaration is None and tags.sequence_parallel is None:
             raise ContractError(
                 f"parameter {name!r} {list(param.shape)} is replicated over {groups.size('tp')} tensor-parallel ranks "
@@ -350,17 +301,9 @@ def read_contracts(
                 "sees this rank's part of what they split, as a norm of queries sees this rank's heads, say so by "
                 "declare_gradient(param, partial_over=('tp',)); if all ranks see the same, by declare_gradient(param)"
             )
-        if key is None or tags is not key[0] or is_qk is not key[1]:
-            key = tags, is_qk
-            if key not in known:
-                contract = _without_rules(name, tags, groups, config)
-                known[key] = contract if names_matter else _with_rules(contract, rules, groups), []
-            contract, names = known[key]
-        if names_matter:
-            contracts[name] = _with_rules(contract.of(name), rules, groups)
-        else:
-            contracts[name] = None  # in its place; made below, all of one kind together
-            names.append(name)
-    for contract, names in known.values():
-        contracts.update(zip(names, contract.of_each(names), strict=True))
+        if (tags, is_qk) not in known:
+            draft = _without_rules(name, tags, groups, config)
+            known[tags, is_qk] = draft if names_matter else _with_rules(draft, rules, groups)
+        contract = known[tags, is_qk]._replace(name=name)
+        contracts[name] = _with_rules(contract, rules, groups) if names_matter else contract
     return contracts

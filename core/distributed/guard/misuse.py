@@ -29,8 +29,7 @@ class ModelWatch:
     def __init__(self, module: nn.Module, plan: ModelPlan, order: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        self._watch_tables(plan.modules)
-        plan.modules.clear()  # or one that is exchanged later would live as long as the wrapper
+        self._watch_tables(module.modules())
         self.order = order
         self.params = [param for bucket in order for param in bucket.params]
         self.views = [view for bucket in order for view in bucket.storage]

@@ -1,50 +1,36 @@
-"""ParamLayout: which parameter lies where in which buffer and bucket. Pure arithmetic: no torch, no processes, no
-storage.
+"""ParamLayout: where each parameter lies in which buffer and bucket. Pure arithmetic: no torch, processes or memory.
 
-The rules are those a user of Megatron Core knows. Parameters are laid out in reverse registration order, which is
-roughly the order in which backward produces their gradients, so that bucket 0 can leave first. Where gradients are
-sharded, each parameter starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(shards, 128), so
-that every rank's shard of a bucket has the same size; where they are not, nothing is padded.
+The rules are those of Megatron Core. Parameters lie in reverse registration order, which is roughly the order in which
+backward produces their gradients, so that bucket 0 can leave first. Where buffers are sharded, each parameter starts at
+a multiple of 64 elements, and each bucket ends at a multiple of lcm(shards, 128), so that all shards of a bucket have
+the same size. Where they are not, nothing is padded.
 
 A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
 of their own, in which they are spread over the shards by size.
 
-Where whole gradients only pass through memory of two buckets (`streamed`), the largest bucket is what they cost. There
-a bucket closes before it would exceed its size, not after; only one large parameter makes a larger one.
-
-What there is one of for each parameter, or is looked up for each, is a NamedTuple: a frozen dataclass takes four times
-as long to make and to hash.
+Where gradients are sharded, whole ones pass through memory for two buckets, so the largest bucket is what they cost.
+There a bucket closes before it would exceed its size, not after. Only one large parameter makes a larger one.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
 MOST_PADDING = 1.25  # a bucket of whole parameters waits for more of them while its shards would be more uneven
-STREAMED_PARTS = 16  # of a buffer whose gradients are streamed: two in memory at a time are an eighth of them
-STREAMED_LEAST = 1_000_000  # elements; smaller buckets cost more time than they save memory
+SHARDED_PARTS = 16  # of a buffer whose gradients are sharded: two in memory at a time are an eighth of them
+SHARDED_LEAST = 1_000_000  # elements; smaller buckets cost more time than they save memory
 HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth only on such multiples
-
-T = TypeVar("T", bound=tuple[Any, ...])
 
 
 def pad_to_multiple(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
-
-
-def tuples_of(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> list[T]:
-    """`kind(*row)` of each row, for a NamedTuple; without a line of Python for each."""
-    return list(map(partial(tuple.__new__, kind), rows))
 
 
 class BufferKey(NamedTuple):
@@ -62,7 +48,7 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
     key: BufferKey
     own_bucket: bool = False  # its copies on other pipeline stages must be cut into the same shards
-    whole: bool = False  # where gradients are sharded, it lies in one shard
+    whole: bool = False  # where buffers are sharded, it lies in one shard
 
     @property
     def numel(self) -> int:
@@ -80,10 +66,13 @@ class Slot(NamedTuple):
     bucket: int
 
 
+Placed = list[tuple[ParamSpec, int]]  # parameters of one bucket, each with its offset in the bucket
+
+
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
     """Elements [start, end) of a buffer that one collective carries; `numel_unpadded` leaves out the padding at the
-    end.
+    end. shards: the number of equal parts, one for each rank of the shard group; 1 where the buffer is not sharded.
     """
 
     index: int
@@ -91,18 +80,21 @@ class BucketLayout:
     end: int
     numel_unpadded: int
     slots: tuple[Slot, ...]
+    shards: int
 
     @property
     def numel(self) -> int:
         """Elements that travel, padding included."""
         return self.end - self.start
 
-    def shard(self, rank: int, shards: int) -> tuple[int, int]:
-        """[start, end) within the bucket of the part that `rank` of `shards` owns."""
-        if self.numel % shards:
-            raise ValueError(f"bucket {self.index} of {self.numel} elements does not split into {shards} equal shards")
-        size = self.numel // shards
-        return rank * size, (rank + 1) * size
+    def shard_of(self, rank: int) -> tuple[int, int]:
+        """[start, end) within the bucket of the elements that a rank of the shard group updates.
+
+        The only place that knows how a bucket is cut.
+        """
+        size = self.numel // self.shards
+        place = rank % self.shards
+        return place * size, (place + 1) * size
 
     def describe(self) -> str:
         """The bucket with the names of its first and last parameter, for messages."""
@@ -113,7 +105,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """One contiguous buffer: its buckets, in launch order."""
+    """One contiguous buffer: its buckets, in launch order. shards: ranks of the shard group, cut into shards or not."""
 
     key: BufferKey
     numel: int
@@ -141,29 +133,26 @@ def resolve_bucket_size(
     data_ranks: int,
     overlap: bool,
     one_bucket: bool,
-    streamed: bool = False,
+    shards_gradients: bool = False,
 ) -> int | None:
     """Elements a bucket holds before it closes; None for one bucket however large.
 
-    Without overlap, or where gradients are not on the critical path (`one_bucket`), splitting only costs latency; but
-    where they are streamed, whole ones take as much memory as two buckets.
+    Without overlap, or where gradients are not on the critical path (`one_bucket`), splitting only costs latency. Where
+    gradients are sharded, whole ones take as much memory as two buckets, so there buckets are always split.
     """
-    if bucket_size is not None and num_buckets is not None:
-        raise ValueError(f"bucket_size ({bucket_size}) and num_buckets ({num_buckets}) exclude each other; give one")
-    if not streamed and (not overlap or one_bucket):
+    if not shards_gradients and (not overlap or one_bucket):
         return None
     if num_buckets is not None:
         return max(1, -(-numel // num_buckets))
     if bucket_size is not None:
         return bucket_size
     usual = max(40_000_000, 1_000_000 * data_ranks)
-    return min(usual, max(STREAMED_LEAST, -(-numel // STREAMED_PARTS))) if streamed else usual
+    return min(usual, max(SHARDED_LEAST, -(-numel // SHARDED_PARTS))) if shards_gradients else usual
 
 
 def bucket_end_alignment(shards: int, *, high_busbw: bool) -> int:
     """What a sharded bucket's length is a multiple of."""
-    alignments = (shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT) if high_busbw else (shards, BUCKET_END_ALIGNMENT)
-    return math.lcm(*alignments)
+    return math.lcm(shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if high_busbw else 1)
 
 
 def plan_buffer(
@@ -173,74 +162,63 @@ def plan_buffer(
     shards: int,
     sharded: bool,
     high_busbw: bool = False,
-    streamed: bool = False,
+    strict_size: bool = False,
 ) -> BufferLayout:
-    """Lay out one buffer. `specs` are in registration order and share one key; `shards` is the size of the shard
-    group; streamed: only one parameter by itself may exceed `bucket_size`.
+    """Lay out one buffer.
+
+    specs: in registration order, of one key. shards: the size of the shard group. strict_size: True if only one
+    parameter by itself may exceed `bucket_size`.
     """
-    limit = math.inf if bucket_size is None else bucket_size
-    end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
-    start_alignment = PARAM_START_ALIGNMENT if sharded else 1
     buckets: list[BucketLayout] = []
-    row: list[tuple[str, tuple[int, ...], int, int]] = []  # (name, shape, start, end) in the open bucket
-    filled = 0  # elements of it
-    whole: list[ParamSpec] = []  # of the open bucket of whole parameters
-    total = largest = 0  # their elements
-    numels = _Numels()
-
-    def close_bucket(placed: list[tuple[str, tuple[int, ...], int, int]], numel: int | None = None) -> None:
-        if not placed:
-            return
-        begin = buckets[-1].end if buckets else 0
+    begin = 0
+    limit = math.inf if bucket_size is None else bucket_size
+    for placed, numel in _fill_buckets(specs, limit, shards if sharded else 1, sharded, high_busbw, strict_size):
         index = len(buckets)
-        places = [(name, shape, begin + start, begin + end, index) for name, shape, start, end in placed]
-        used = max(map(itemgetter(3), placed))
-        end = begin + (pad_to_multiple(used, end_alignment) if numel is None else numel)
-        buckets.append(BucketLayout(index, begin, end, used, tuple(tuples_of(Slot, places))))
-        placed.clear()
+        slots = tuple(
+            Slot(spec.name, spec.shape, begin + offset, begin + offset + spec.numel, index) for spec, offset in placed
+        )
+        used = max(slot.end for slot in slots) - begin
+        buckets.append(BucketLayout(index, begin, begin + numel, used, slots, shards if sharded else 1))
+        begin += numel
+    return BufferLayout(specs[0].key, begin, shards, tuple(buckets))
 
-    def close_whole() -> None:
-        placed, numel = spread_over_shards(whole, shards, end_alignment)
-        close_bucket([(spec.name, spec.shape, start, start + spec.numel) for spec, start in placed], numel)
-        whole.clear()
 
+def _fill_buckets(
+    specs: Sequence[ParamSpec], limit: float, shards: int, sharded: bool, high_busbw: bool, strict_size: bool
+) -> Iterator[tuple[Placed, int]]:
+    """(parameters, elements with padding) of each bucket, as they close."""
+    start_alignment = PARAM_START_ALIGNMENT if sharded else 1
+    end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
+    row: Placed = []
+    filled = 0  # elements of `row`
+    whole: list[ParamSpec] = []
+    total = largest = 0  # elements of `whole`
     for spec in reversed(specs):
-        name, shape, _, own_bucket, stays_whole = spec
-        numel = numels[shape]
-        if sharded and stays_whole:
+        numel = spec.numel
+        if sharded and spec.whole:
             whole.append(spec)
             total, largest = total + numel, max(largest, numel)
             if total >= limit and shards * largest <= MOST_PADDING * total:
-                close_whole()
-                total = largest = 0
+                yield spread_over_shards(whole, shards, end_alignment)
+                whole, total, largest = [], 0, 0
             continue
-        alone = own_bucket and sharded
-        if alone:
-            close_bucket(row)
-        offset = pad_to_multiple(filled, start_alignment) if row else 0
-        if streamed and numel and offset + numel > limit:
-            close_bucket(row)
-            offset = 0
+        alone = sharded and spec.own_bucket
+        offset = pad_to_multiple(filled, start_alignment)
+        if row and (alone or (strict_size and numel and offset + numel > limit)):
+            yield row, pad_to_multiple(filled, end_alignment)
+            row, offset = [], 0
+        row.append((spec, offset))
         filled = offset + numel
-        row.append((name, shape, offset, filled))
         if alone or filled >= limit:
-            close_bucket(row)
-    close_whole()
-    close_bucket(row)
-    return BufferLayout(specs[0].key, buckets[-1].end if buckets else 0, shards, tuple(buckets))
+            yield row, pad_to_multiple(filled, end_alignment)
+            row, filled = [], 0
+    if whole:
+        yield spread_over_shards(whole, shards, end_alignment)
+    if row:
+        yield row, pad_to_multiple(filled, end_alignment)
 
 
-class _Numels(dict[tuple[int, ...], int]):
-    """Elements of a shape, worked out once for each: a model has many parameters of few shapes."""
-
-    def __missing__(self, shape: tuple[int, ...]) -> int:
-        numel = self[shape] = math.prod(shape)
-        return numel
-
-
-def spread_over_shards(
-    specs: Sequence[ParamSpec], shards: int, end_alignment: int
-) -> tuple[list[tuple[ParamSpec, int]], int]:
+def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: int) -> tuple[Placed, int]:
     """Place every parameter inside one of `shards` equal shards: the largest first, each into the emptiest shard.
 
     Returns ((parameter, offset) in order of offset, elements of all shards together).
@@ -270,20 +248,13 @@ def launch_order(layout: ParamLayout, registration: Sequence[str]) -> tuple[tupl
 
     A bucket's turn comes with its earliest registered parameter, whose gradient backward is expected to produce last.
     One order over all buffers keeps several communicators from being entered in different orders on different ranks.
+    Within a buffer the order is the bucket index; turns only interleave the buffers.
     """
-    if len(layout.buffers) == 1:
-        return tuple((0, bucket.index) for bucket in layout.buffers[0].buckets)
-    position = dict(zip(registration, itertools.count()))
-    turns = [
-        (-min(map(position.__getitem__, map(itemgetter(0), bucket.slots))), b, bucket.index)
-        for b, buffer in enumerate(layout.buffers)
+    position = {name: place for place, name in enumerate(registration)}
+    turns = sorted(
+        (-min(position[slot.name] for slot in bucket.slots), number)
+        for number, buffer in enumerate(layout.buffers)
         for bucket in buffer.buckets
-    ]
-    per_buffer_next: dict[int, int] = {}
-    order = []
-    for _, b, _index in sorted(turns):
-        # Within a buffer the order is the bucket index; turns only interleave the buffers.
-        index = per_buffer_next.get(b, 0)
-        per_buffer_next[b] = index + 1
-        order.append((b, index))
-    return tuple(order)
+    )
+    following = [iter(range(len(buffer.buckets))) for buffer in layout.buffers]
+    return tuple((number, next(following[number])) for _, number in turns)

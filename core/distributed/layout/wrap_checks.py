@@ -1,23 +1,17 @@
-"""What cannot be wrapped, said by name before any storage or collective exists.
-
-What goes over all parameters or modules is a few passes in C; names are looked up only for a message.
-"""
+"""What cannot be wrapped, said by name before any storage or collective exists."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
-from operator import attrgetter, lt, methodcaller
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-PLAIN = {Tensor, nn.Parameter}
 
-
-def check_kinds(root: nn.Module, modules: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for a ScriptModule, a wrapper of torch's inside, and parameters that are lazy or DTensors."""
+def check_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a ScriptModule, and for a wrapper of torch's inside; modules: all of `root`, by name."""
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(
             f"{type(root).__name__} takes no Python hooks, which tell when a forward begins; wrap a plain module that "
@@ -25,15 +19,40 @@ def check_kinds(root: nn.Module, modules: Sequence[nn.Module], named: Mapping[st
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model holds one of its wrappers only if it was imported
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
-    if any(issubclass(kind, wrappers) for kind in set(map(type, modules))):
-        name, inner = next((n, m) for n, m in root.named_modules() if isinstance(m, wrappers))
+    for name, inner in modules.items():
+        if isinstance(inner, wrappers):
+            raise ValueError(
+                f"module {name!r} is torch's {type(inner).__name__}, which reduces the same gradients by itself; take "
+                "the module out of it (its `.module`) before wrapping, or leave this wrapper out"
+            )
+
+
+def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter]) -> None:
+    """Raise ValueError for a parameter that cannot lie in a buffer with the first one of its model."""
+    if type(param) is not nn.Parameter:
+        _check_kind(name, param)
+    if param.is_complex():
         raise ValueError(
-            f"module {name!r} is torch's {type(inner).__name__}, which reduces the same gradients by itself; take the "
-            "module out of it (its `.module`) before wrapping, or leave this wrapper out"
+            f"parameter {name!r} is {param.dtype}; gradient buffers hold real numbers. Keep its real and imaginary "
+            "parts as two parameters (torch.view_as_complex in the forward)"
         )
-    if not set(map(type, named.values())) <= {nn.Parameter}:
-        for name, param in named.items():
-            _check_kind(name, param)
+    if param.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping")
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} is {param.layout}; gradient buffers hold dense tensors: make it one (to_dense())"
+        )
+    if param.device != first[1].device:
+        raise ValueError(
+            f"parameter {name!r} is on {param.device} and {first[0]!r} on {first[1].device}; the parameters of one "
+            "model chunk share a gradient buffer and must be on one device"
+        )
+    size = param.untyped_storage().nbytes()
+    if size < param.nbytes and type(param) is nn.Parameter:  # reading it would end the process
+        raise ValueError(
+            f"parameter {name!r} has {param.nbytes} bytes and its storage {size}: the storage was freed (resize_), "
+            "or the elements share memory (expand). Give the parameter whole storage of its own before wrapping"
+        )
 
 
 def _check_kind(name: str, param: nn.Parameter) -> None:
@@ -50,26 +69,8 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_storage(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for a parameter whose storage is too small for it: reading it would end the process."""
-    params = [param for param in named.values() if type(param) is nn.Parameter]
-    held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, params))
-    if not any(map(lt, held, map(attrgetter("nbytes"), params))):
-        return
-    for name, param in named.items():
-        size = param.untyped_storage().nbytes()
-        if type(param) is nn.Parameter and size < param.nbytes:
-            raise ValueError(
-                f"parameter {name!r} has {param.nbytes} bytes and its storage {size}: the storage was freed (resize_), "
-                "or the elements share memory (expand). Give the parameter whole storage of its own before wrapping"
-            )
-
-
 def shared_params(
-    root: nn.Module,
-    modules: Sequence[nn.Module],
-    trained: Mapping[str, nn.Parameter],
-    frozen: Mapping[str, nn.Parameter],
+    modules: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
 ) -> dict[str, str]:
     """Trained parameters whose memory another tensor of the model uses too -> that tensor, in words.
 
@@ -77,19 +78,17 @@ def shared_params(
     parameter is moved. Parameters cut from one tensor without overlap share nothing. Raises ValueError for two trained
     parameters, which would get two gradients and two updates.
     """
-    places = _places(trained.values())
-    tables = [frozen, *map(attrgetter("_buffers"), modules), *map(vars, modules)]
-    values = chain.from_iterable(map(methodcaller("values"), tables))
-    others = [value for value in values if type(value) in PLAIN and value.layout is torch.strided]
-    if len(set(places)) == len(places) and set(_places(others)).isdisjoint(places):
-        return {}
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in chain(trained.items(), _others(root, trained, frozen)):
-        if tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for name, param in trained.items():
+        if param.numel():
+            by_storage.setdefault(param.untyped_storage().data_ptr(), []).append((name, param))
+    for name, tensor in _others(modules, trained, frozen):
+        at = tensor.untyped_storage().data_ptr()
+        if at in by_storage and tensor.numel():
+            by_storage[at].append((name, tensor))
     shared: dict[str, str] = {}
     for tensors in by_storage.values():
-        for name, other in _overlaps(tensors, trained):
+        for name, other in _overlaps(tensors, trained) if len(tensors) > 1 else ():
             if other in trained:
                 raise ValueError(
                     f"parameters {name!r} and {other!r} share memory and are two parameters, so each would get a "
@@ -99,28 +98,25 @@ def shared_params(
     return shared
 
 
-def _places(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)))
-
-
 def _others(
-    root: nn.Module, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
+    modules: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    own = set(map(id, trained.values()))
+    own = {id(param) for param in trained.values()}
     for name, param in frozen.items():
         yield f"frozen parameter {name!r}", param
-    for path, module in root.named_modules():
+    for path, module in modules.items():
         for kind, table in (("buffer", module._buffers), ("attribute", vars(module))):
             for name, value in table.items():
+                if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+                    continue
                 # Beside `weight_orig` a `weight` is made anew in each forward (torch's spectral_norm, prune).
-                made_anew = f"{name}_orig" in module._parameters
-                if type(value) in PLAIN and value.layout is torch.strided and id(value) not in own and not made_anew:
+                if id(value) not in own and f"{name}_orig" not in module._parameters:
                     yield f"{kind} {f'{path}.{name}'.lstrip('.')!r}", value
 
 
 def _overlaps(tensors: Sequence[tuple[str, Tensor]], trained: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
     """(trained parameter, the other) for tensors of one storage, trained ones first, that have bytes in common."""
-    spans = sorted(map(_span, (tensor for _, tensor in tensors)))
+    spans = sorted(_span(tensor) for _, tensor in tensors)
     if all(before[1] <= after[0] for before, after in pairwise(spans)):
         return
     owner = torch.zeros(tensors[0][1].untyped_storage().nbytes(), dtype=torch.int32)  # of each byte, from 1 on

@@ -12,7 +12,6 @@ from torch import nn
 
 from core import agree
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.layout.model_walk import walk_model
 from core.distributed.reduce.model_chunks import models_of
 from core.global_names import namer
 from core.optimizer.groups.model_check import params_of
@@ -26,11 +25,11 @@ def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[st
 
 def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) of those that do not train."""
-    named = ((namer(chunk.module), walk_model(chunk.module).named) for chunk in chunks)
+    namers = [namer(chunk.module) for chunk in chunks]
     return [
         (global_name(name), param)
-        for global_name, params in named
-        for name, param in params.items()
+        for global_name, chunk in zip(namers, chunks, strict=True)
+        for name, param in chunk.module.named_parameters()
         if not param.requires_grad
     ]
 

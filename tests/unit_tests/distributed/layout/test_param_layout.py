@@ -9,13 +9,11 @@ from core.distributed.layout.param_layout import (
     BufferKey,
     ParamLayout,
     ParamSpec,
-    Slot,
     bucket_end_alignment,
     group_by_key,
     launch_order,
     plan_buffer,
     resolve_bucket_size,
-    tuples_of,
 )
 
 DENSE = BufferKey("float32", "float32", "dp_cp")
@@ -47,7 +45,7 @@ def test_sharded_parameters_start_at_64_and_buckets_end_at_the_lcm():
     assert places(layout) == [("p1", 0, 100, 0), ("p0", 128, 138, 0)]
     bucket = layout.buckets[0]
     assert bucket.numel == 384 and bucket.numel_unpadded == 138  # lcm(3, 128) = 384
-    assert [bucket.shard(rank, 3) for rank in range(3)] == [(0, 128), (128, 256), (256, 384)]
+    assert [bucket.shard_of(rank) for rank in range(3)] == [(0, 128), (128, 256), (256, 384)]
 
 
 def test_high_bus_bandwidth_padding_adds_two_to_the_sixteenth():
@@ -89,7 +87,7 @@ def test_layout_properties_hold_for_random_models(seed: int, sharded: bool):
         assert all(bucket.start <= slot.start and slot.end <= bucket.end for slot in bucket.slots)
         if sharded:
             assert bucket.numel % math.lcm(shards, 128) == 0
-            covered = [i for rank in range(shards) for i in range(*bucket.shard(rank, shards))]
+            covered = [i for rank in range(shards) for i in range(*bucket.shard_of(rank))]
             assert covered == list(range(bucket.numel))
         if size is not None and not any(int(slot.name[1:]) in alone for slot in bucket.slots):
             without_last = bucket.slots[-2].end - bucket.start if len(bucket.slots) > 1 else 0
@@ -98,10 +96,9 @@ def test_layout_properties_hold_for_random_models(seed: int, sharded: bool):
     assert position == layout.numel
 
 
-def test_an_uneven_split_is_refused_with_its_numbers():
+def test_every_rank_has_all_of_a_bucket_that_is_not_sharded():
     layout = plan_buffer(specs_of(10), bucket_size=None, shards=3, sharded=False)
-    with pytest.raises(ValueError, match="10 elements does not split into 3"):
-        layout.buckets[0].shard(0, 3)
+    assert [layout.buckets[0].shard_of(rank) for rank in range(3)] == [(0, 10)] * 3
 
 
 def test_bucket_size_defaults():
@@ -114,14 +111,12 @@ def test_bucket_size_defaults():
     assert resolve(7, None, overlap=False) is None
     assert resolve(7, None, one=True) is None
     assert resolve(None, 3) == 34
-    with pytest.raises(ValueError, match="exclude each other"):
-        resolve(7, 3)
 
 
-def test_gradients_that_are_streamed_have_small_buckets_by_default():
+def test_gradients_that_are_sharded_have_small_buckets_by_default():
     def resolve(numel, size=None, number=None, ranks=2):
         return resolve_bucket_size(
-            size, number, numel=numel, data_ranks=ranks, overlap=False, one_bucket=True, streamed=True
+            size, number, numel=numel, data_ranks=ranks, overlap=False, one_bucket=True, shards_gradients=True
         )
 
     assert resolve(10_529_280) == 1_000_000
@@ -130,9 +125,9 @@ def test_gradients_that_are_streamed_have_small_buckets_by_default():
     assert resolve(100, size=7) == 7 and resolve(100, number=3) == 34
 
 
-def test_a_streamed_bucket_closes_before_it_exceeds_its_size():
+def test_a_bucket_of_sharded_gradients_closes_before_it_exceeds_its_size():
     specs = specs_of(300, 0, 100, 250, 64, 64)  # laid out from the last one on, each at a multiple of 64
-    layout = plan_buffer(specs, bucket_size=256, shards=2, sharded=True, streamed=True)
+    layout = plan_buffer(specs, bucket_size=256, shards=2, sharded=True, strict_size=True)
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["p5", "p4"],  # 128, and 378 with the next one
         ["p3"],
@@ -197,7 +192,7 @@ def test_whole_parameters_lie_in_one_shard_each(seed: int):
             assert slot.start >= end and slot.start % 64 == 0 and slot.end <= bucket.end
             end = slot.end
             if slot.name in whole:
-                bounds = [bucket.shard(rank, shards) for rank in range(shards)]
+                bounds = [bucket.shard_of(rank) for rank in range(shards)]
                 first, last = slot.start - bucket.start, slot.end - bucket.start
                 assert any(low <= first and last <= high for low, high in bounds), slot
         assert len({slot.name in whole for slot in bucket.slots}) == 1
@@ -224,12 +219,6 @@ def test_a_bucket_of_whole_parameters_waits_until_its_shards_are_even():
     layout = plan_buffer(specs, bucket_size=128, shards=4, sharded=True)
     assert [len(bucket.slots) for bucket in layout.buckets] == [4, 4]
     assert layout.numel == 8 * 128
-
-
-def test_tuples_made_together_are_those_made_one_by_one() -> None:
-    rows = [(f"p{i}", (i, 2), i, 3 * i, 0) for i in range(3)]
-    made = tuples_of(Slot, iter(rows))
-    assert made == [Slot(*row) for row in rows] and {type(slot) for slot in made} == {Slot}
 
 
 def test_buckets_of_one_buffer_are_launched_by_index_wherever_their_parameters_were_registered() -> None:
