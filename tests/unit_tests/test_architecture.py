@@ -113,6 +113,15 @@ PRIVATE_TORCH_NAMES = frozenset(
 STANDARD_PRIVATE_NAMES = frozenset(
     {"_asdict", "_current_frames", "_exit", "_getframe", "_replace"}
 )  # documented by Python
+# What asks whether ranks agree, beside core/agree.py: with the reason. The list is exact, and may only become shorter.
+AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
+AGREEMENTS_ELSEWHERE = {
+    "core/distributed/wire/collectives.py": {"MAX"},  # the seam: a user's sync rule may be a maximum
+    "core/distributed/reduce/shared_wire.py": {"MAX"},  # asks on a communicator of its own, whatever else is under way
+    "core/tensor_parallel/cross_entropy.py": {"MAX"},  # the largest logit, of the loss
+    "core/training/job.py": {"gather_object"},  # traces of steps, for rank 0 to draw
+    "core/verify/gathered.py": {"gather_object"},  # whole weights, for rank 0 to compute with
+}
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 
@@ -394,6 +403,16 @@ def test_gradients_are_reduced_in_one_file_only() -> None:
                 names = [alias.name for alias in node.names if COLLECTIVES.match(alias.name)]
                 wrong.extend(f"{path.relative_to(ROOT)}:{node.lineno}: imports {name}" for name in names)
     assert not wrong, "these belong in core/distributed/wire/collectives.py:\n" + "\n".join(wrong)
+
+
+def test_ranks_agree_in_one_file_only() -> None:
+    found: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        if module.startswith("core.") and module != "core.agree":
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.Attribute) and AGREEMENTS.fullmatch(node.attr):
+                    found.setdefault(str(path.relative_to(ROOT)), set()).add(node.attr)
+    assert found == AGREEMENTS_ELSEWHERE, "small facts of ranks are compared and gathered by core/agree.py"
 
 
 def test_an_accelerator_is_never_asked_for_without_a_guard() -> None:
