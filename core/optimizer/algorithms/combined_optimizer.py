@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 setattr(member, name, value)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:
         """Step every member."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for member in self.members:
             member.step()
-        return loss

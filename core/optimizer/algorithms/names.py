@@ -60,7 +60,7 @@ def label(algorithm: Algorithm) -> str:
 
 
 def algorithm_needs_shapes(algorithm: Algorithm) -> bool:
-    """Must it see whole parameters in their shape? A class of your own says so with `needs_shapes = True`."""
+    """True if it must see whole parameters in their shape. Your own class says so with `needs_shapes = True`."""
     found = resolve(algorithm)
     if isinstance(found, str):
         return found == "muon"

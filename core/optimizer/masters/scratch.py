@@ -20,8 +20,10 @@ CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
 DEVICE_NUMEL = 2**24  # 64 MiB a tensor: long enough to hide the launch of a dozen kernels
 ALIGNMENT = 64  # elements, so that kernels see every segment from a vector's first element on
 
-FIRST_MOMENTS = frozenset(("exp_avg", "momentum_buffer"))
-SECOND_MOMENTS = frozenset(("exp_avg_sq", "max_exp_avg_sq"))
+OPTION_OF_STATE = {  # what an inner optimizer calls its moments -> the option that says what they are kept in
+    **dict.fromkeys(("exp_avg", "momentum_buffer"), "exp_avg_dtype"),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), "exp_avg_sq_dtype"),
+}
 
 State = dict[Any, dict[str, Any]]
 
@@ -33,11 +35,7 @@ def scratch_numel(device: torch.device) -> int:
 
 def kept_dtype(key: str, config: OptimizerConfig) -> torch.dtype | None:
     """The dtype that an inner optimizer's state of this name is kept in; None for the one it is computed in."""
-    dtype = torch.float32
-    if key in FIRST_MOMENTS:
-        dtype = config.exp_avg_dtype
-    elif key in SECOND_MOMENTS:
-        dtype = config.exp_avg_sq_dtype
+    dtype = getattr(config, OPTION_OF_STATE[key]) if key in OPTION_OF_STATE else torch.float32
     return None if dtype == torch.float32 else dtype
 
 

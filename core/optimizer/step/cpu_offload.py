@@ -54,9 +54,9 @@ def choose_segments(numels: Sequence[int], fraction: float) -> list[int]:
 class HostSegment:
     """What the CPU has of a master: a twin of its weights, and its gradient there.
 
-    version: of the master when twin and master were last equal; another one means that somebody loaded weights into it.
-    aliased: the master is the model's own memory, which anybody may write through `.data`, unseen; its twin is copied
-    anew in every step.
+    version: the master's version when twin and master were last equal. Another version means that weights were loaded.
+    aliased: True if the master is the model's own memory. Anybody may write it through `.data`, unseen, so every step
+        copies the twin anew.
     """
 
     master: nn.Parameter
@@ -68,14 +68,14 @@ class HostSegment:
     here: torch.cuda.Event | None = field(default=None, repr=False)
 
     def part(self, master: nn.Parameter) -> HostSegment:
-        """The segment of a shard of this one's master; on the same memory."""
+        """The host's segment of a part of this master, on the same memory."""
         low = (master.data_ptr() - self.master.data_ptr()) // master.element_size()
         twin = self.twin.data.view(-1)[low : low + master.numel()].view(master.shape)
         gradient = self.gradient.view(-1)[low : low + master.numel()].view(master.shape)
         return HostSegment(master, self.group, nn.Parameter(twin), gradient, self.aliased, self.version)
 
     def holds(self, master: torch.Tensor) -> bool:
-        """Is this a shard of the segment's master?"""
+        """True if `master` is a part of this one's memory."""
         start, end = self.master.data_ptr(), self.master.data_ptr() + self.master.nbytes
         same_device = master.device == self.master.device
         return same_device and start <= master.data_ptr() and master.data_ptr() + master.nbytes <= end
@@ -141,12 +141,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient, on the CPU or where it lies."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         hosted = [
             segment
             for group in self.param_groups
@@ -170,10 +166,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             torch.cuda.current_stream(self.streams[1].device).wait_stream(self.streams[1])
         for segment in hosted:
             segment.version = segment.master._version
-        return loss
 
     def _hosted(self, master: nn.Parameter) -> HostSegment | None:
-        """The host's segment of a master; of a new one, if it is a shard of an old one that was split."""
+        """The host's segment of a master. A new master may be a part of an old one that was split."""
         known = self._by_master.get(id(master))
         if known is not None or not self.hosted or master.numel() == 0:
             return known

@@ -10,7 +10,7 @@ logger = logging.getLogger("core.optimizer.optimizer")  # the optimizer speaks, 
 
 
 class SkipLog:
-    """Of one optimizer, on the rank that writes the log.
+    """The lines of one optimizer, on the rank that writes the log.
 
     A dynamic loss scale begins far too high (2**32) and comes down by one overflow a step, before any update is made.
     Of these steps the first has its line, with the reason; the others are told together once a step is made. Where the
@@ -18,7 +18,7 @@ class SkipLog:
     """
 
     def __init__(self) -> None:
-        self._made = False  # has any step been made?
+        self._made = False  # True once a step has been made
         self._from: float | None = None  # the scale at the first skip of the search
         self._untold = 0
 
