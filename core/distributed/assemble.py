@@ -26,7 +26,7 @@ from core.distributed.layout.model_plan import (
 )
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
-from core.distributed.reduce.param_gatherer import ParamSync
+from core.distributed.reduce.param_gatherer import ParamGatherer
 from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
@@ -46,7 +46,7 @@ class Engine:
     buckets: list[Bucket]  # of all buffers, in launch order
     reducer: GradReducer
     grad_sync: GradSync
-    param_sync: ParamSync
+    param_sync: ParamGatherer
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
 
@@ -96,7 +96,7 @@ def assemble(
         buckets,
         reducer,
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
-        ParamSync(buckets, Collectives(channels=plain.channels)),
+        ParamGatherer(buckets, Collectives(channels=plain.channels)),
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )

@@ -14,7 +14,7 @@ from core import huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
-from core.distributed.buffer.param_views import homes_of, move_to
+from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.buffer.residency import Residency
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BufferLayout
@@ -72,7 +72,7 @@ class GradBuffer:
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
             if param_data is not None:
-                move_to(homes_of(param_data, plan.slots, plan.start), members)
+                move_to(views_of(param_data, plan.slots, plan.start), members)
             bucket = Bucket(
                 plan,
                 self.grad_data.data[plan.start // kept_by : plan.end // kept_by],

@@ -92,7 +92,6 @@ class GradReducer:
         self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         for wire in self.wires:
             wire.join(self)
-        self.shards_gradients = any(bucket.pool is not None for bucket in self.buckets)
         self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
         self.state = StepState.ACCUMULATING
         self.next = 0  # index into `buckets` of the bucket to launch next
@@ -142,6 +141,11 @@ class GradReducer:
     def wires_are_own(self) -> bool:
         """True if no other model uses this one's communicators, so that buckets may leave before finalize."""
         return all(wire.is_own(self.pipeline_chunks()) for wire in self.wires)
+
+    @property
+    def shards_gradients(self) -> bool:
+        """True if backward waits for other ranks, because gradients borrow memory until they are reduced."""
+        return any(bucket.pool is not None for bucket in self.buckets)
 
     @property
     def all_launched(self) -> bool:

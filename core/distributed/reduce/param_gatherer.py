@@ -1,4 +1,4 @@
-"""ParamSync: gathers the shards of updated parameters within the optimizer's step.
+"""ParamGatherer: gathers the shards of updated parameters within the optimizer's step.
 
 A gather never outlives the step. Parameters are plain tensors that anybody may read or write at any time, and no hook
 sees all of that: see "Why parameters are not gathered under the forward" in docs/source/architecture.md.
@@ -16,7 +16,7 @@ from core.distributed.wire.collectives import Collectives, InFlight
 from core.waiting import waiting
 
 
-class ParamSync:
+class ParamGatherer:
     """The parameter gathers of one wrapped model chunk with sharded buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:

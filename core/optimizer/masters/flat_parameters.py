@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.param_views import homes_of, move_to
+from core.distributed.buffer.param_views import move_to, views_of
 
 DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin
 
@@ -40,7 +40,7 @@ class FlatParameters:
             if bucket.params_stay or not all(map(_can_move, bucket.params, offsets)):
                 return None
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
-        homes = homes_of(data, bucket.layout.slots, start)
+        homes = views_of(data, bucket.layout.slots, start)
         flat = cls(data, bucket.params, homes)
         flat.take_back()
         return flat
