@@ -75,6 +75,7 @@ class Bucket(BucketMemory):
         self.pending_scale: float | torch.Tensor = 1.0
         self.spent = False  # True once an optimizer has made its step of these gradients
         self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
+        self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
         self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
         self.carried: torch.Tensor | None = None  # those gradients where they are sharded: [shard]
         self.state = BucketState.ACCUMULATING
@@ -87,11 +88,6 @@ class Bucket(BucketMemory):
         self.clock = HostClock()  # the reducer's, once there is one
         self.past_events: list[BucketEvent] = []  # of the step's earlier collectives, where it has several
         self.event = self._new_event()
-
-    @property
-    def used(self) -> bytearray:
-        """1 for each parameter with a gradient in this step: on this rank, and once ranks have agreed on any."""
-        return self.attribute.used
 
     @property
     def adds_exactly(self) -> bool:
@@ -157,12 +153,11 @@ class Bucket(BucketMemory):
 
     @torch.no_grad()
     def fill(self, index: int) -> None:
-        """Move a gradient into borrowed memory as soon as it has come. Only for the bucket that is launched next.
+        """Move a gradient into borrowed memory as soon as it has come, if there is memory without waiting.
 
-        Nothing happens where there is memory already, or none without waiting: `collect` moves what is left.
+        Only for the bucket that is launched next; `collect` moves what is left.
         """
-        if self.pool is None or self.state is not BucketState.ACCUMULATING:
-            return
+        assert self.pool is not None, "a bucket without a pool has its memory"
         if self.views or self.pool.has_room(self.layout.numel):
             self.borrow()
             self._collect(index)
@@ -174,8 +169,9 @@ class Bucket(BucketMemory):
         What comes until the reduction is done is so noticed.
         """
         self._note_written()
-        self.attribute.note_dropped()
-        self.borrow()
+        if self.pool is not None:
+            self.attribute.note_dropped()
+            self.borrow()
         for index in range(len(self.params)):
             self._collect(index)
 

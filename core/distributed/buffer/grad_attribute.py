@@ -60,10 +60,13 @@ class GradAttribute:
 
     def place(self, index: int) -> None:
         """Put a placeholder into `.grad`: the gradient is in the buffer now, and what comes later is noticed."""
-        param, placeholder = self.params[index], self._placeholders()[index]
+        if not self.placeholders:
+            self._make_placeholders()
+        param, placeholder = self.params[index], self.placeholders[index]
         if self.collected[index] and param.grad is not placeholder:
             self.dropped = self.dropped or self.names[index]
-        placeholder.reset()
+        if placeholder.touched:
+            placeholder.reset()
         try:
             param.grad = placeholder
             self.collected[index] = 1
@@ -109,7 +112,9 @@ class GradAttribute:
 
         A parameter that no rank has used gets None, so that torch's optimizers leave it alone.
         """
-        self.shown = self._placeholders() if grads is None else grads
+        if grads is None and not self.placeholders:
+            self._make_placeholders()
+        self.shown = self.placeholders if grads is None else grads
         if self._untouched(self.shown) and 0 not in self.used and all(map(_REQUIRES_GRAD, self.params)):
             return
         for param, grad, used in zip(self.params, self.shown, self.used, strict=True):
@@ -157,11 +162,9 @@ class GradAttribute:
             "edit them, call finalize_model_grads(..., force_all_reduce=True) and leave scale_in_optimizer False"
         )
 
-    def _placeholders(self) -> list[GradPlaceholder]:
-        if not self.placeholders:
-            pairs = zip(self.params, self.names, strict=True)
-            self.placeholders = [GradPlaceholder.of(param, name, self.dtype) for param, name in pairs]
-        return self.placeholders
+    def _make_placeholders(self) -> None:
+        pairs = zip(self.params, self.names, strict=True)
+        self.placeholders = [GradPlaceholder.of(param, name, self.dtype) for param, name in pairs]
 
     def _forget_added(self) -> None:
         if any(map(_TOUCHED, self.placeholders)):

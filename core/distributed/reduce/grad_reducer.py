@@ -125,7 +125,7 @@ class GradReducer:
         if self.polled < self.next and self.buckets[self.polled].poll():
             self.polled += 1
         complete = bucket.arrive(index)
-        if self.next < len(self.buckets) and bucket is self.buckets[self.next]:
+        if bucket.pool is not None and self.next < len(self.buckets) and bucket is self.buckets[self.next]:
             bucket.fill(index)
         if complete or self.next_is_ready:
             self._launch_ready()

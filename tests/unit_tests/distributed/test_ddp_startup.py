@@ -96,8 +96,8 @@ def test_torch_calls_of_a_wrap_are_a_few_a_parameter(rank: int, world: int, stra
             wrap(Many(count), data_parallel_sharding_strategy=strategy)
         calls[count] = counter.calls
     assert calls[300] - calls[200] == calls[200] - calls[100]  # linear
-    # A view of the gradient, and of the parameter where it moves (what moves it is a call too); a reshape for its sum.
-    assert 0 < (calls[200] - calls[100]) / 100 <= 4
+    # A slice and a view of the gradient; where the parameter moves the same of it, and a copy; a reshape for its sum.
+    assert 0 < (calls[200] - calls[100]) / 100 <= 6
 
 
 def python_calls(action: Callable[[], Any]) -> int:
