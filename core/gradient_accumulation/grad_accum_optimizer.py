@@ -16,6 +16,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.wire.collectives import Collectives
 from core.gradient_accumulation.cycle import Accumulation, AccumulationError, StandIn, shared_state
+from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import plain_numbers
 
@@ -140,7 +141,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 self._norm = self.optim.clip_grad_by_norm(max_norm)
             else:
                 params = self._params() if model is None else list(model.parameters())
-                self._norm = nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+                self._norm = clip_loose_gradients(params, max_norm, norm_type)
         return self._norm
 
     def clip_grad_by_norm(self, max_norm: float) -> Any:

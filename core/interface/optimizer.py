@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer_state import plain_numbers
 
 NOT_SCALED = (
@@ -96,7 +97,7 @@ class OptimizerWrapper:
         if isinstance(self.optim, OptimizerWrapper):
             norm = self.optim.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
         else:
-            norm = nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
+            norm = clip_loose_gradients(self.parameters, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
         self._grad_norm = float(norm)
         return norm
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from core import agree
 from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
@@ -56,38 +55,13 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         self.groups = groups  # of ranks that shard, and of ranks that replicate
         self.device = device
 
-    def clip_grad_by_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Scale the whole gradient so that its norm, over all ranks, is at most `max_norm`; return the norm before.
+    def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As OptimizerWrapper's, of the gradients of all ranks.
 
         Raises ValueError on every rank where one passes another `max_norm`, or one that is not positive.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
-        grads = [param.grad for param in self.parameters if param.grad is not None]
-        sharded = [grad for grad in grads if isinstance(grad, DTensor)]
-        whole = [grad for grad in grads if not isinstance(grad, DTensor)]  # of ignored modules
-        norms = []
-        for part in (sharded, whole):
-            if part:
-                norm = nn.utils.get_total_norm(part, norm_type)
-                norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self.device))
-        if not norms:
-            return torch.zeros((), device=self.device)
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the gradient's norm of order {norm_type} is {total.item()}")
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.mul_(factor.to(local.device))
-        self._grad_norm = float(total)
-        return total
+        return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Bound each element of the whole gradient to [-clip_value, clip_value]; ValueError as in clip_grad_by_norm."""
