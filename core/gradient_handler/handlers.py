@@ -10,7 +10,6 @@ handlers that average over data, so adding one to such a model changes nothing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +18,8 @@ from torch import nn
 from core import parallel_state
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.contract.gradient_contract import ContractError, GradientContract, data_group_of
+from core.distributed.contract.gradient_contract import ContractError, data_group_of
 from core.distributed.distributed_data_parallel import wrapper_of
-from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
@@ -31,7 +29,7 @@ from core.gradient_handler.registry import GRADIENT_HANDLER
 class GroupGradientHandler(BaseGradientHandler):
     """Sums loose gradients over groups; a subclass says which. `traffic` counts what it sent."""
 
-    same_names = True  # are the parameters of a group named alike on all its ranks?
+    same_names = True  # True if the parameters of a group are named alike on all its ranks
 
     def __init__(
         self, model: nn.Module, optimizer: Any, *, bucket_cap_mb: float | None = None, deterministic: bool = False
@@ -62,14 +60,11 @@ class GroupGradientHandler(BaseGradientHandler):
         if not (dist.is_available() and dist.is_initialized()):
             return
         if self._reduction is None:
-            self._reduction = self._plan()
+            self._planned = [id(param) for param in self._model.parameters()]
+            self._reduction = LooseReduction(
+                self.gradients(), self.collectives, bucket_cap_mb=self.bucket_cap_mb, same_names=self.same_names
+            )
         self._reduction.run(self.not_ready())
-
-    def _plan(self) -> LooseReduction:
-        self._planned = [id(param) for param in self._model.parameters()]
-        return LooseReduction(
-            self.gradients(), self.collectives, bucket_cap_mb=self.bucket_cap_mb, same_names=self.same_names
-        )
 
 
 @GRADIENT_HANDLER.register_module
@@ -80,8 +75,6 @@ class DataParallelGradientHandler(GroupGradientHandler):
     Raises ContractError for an expert's parameter (`allreduce=False`), which is MoeGradientHandler's.
     """
 
-    group_name = "dp_cp"
-
     def __init__(
         self, model: nn.Module, optimizer: Any, *, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
@@ -91,25 +84,37 @@ class DataParallelGradientHandler(GroupGradientHandler):
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The group that gradients are averaged over."""
-        return self._group if self._group is not None else parallel_state.get_process_groups().require(self.group_name)
+        return self._group if self._group is not None else parallel_state.get_process_groups().require("dp_cp")
 
     def gradients(self) -> list[LooseGradient]:
         """Every parameter that no wrapper averages."""
-        return [self._averaged(name, param) for name, param in self._left_to_us()]
-
-    def _left_to_us(self) -> Iterator[tuple[str, nn.Parameter]]:
-        reduced = ReducedElsewhere(self._model)
+        scale = 1.0 / dist.get_world_size(self.data_group)
+        averaged = averaged_by_wrappers(self._model)
+        found = []
         for name, param in self._model.named_parameters():
-            if not reduced.over(name, param, self.data_group):
-                yield name, param
+            group = self._group_of(param)
+            if id(param) not in averaged:
+                self._check(name, param)
+                found.append(LooseGradient(name, param, group, scale))
+                continue
+            wrapper, theirs = averaged[id(param)]
+            ours, done = set(dist.get_process_group_ranks(group)), set(dist.get_process_group_ranks(theirs))
+            if not ours <= done:  # neither leaving it nor averaging it again would give the mean over the group
+                raise ContractError(
+                    f"parameter {name!r} is averaged by {wrapper} over ranks {sorted(done)} and by this handler over "
+                    f"{sorted(ours)}; wrap the model with the whole group, or leave the wrapper or the handler out"
+                )
+        return found
 
-    def _averaged(self, name: str, param: nn.Parameter) -> LooseGradient:
+    def _group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        return self.data_group
+
+    def _check(self, name: str, param: nn.Parameter) -> None:
         if is_expert(param):
             raise ContractError(
                 f"parameter {name!r} is an expert's; averaging it over all data-parallel ranks would mix different "
                 "experts. Use MoeGradientHandler"
             )
-        return LooseGradient(name, param, self.data_group, 1.0 / dist.get_world_size(self.data_group))
 
 
 @GRADIENT_HANDLER.register_module
@@ -137,22 +142,14 @@ class MoeGradientHandler(DataParallelGradientHandler):
         super().__init__(model, optimizer, **options)
         self._expert_group = expert_group
 
-    def gradients(self) -> list[LooseGradient]:
-        """Dense parameters over the data group, experts over their own."""
-        scale = 1.0 / dist.get_world_size(self.data_group)
-        reduced = ReducedElsewhere(self._model)
-        found = []
-        for name, param in self._model.named_parameters():
-            group = self._group_of(param) if is_expert(param) else self.data_group
-            if not reduced.over(name, param, group):
-                found.append(LooseGradient(name, param, group, scale))
-        return found
-
-    def _group_of(self, expert: nn.Parameter) -> dist.ProcessGroup:
-        own = getattr(getattr(expert, "moe_info", None), "dp_group", None)
-        if own is None:
-            own = self._expert_group
+    def _group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        if not is_expert(param):
+            return self.data_group
+        own = getattr(getattr(param, "moe_info", None), "dp_group", None) or self._expert_group
         return own if own is not None else parallel_state.get_process_groups().require("expt_dp")
+
+    def _check(self, name: str, param: nn.Parameter) -> None:
+        """Experts are served too."""
 
 
 @GRADIENT_HANDLER.register_module
@@ -168,30 +165,32 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
 
     def gradients(self) -> list[LooseGradient]:
         """Every parameter that carries a group."""
-        found = []
-        for name, param in self._model.named_parameters():
-            group = getattr(param, "pipeline_shared_module_pg", None)
-            if group is None:
-                continue
-            bucket = bucket_of(param)
-            if bucket is not None and contract_of(bucket, param).crosses_stages:
-                raise ContractError(
-                    f"parameter {name!r} has pipeline_shared_module_pg, and DistributedDataParallel already sums it "
-                    "over pipeline stages (shared_embedding or a declaration); drop one of the two"
-                )
-            if bucket is not None and bucket.sharded:
-                raise ContractError(
-                    f"parameter {name!r}: its gradient is sharded by DistributedDataParallel, so nothing is left in "
-                    ".grad to add; set param.shared_embedding = True before wrapping and leave this handler out"
-                )
-            found.append(LooseGradient(name, param, group))
-        return found
+        shared = [(name, param) for name, param in self._model.named_parameters() if _stages_of(param) is not None]
+        for name, param in shared:
+            wrapper = wrapper_of(param)
+            for bucket in [] if wrapper is None else wrapper.reducer.buckets:
+                self._check(name, param, bucket)
+        return [LooseGradient(name, param, _stages_of(param)) for name, param in shared]
+
+    def _check(self, name: str, param: nn.Parameter, bucket: Bucket) -> None:
+        """Raise ContractError where a bucket holds the parameter and its gradient is not to be added here."""
+        contract = next((c for held, c in zip(bucket.params, bucket.contracts, strict=True) if held is param), None)
+        if contract is not None and contract.crosses_stages:
+            raise ContractError(
+                f"parameter {name!r} has pipeline_shared_module_pg, and DistributedDataParallel already sums it "
+                "over pipeline stages (shared_embedding or a declaration); drop one of the two"
+            )
+        if contract is not None and bucket.sharded:
+            raise ContractError(
+                f"parameter {name!r}: its gradient is sharded by DistributedDataParallel, so nothing is left in "
+                ".grad to add; set param.shared_embedding = True before wrapping and leave this handler out"
+            )
 
     def not_ready(self) -> Exception | None:
         """Also: gradients that a wrapper has not finalized yet."""
         for param in self._model.parameters():
-            reducer = reducer_of(param)
-            if reducer is not None and reducer.open and getattr(param, "pipeline_shared_module_pg", None) is not None:
+            wrapper = wrapper_of(param)
+            if wrapper is not None and wrapper.reducer.open and _stages_of(param) is not None:
                 return SyncError(
                     f"rank {dist.get_rank()}: PipelineSharedModuleGradientHandler came before finalize_model_grads; "
                     "call finalize_model_grads([model]) first"
@@ -199,67 +198,32 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
         return super().not_ready()
 
 
+def _stages_of(param: nn.Parameter) -> Any:
+    """The group of the stages that share the parameter, if any."""
+    return getattr(param, "pipeline_shared_module_pg", None)
+
+
 # -- who reduces what already ---------------------------------------------------------------------------------------
 
 
 def is_expert(param: nn.Parameter) -> bool:
-    """Is this an expert's parameter, in our words (`allreduce=False`) or in ColossalAI's (`moe_info`, `ep_group`)?"""
+    """True for an expert's parameter, in our words (`allreduce=False`) or in ColossalAI's (`moe_info`, `ep_group`)."""
     if data_group_of(param) == "expt_dp" or getattr(param, "ep_group", None) is not None:
         return True
     info = getattr(param, "moe_info", None)
     return info is not None and getattr(info, "ep_size", 1) > 1
 
 
-def reducer_of(param: nn.Parameter) -> GradReducer | None:
-    """The reducer of the DistributedDataParallel of ours that holds the parameter, while that lives."""
-    wrapper = wrapper_of(param)
-    return None if wrapper is None else wrapper.reducer
-
-
-def bucket_of(param: nn.Parameter) -> Bucket | None:
-    """The engine's bucket that holds the parameter's gradient, if any."""
-    reducer = reducer_of(param)
-    if reducer is None:
-        return None
-    return next((bucket for bucket in reducer.buckets if any(held is param for held in bucket.params)), None)
-
-
-def contract_of(bucket: Bucket, param: nn.Parameter) -> GradientContract:
-    """The contract under which the wrapper holds a parameter."""
-    return next(c for held, c in zip(bucket.params, bucket.contracts, strict=True) if held is param)
-
-
-class ReducedElsewhere:
-    """Which parameters does a wrapper inside the model average already, and over which ranks?"""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.groups: dict[int, tuple[str, dist.ProcessGroup]] = {}
-        for module in model.modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                ignored = module.parameters_to_ignore
-                for name, param in module.module.named_parameters():
-                    if name not in ignored:
-                        self.groups[id(param)] = ("torch's DistributedDataParallel", module.process_group)
-        reducers = {id(reducer): reducer for param in model.parameters() if (reducer := reducer_of(param)) is not None}
-        for reducer in reducers.values():
-            for bucket in reducer.buckets:
-                for param in bucket.params:
-                    self.groups[id(param)] = ("DistributedDataParallel", bucket.groups.data)
-
-    def over(self, name: str, param: nn.Parameter, group: dist.ProcessGroup) -> bool:
-        """Is the parameter's gradient averaged over all ranks of `group` already?
-
-        Raises ContractError if it is averaged over some of them only: neither leaving it nor averaging it again would
-        give the mean over the group.
-        """
-        if id(param) not in self.groups:
-            return False
-        wrapper, theirs = self.groups[id(param)]
-        ours = set(dist.get_process_group_ranks(group))
-        done = set(dist.get_process_group_ranks(theirs))
-        if ours <= done:
-            return True
-        raise ContractError(
-            f"parameter {name!r} is averaged by {wrapper} over ranks {sorted(done)} and by this handler over "
-            f"{sorted(ours)}; wrap the model with the whole group, or leave the wrapper or the handler out"
-        )
+def averaged_by_wrappers(model: nn.Module) -> dict[int, tuple[str, dist.ProcessGroup]]:
+    """id of a parameter -> (the wrapper inside the model that averages it, over which ranks)."""
+    found: dict[int, tuple[str, dist.ProcessGroup]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ignored = module.parameters_to_ignore
+            for name, param in module.module.named_parameters():
+                if name not in ignored:
+                    found[id(param)] = ("torch's DistributedDataParallel", module.process_group)
+    for wrapper in {wrapper for param in model.parameters() if (wrapper := wrapper_of(param)) is not None}:
+        for bucket in wrapper.reducer.buckets:
+            found.update({id(param): ("DistributedDataParallel", bucket.groups.data) for param in bucket.params})
+    return found

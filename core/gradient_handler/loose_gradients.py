@@ -31,7 +31,7 @@ GRAD_DTYPES = (
     torch.complex128,
 )
 MISSING = 0  # the code of "no gradient here"; dtype i of GRAD_DTYPES has code i + 1
-HIGHEST = len(GRAD_DTYPES) + 1
+FROZEN = len(GRAD_DTYPES) + 1  # the code of a parameter that does not train: above all others
 
 
 class GradientHandlerError(RuntimeError):
@@ -44,7 +44,7 @@ class LooseGradient:
 
     name: str
     param: nn.Parameter
-    group: dist.ProcessGroup | None  # None: this rank alone
+    group: dist.ProcessGroup
     scale: float = 1.0
 
 
@@ -74,11 +74,11 @@ class LooseReduction:
     ) -> None:
         self.collectives = collectives
         self.cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
-        self.alone = [g for g in gradients if _size(g.group) == 1]
-        self.shared = _by_group([g for g in gradients if _size(g.group) > 1])
-        tables = [[_fact(number, g, same_names) for number, g in enumerate(served)] for served in self.shared]
+        self.alone = [g for g in gradients if dist.get_world_size(g.group) == 1]
+        self.shared = _by_group([g for g in gradients if dist.get_world_size(g.group) > 1])
         agree.same(
-            ("a gradient handler", _group(served), table) for served, table in zip(self.shared, tables, strict=True)
+            ("a gradient handler", group, [_fact(number, g, same_names) for number, g in enumerate(served)])
+            for group, served in self.shared.items()
         )
 
     @torch.no_grad()
@@ -89,9 +89,9 @@ class LooseReduction:
         gradient anywhere is left without.
         """
         agreed = []
-        for served in self.shared:
+        for group, served in self.shared.items():
             try:
-                agreed.append(_agree(served, failure))
+                agreed.append(_agree(served, group, failure))
             except Exception as error:
                 failure = error
         if failure is not None:
@@ -100,10 +100,10 @@ class LooseReduction:
             grad = gradient_of(gradient.param)
             if grad is not None and gradient.param.requires_grad and gradient.scale != 1.0:
                 grad.mul_(gradient.scale)
-        for served, codes in zip(self.shared, agreed, strict=True):
-            for dtype in dict.fromkeys(code for code in codes if code != MISSING):
+        for (group, served), codes in zip(self.shared.items(), agreed, strict=True):
+            for dtype in dict.fromkeys(code for code in codes if code not in (MISSING, FROZEN)):
                 alike = [g for g, code in zip(served, codes, strict=True) if code == dtype]
-                self._reduce(alike, GRAD_DTYPES[dtype - 1], _group(served))
+                self._reduce(alike, GRAD_DTYPES[dtype - 1], group)
 
     def _reduce(self, gradients: Sequence[LooseGradient], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         """Sum gradients of one dtype over one group."""
@@ -149,27 +149,14 @@ def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
         grad.copy_(reduced.view(grad.shape))
 
 
-def _by_group(gradients: Sequence[LooseGradient]) -> list[list[LooseGradient]]:
+def _by_group(gradients: Sequence[LooseGradient]) -> dict[dist.ProcessGroup, list[LooseGradient]]:
     """Small groups first, then by ranks: an order that all ranks share, so that no circle of waits can form.
 
     What goes wrong in a small group (experts) is then known in the large one around it before anything is sent there.
     """
-    by_group: dict[dist.ProcessGroup, list[LooseGradient]] = {}
-    for gradient in gradients:
-        if gradient.group is not None:
-            by_group.setdefault(gradient.group, []).append(gradient)
-    ranks = {group: sorted(dist.get_process_group_ranks(group)) for group in by_group}
-    return [by_group[group] for group in sorted(by_group, key=lambda group: (len(ranks[group]), ranks[group]))]
-
-
-def _group(served: Sequence[LooseGradient]) -> dist.ProcessGroup:
-    group = served[0].group
-    assert group is not None, "gradients of this rank alone are not in a shared plan"
-    return group
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+    ranks = {gradient.group: sorted(dist.get_process_group_ranks(gradient.group)) for gradient in gradients}
+    in_order = sorted(ranks, key=lambda group: (len(ranks[group]), ranks[group]))
+    return {group: [gradient for gradient in gradients if gradient.group is group] for group in in_order}
 
 
 def _fact(number: int, gradient: LooseGradient, same_names: bool) -> str:
@@ -180,42 +167,40 @@ def _fact(number: int, gradient: LooseGradient, same_names: bool) -> str:
 # -- agreement ------------------------------------------------------------------------------------------------------
 
 
-def _agree(served: Sequence[LooseGradient], failure: Exception | None) -> list[int]:
-    """The dtype code of every gradient, 0 where no rank has one. Raises on all ranks of the group alike."""
-    group = _group(served)
-    trainable = [int(g.param.requires_grad) for g in served]
+def _agree(served: Sequence[LooseGradient], group: dist.ProcessGroup, failure: Exception | None) -> list[int]:
+    """The code of every gradient, MISSING where no rank has one. Raises on all ranks of the group alike."""
     codes = [MISSING] * len(served)
     if failure is None:
         try:
             codes = [_code(g) for g in served]
         except GradientHandlerError as error:
             failure = error
-    present = [code if code != MISSING else HIGHEST for code in codes]  # so that the least is of a gradient
+    present = [FROZEN if code == MISSING else code for code in codes]  # so that the least is of a gradient
     what, count = "the gradients of a handler", len(served)
-    least, largest = agree.bounds([*trainable, *codes, *present, failure is not None], group, what)
+    least, largest = agree.bounds([*codes, *present, failure is not None], group, what)
     if largest[-1]:
         agree.refuse(failure, group, what, GradientHandlerError)
-    low_train, _, low = (least[i * count : (i + 1) * count] for i in range(3))
-    high_train, high, _ = (largest[i * count : (i + 1) * count] for i in range(3))
-    for number, gradient in enumerate(served):
-        ranks = dist.get_process_group_ranks(group)
-        if high_train[number] != low_train[number]:
+    ranks = dist.get_process_group_ranks(group)
+    for gradient, any_low, high, low in zip(served, least, largest, least[count:], strict=False):
+        if high == FROZEN != any_low:
             raise GradientHandlerError(
                 f"parameter {gradient.name!r} is frozen on some ranks of {ranks} and trained on others (here "
                 f"requires_grad is {gradient.param.requires_grad}); freeze it on all of them or on none"
             )
-        if high[number] != MISSING and high[number] != low[number]:
+        if high != MISSING and high != low:
             raise GradientHandlerError(
-                f"the gradient of {gradient.name!r} is {GRAD_DTYPES[high[number] - 1]} on one rank of {ranks} and "
-                f"{GRAD_DTYPES[low[number] - 1]} on another; give the ranks the same precision"
+                f"the gradient of {gradient.name!r} is {GRAD_DTYPES[high - 1]} on one rank of {ranks} and "
+                f"{GRAD_DTYPES[low - 1]} on another; give the ranks the same precision"
             )
-    return high
+    return largest[:count]
 
 
 def _code(gradient: LooseGradient) -> int:
     """This rank's code for a gradient. Raises GradientHandlerError for one that cannot travel."""
     grad = gradient_of(gradient.param)
-    if grad is None or not gradient.param.requires_grad:
+    if not gradient.param.requires_grad:
+        return FROZEN
+    if grad is None:
         return MISSING
     if hasattr(grad, "device_mesh"):
         raise GradientHandlerError(
