@@ -7,6 +7,8 @@ disagree about when a step is due.
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +29,6 @@ __all__ = [
     "GradAccumOptimizer",
     "accumulate_gradient",
 ]
-
-END = object()
 
 
 def accumulate_gradient(
@@ -122,31 +122,17 @@ class GradAccumDataloader(StandIn):
         try:
             length = len(self.dataloader)  # type: ignore[arg-type]
         except TypeError:
-            yield from _read_ahead(iterator, size)
+            while len(cycle := list(itertools.islice(iterator, size))) == size:
+                yield from cycle
             return
-        for _ in range(length - length % size):
-            batch = next(iterator, END)
-            if batch is END:
-                return
+        given = 0
+        for batch in itertools.islice(iterator, length - length % size):
             yield batch
-        if not isinstance(self.dataloader, DataLoader):
+            given += 1
+        if given == length - length % size and not isinstance(self.dataloader, DataLoader):
             # One more than is left, because some loaders rewind when they have said that they are at the end; no more
             # than that, because an endless one never says so.
-            for _ in range(length % size + 1):
-                if next(iterator, END) is END:
-                    return
-
-
-def _read_ahead(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The elements of an iterator in whole groups of `size`."""
-    while True:
-        group = []
-        for _ in range(size):
-            batch = next(iterator, END)
-            if batch is END:
-                return
-            group.append(batch)
-        yield from group
+            collections.deque(itertools.islice(iterator, length % size + 1), maxlen=0)
 
 
 class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
@@ -172,10 +158,8 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
         """Step the inner scheduler if the parameters were updated since the last time."""
         state = self.accumulation
         if self.alone:
-            state.count += 1
             driven = getattr(self.lr_scheduler, "optimizer", None)
-            state.schedule_due = state.is_due and not getattr(driven, "step_was_skipped", False)
-            state.count %= state.size
+            state.schedule_due = state.counted_call() and not getattr(driven, "step_was_skipped", False)
         if state.schedule_due:
             state.schedule_due = False
             self.lr_scheduler.step(*args, **kwargs)
@@ -228,12 +212,9 @@ class GradAccumGradientHandler(BaseGradientHandler):
         """Reduce the accumulated gradient if a step is due. Collective then."""
         state = self.accumulation
         if self.alone:
-            state.count += 1
-            if state.is_due:
-                state.count = 0
+            if state.counted_call():
                 self.grad_handler.handle_gradient()
         elif state.is_due and self.number not in state.handled:
-            if state.finalize is not None:
-                state.finalize()
+            state.finalize()
             self.grad_handler.handle_gradient()
             state.handled.add(self.number)

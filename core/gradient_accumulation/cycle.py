@@ -23,31 +23,30 @@ class Accumulation:
     def __init__(self, size: int) -> None:
         self.size = checked_size(size)
         self.count = 0  # microbatches of this cycle whose gradients are in `.grad`
-        self.fresh = True  # does the next backward begin a microbatch?
-        self.draws = 0  # batches drawn, ever
-        self.drawn_ahead = 0  # since the last backward
-        self.drawn_for_this = 0  # for the microbatch that is going on
+        self.fresh = True  # True if the next backward begins a microbatch
+        self.has_loader = False  # True once a batch was drawn from a loader of ours
+        self.drawn_ahead = 0  # batches since the last backward
+        self.drawn_for_this = 0  # batches for the microbatch that is going on
         self.tokens: float | None = None  # of this cycle on this rank, where losses are sums over tokens
-        self.reduced = False  # have this cycle's gradients been reduced, scaled or clipped?
+        self.reduced = False  # True once this cycle's gradients are reduced, scaled or clipped
         self.handlers = 0  # that share this state, and must run before a step
         self.handled: set[int] = set()
-        self.schedule_due = False  # has an update been made that the scheduler has not followed?
-        self.on_change: Callable[[], None] | None = None  # the optimizer's, while it lives
-        self.finalize: Callable[[], None] | None = None
+        self.schedule_due = False  # True while the scheduler has not followed an update
+        self.optimizer: Callable[[], Any] = _nobody  # a weak reference to the GradAccumOptimizer
 
     @property
     def is_due(self) -> bool:
-        """Are all microbatches of the cycle accumulated?"""
+        """True if all microbatches of the cycle are accumulated."""
         return self.count == self.size
 
     @property
     def is_last(self) -> bool:
-        """Is the microbatch that is going on, or comes next, the last of the cycle?"""
+        """True if the microbatch that is going on, or comes next, is the last of the cycle."""
         return self.count + self.fresh >= self.size
 
     def drew(self) -> None:
         """A batch was drawn: the next backward begins a microbatch."""
-        self.draws += 1
+        self.has_loader = True
         self.drawn_ahead += 1
         self.fresh = True
         self._changed()
@@ -80,7 +79,7 @@ class Accumulation:
             if num_tokens is not None:
                 self.tokens = (self.tokens or 0) + num_tokens
         self.drawn_ahead = 0
-        self.fresh = self.draws == 0
+        self.fresh = not self.has_loader
         self._changed()
 
     def stepped(self) -> None:
@@ -89,9 +88,14 @@ class Accumulation:
         self._changed()
 
     def updated(self, *, made: bool) -> None:
-        """The cycle is over. made: did the optimizer update the parameters, or skip (overflow)?"""
+        """The cycle is over. made: True if the optimizer updated the parameters, False if it skipped (overflow)."""
         self.schedule_due = self.schedule_due or made
         self.begin()
+
+    def counted_call(self) -> bool:
+        """Count a call of a wrapper that is used without the optimizer; True for every `size`-th."""
+        self.count = (self.count + 1) % self.size
+        return self.count == 0
 
     def begin(self) -> None:
         """A new cycle."""
@@ -99,13 +103,21 @@ class Accumulation:
         self.handled.clear()
         self._changed()
 
+    def finalize(self) -> None:
+        """Have the optimizer make gradients whole, where a wrapper of ours has left that to it."""
+        if (optimizer := self.optimizer()) is not None:
+            optimizer.finalize()
+
     def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        if (optimizer := self.optimizer()) is not None:
+            optimizer.hold_reductions()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no optimizer to tell.
-        return {**self.__dict__, "handled": set(self.handled), "on_change": None, "finalize": None}
+        return {**self.__dict__, "handled": set(self.handled), "optimizer": _nobody}  # a copy has no optimizer to tell
+
+
+def _nobody() -> None:
+    """In place of a weak reference."""
 
 
 def checked_size(size: int) -> int:

@@ -55,9 +55,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self._held = False
         self._no_sync = ExitStack()
         weakref.finalize(self, self._no_sync.close)  # a model that outlives us reduces again
-        self.accumulation.on_change = _weakly(self._follow)
-        self.accumulation.finalize = _weakly(self._finalize)
-        self._follow()
+        self.accumulation.optimizer = weakref.ref(self)
+        self.hold_reductions()
 
     @property
     def accumulate_size(self) -> int:
@@ -71,7 +70,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
 
     @property
     def is_due(self) -> bool:
-        """Will the next `step` update the parameters?"""
+        """True if the next `step` updates the parameters."""
         return self.accumulation.is_due
 
     def backward(self, loss: torch.Tensor, num_tokens: float | torch.Tensor | None = None) -> None:
@@ -219,7 +218,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
 
     # -- the boundary -----------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
+    def hold_reductions(self) -> None:
         """Reduce in the last microbatch only. torch's wrapper decides in forward, so this is set before it."""
         if self.accumulation.is_last:
             self._no_sync.close()
@@ -237,12 +236,13 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 f"{state.handlers - len(state.handled)} of {state.handlers} gradient handlers did not run before the "
                 "step that is due; call handle_gradient() of each after backward, before clipping and step()"
             )
-        self._finalize()
+        self.finalize()
         if state.tokens is not None and not state.reduced:
             self._divide_by_tokens(state.tokens)
         state.reduced = True
 
-    def _finalize(self) -> None:
+    def finalize(self) -> None:
+        """Make the gradients of wrappers of ours whole, unless the loop has done so."""
         if any(wrapper.reducer.open for wrapper in self._ours):
             tokens = self.accumulation.tokens
             finalize_model_grads(self._ours, None if tokens is None else torch.tensor(tokens, dtype=torch.float64))
@@ -292,18 +292,6 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
             return dict(self.model.named_parameters())
         params = (param for group in self.optim.param_groups for param in group["params"])
         return {str(number): param for number, param in enumerate(params)}
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Call a bound method while its object lives."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = held()
-        if alive is not None:
-            alive()
-
-    return call
 
 
 def _restore_gradient(param: nn.Parameter, saved: torch.Tensor | None) -> None:
