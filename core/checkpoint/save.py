@@ -26,7 +26,7 @@ from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
-from core.optimizer.optimizer_state import GROUP_IDENTITY, save_groups
+from core.optimizer.optimizer_state import GROUP_NAME, save_groups
 from core.process_groups import ProcessGroups
 from core.rank_grid import AXES
 
@@ -245,7 +245,7 @@ def _groups(groups: list[dict[str, Any]]) -> Any:
 def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a schedule has changed in the groups or added to them since the optimizer was made: part of its state."""
     return [
-        {k: v for k, v in group.items() if k in GROUP_IDENTITY or k not in before or v != before[k]}
+        {k: v for k, v in group.items() if k == GROUP_NAME or k not in before or v != before[k]}
         for group, before in zip(groups, built, strict=True)
     ]
 

@@ -15,37 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.optimizer_config import OptimizerConfig
 
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
-class LossScaler(Protocol):
-    """What the optimizer needs of a scaler."""
-
-    value: float
-
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor as a tensor [1]."""
-
-    def update(self, found_inf: bool) -> None:
-        """A step ended; did any gradient of any rank overflow?"""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers to go on from."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from saved numbers."""
-
-
-class ConstantLossScaler:
-    """A factor that never changes. A step that overflows is skipped all the same."""
+class LossScaler:
+    """A factor of the loss. A step that overflows is skipped, whether or not the factor follows."""
 
     def __init__(self, scale: float) -> None:
         _expect_scale("scale", scale)
@@ -57,17 +37,21 @@ class ConstantLossScaler:
         return torch.tensor([self.value], dtype=torch.float32)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing changes."""
+        """A step ended; found_inf: True if a gradient of any rank overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, for the record."""
+        """Numbers to go on from."""
         return {"scale": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing is taken over: a constant is configured."""
+        """Go on from saved numbers."""
 
 
-class DynamicLossScaler:
+class ConstantLossScaler(LossScaler):
+    """A factor that is configured and never changes. Its state is saved for the record, and not loaded."""
+
+
+class DynamicLossScaler(LossScaler):
     """A factor that halves where gradients overflow and doubles while they do not; see the file's beginning."""
 
     def __init__(
@@ -80,8 +64,9 @@ class DynamicLossScaler:
         hysteresis: int = 2,
         max_scale: float | None = None,
     ) -> None:
-        for name, scale in (("initial_scale", initial_scale), ("min_scale", min_scale)):
-            _expect_scale(name, scale)
+        _expect_scale("initial_scale", initial_scale)
+        _expect_scale("min_scale", min_scale)
+        super().__init__(initial_scale)
         self.max_scale = FP32_MAX if max_scale is None else float(max_scale)
         if not min_scale <= initial_scale <= self.max_scale:
             raise ValueError(
@@ -97,7 +82,6 @@ class DynamicLossScaler:
             raise ValueError(
                 f"growth_interval is {growth_interval} and hysteresis {hysteresis}; both must be at least 1"
             )
-        self.value = float(initial_scale)
         self.min_scale = float(min_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -106,13 +90,8 @@ class DynamicLossScaler:
         self.good_steps = 0
         self.lives = hysteresis
 
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor, [1] in fp32 on the CPU."""
-        return torch.tensor([self.value], dtype=torch.float32)
-
     def update(self, found_inf: bool) -> None:
-        """A step ended; did any gradient of any rank overflow?"""
+        """A step ended; found_inf: True if a gradient of any rank overflowed."""
         if found_inf:
             self.good_steps = 0
             self.lives -= 1
@@ -138,7 +117,7 @@ class DynamicLossScaler:
         self.lives = int(state_dict.get("hysteresis_tracker", self.hysteresis))
 
 
-def loss_scaler_of(config: OptimizerConfig) -> ConstantLossScaler | DynamicLossScaler | None:
+def loss_scaler_of(config: OptimizerConfig) -> LossScaler | None:
     """The scaler that a config asks for: a constant where it is given, a dynamic one for fp16, else none."""
     if config.loss_scale is not None:
         return ConstantLossScaler(config.loss_scale)

@@ -356,7 +356,7 @@ class MegatronOptimizer:
         none or one that does not round to the weight.
         Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
         """
-        load_entries(self, entries)
+        load_entries(entries, self.masters, self.names, self.optimizer, self.scratch)
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups, this rank's part of the state by parameter name, and the loss scaler's numbers."""

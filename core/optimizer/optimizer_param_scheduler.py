@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.optimizer.optimizer_state import plain_numbers
@@ -44,6 +45,7 @@ class HasParamGroups(Protocol):
         """The groups whose 'lr' and 'weight_decay' are set."""
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerParamScheduler:
     """Sets 'lr' and 'weight_decay' of every param group from the samples seen. Megatron's names and meaning.
 
@@ -66,47 +68,32 @@ class OptimizerParamScheduler:
     Raises ValueError for numbers that make no schedule.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        init_lr: float,
-        max_lr: float,
-        min_lr: float,
-        lr_warmup_steps: int,
-        lr_decay_steps: int,
-        lr_decay_style: str,
-        start_wd: float,
-        end_wd: float,
-        wd_incr_steps: int,
-        wd_incr_style: str,
-        use_checkpoint_opt_param_scheduler: bool = True,
-        override_opt_param_scheduler: bool = False,
-        wsd_decay_steps: int | None = None,
-        lr_wsd_decay_style: str | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.init_lr = init_lr
-        self.max_lr = float(max_lr)
-        self.min_lr = min_lr
-        self.lr_warmup_steps = lr_warmup_steps
-        self.lr_decay_steps = lr_decay_steps
-        self.lr_decay_style = lr_decay_style
-        self.wsd_decay_steps = wsd_decay_steps
-        self.lr_wsd_decay_style = lr_wsd_decay_style
-        self.start_wd = start_wd
-        self.end_wd = end_wd
-        self.wd_incr_steps = wd_incr_steps
-        self.wd_incr_style = wd_incr_style
-        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
-        self.override_opt_param_scheduler = override_opt_param_scheduler
+    optimizer: HasParamGroups
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: int
+    wd_incr_style: str
+    use_checkpoint_opt_param_scheduler: bool = True
+    override_opt_param_scheduler: bool = False
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str | None = None
+
+    def __post_init__(self) -> None:
+        self.max_lr = float(self.max_lr)
         self.num_steps = 0
-        if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
                 "use_checkpoint_opt_param_scheduler and override_opt_param_scheduler are both True; a loaded state's "
                 "numbers either replace the configured ones or they do not"
             )
         # The groups as configured. A loaded optimizer writes an older run's numbers into its groups: not read again.
-        self._own = [self._own_fields(group) for group in optimizer.param_groups]
+        self._own = [self._own_fields(group) for group in self.optimizer.param_groups]
         self._check({field: getattr(self, field) for field in SAVED})
         self.step(0)
 

@@ -12,22 +12,21 @@ fp32 copies for remainders. Loading converts to what is kept here.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
 from core.optimizer.masters.param_shards import ParamShard
-
-if TYPE_CHECKING:
-    from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.masters.scratch import Scratch
 
 MASTER = "master"  # an entry's master weights, where they are not the parameters themselves
 PLACE = ("offset", "numel")
-GROUP_IDENTITY = ("name",)
+GROUP_NAME = "name"  # what a group is found by in a saved state
 
 Entry = dict[str, Any]
 
@@ -95,55 +94,49 @@ def _joined(parts: list[Entry]) -> Entry:
     }
 
 
-def load_entries(optimizer: MegatronOptimizer, entries: Mapping[str, Any]) -> None:
-    """Give every segment of this rank what saved entries hold of it; all or, with a ValueError, nothing."""
+def load_entries(
+    entries: Mapping[str, Any],
+    all_masters: Sequence[BucketMasters],
+    names: Mapping[int, str],
+    inner: torch.optim.Optimizer,
+    scratch: Scratch,
+) -> None:
+    """Give every segment of this rank what saved entries hold of it; all or, with a ValueError, nothing.
+
+    names: id of a parameter -> its name. inner: the torch optimizer over the segments.
+    """
     parts: dict[int, Entry] = {}
-    for masters in optimizer.masters:
-        for segment in masters.segments:
-            for shard in segment.shards:
-                name = optimizer.names[id(shard.param)]
-                if name not in entries:
-                    raise ValueError(
-                        f"the saved optimizer state lacks {name!r}, one of {len(optimizer.names)} parameters here and "
-                        f"{len(entries)} in it; was it saved by another model or another rank?"
-                    )
-                parts[id(shard)] = needed_part(name, shard, entries[name])
-    _keep_from_being_overwritten(optimizer, parts)
-    optimizer.optimizer.state.clear()
-    for masters in optimizer.masters:
-        masters.load_parameters()
-        for whole in list(masters.segments):
-            whole.moments.clear()
-            lengths = stretches_of_equal_steps([parts[id(shard)] for shard in whole.shards])
-            for segment in masters.split(whole, lengths, optimizer.optimizer):
-                of_segment = [parts[id(shard)] for shard in segment.shards]
-                load_master(segment, of_segment)
-                load_moments(optimizer, segment, of_segment)
-
-
-def _keep_from_being_overwritten(optimizer: MegatronOptimizer, parts: Mapping[int, Entry]) -> None:
-    """Copy what is to be loaded and lies in the masters' own memory, as in `load_state_dict(state_dict())`."""
-    live = {masters.kept.untyped_storage().data_ptr() for masters in optimizer.masters}
+    for shard in (shard for masters in all_masters for segment in masters.segments for shard in segment.shards):
+        name = names[id(shard.param)]
+        if name not in entries:
+            raise ValueError(
+                f"the saved optimizer state lacks {name!r}, one of {len(names)} parameters here and "
+                f"{len(entries)} in it; was it saved by another model or another rank?"
+            )
+        parts[id(shard)] = needed_part(name, shard, entries[name])
+    # What lies in the masters' own memory, as in `load_state_dict(state_dict())`, would be overwritten.
+    live = {masters.kept.untyped_storage().data_ptr() for masters in all_masters}
     for part in parts.values():
         if MASTER in part and part[MASTER].untyped_storage().data_ptr() in live:
             part[MASTER] = part[MASTER].clone()
+    inner.state.clear()
+    for masters in all_masters:
+        masters.load_parameters()
+        for whole in list(masters.segments):
+            whole.moments.clear()
+            steps = itertools.groupby(_step_counts(parts[id(shard)]) for shard in whole.shards)
+            for segment in masters.split(whole, [len(list(alike)) for _, alike in steps], inner):
+                of_segment = [parts[id(shard)] for shard in segment.shards]
+                load_master(segment, of_segment)
+                load_moments(segment, of_segment, inner, scratch)
 
 
-def stretches_of_equal_steps(parts: list[Entry]) -> list[int]:
-    """Lengths of the neighbours whose state may share a segment: the same keys, and equal step counts."""
-    lengths: list[int] = []
-    previous: Any = None
-    for part in parts:
-        common = {
-            key: (float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None)
-            for key, value in part.items()
-        }
-        if lengths and common == previous:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-        previous = common
-    return lengths
+def _step_counts(part: Entry) -> dict[str, float | None]:
+    """What neighbours that share a segment have alike: their keys, and the numbers that are not one an element."""
+    return {
+        key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
+        for key, value in part.items()
+    }
 
 
 def load_master(segment: Segment, parts: list[Entry]) -> None:
@@ -153,9 +146,9 @@ def load_master(segment: Segment, parts: list[Entry]) -> None:
         segment.storage.load([(shard.start - segment.start, part[MASTER]) for shard, part in paired if MASTER in part])
 
 
-def load_moments(optimizer: MegatronOptimizer, segment: Segment, parts: list[Entry]) -> None:
+def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimizer, scratch: Scratch) -> None:
     """Give the inner optimizer the state of a segment, put together from those of its shards."""
-    fused = bool(optimizer.param_groups[segment.group].get("fused"))
+    fused = bool(inner.param_groups[segment.group].get("fused"))
     device = segment.master.device
     state: dict[str, Any] = {}
     for key, value in parts[0].items():
@@ -167,7 +160,7 @@ def load_moments(optimizer: MegatronOptimizer, segment: Segment, parts: list[Ent
             flat = joined.view(-1)
             for shard, part in zip(segment.shards, parts, strict=True):
                 flat[shard.start - segment.start : shard.end - segment.start].copy_(part[key])
-            state[key] = optimizer.scratch.adopt(segment, key, joined) if segment.in_scratch else joined
+            state[key] = scratch.adopt(segment, key, joined) if segment.in_scratch else joined
             if key in segment.moments:
                 segment.moments[key].copy_(flat)
         elif isinstance(value, torch.Tensor):
@@ -176,7 +169,7 @@ def load_moments(optimizer: MegatronOptimizer, segment: Segment, parts: list[Ent
         else:
             state[key] = value
     if state:
-        optimizer.optimizer.state[segment.master] = state
+        inner.state[segment.master] = state
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -194,22 +187,18 @@ def plain_numbers(state: Any) -> Any:
 
 
 def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each group the saved one of the same kind; ValueError where there is none."""
-    by_kind = {tuple(group[key] for key in GROUP_IDENTITY): group for group in saved}
-    found = []
+    """For each group the saved one of the same name; ValueError where there is none."""
+    by_name = {group[GROUP_NAME]: group for group in saved}
     for group in groups:
-        kind = tuple(group[key] for key in GROUP_IDENTITY)
-        if kind not in by_kind:
+        if group[GROUP_NAME] not in by_name:
             raise ValueError(
-                f"the saved optimizer has no param group with {dict(zip(GROUP_IDENTITY, kind, strict=True))}; it has "
-                f"{[dict(zip(GROUP_IDENTITY, other, strict=True)) for other in by_kind]}. Build the optimizer with the "
-                "same weight decay and learning rate conditions"
+                f"the saved optimizer has no param group {group[GROUP_NAME]!r}; it has {list(by_name)}. Build the "
+                "optimizer with the same weight decay and learning rate conditions"
             )
-        found.append(by_kind[kind])
-    return found
+    return [by_name[group[GROUP_NAME]] for group in groups]
 
 
 def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Set learning rates, decay and the rest from the saved group of the same kind."""
+    """Set learning rates, decay and the rest from the saved group of the same name."""
     for group, other in zip(groups, matching_groups(groups, saved), strict=True):
         group.update({key: value for key, value in other.items() if key not in ("params", "fused", "foreach")})
