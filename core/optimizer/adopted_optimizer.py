@@ -7,13 +7,14 @@ scheduler) keeps driving it. Only what the groups list is exchanged: master weig
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket
+from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
 from core.optimizer.distributed_optimizer import DistributedOptimizer
@@ -22,9 +23,6 @@ from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.step.cpu_offload import OffloadedOptimizer
-
-if TYPE_CHECKING:
-    from core.distributed.distributed_data_parallel import DistributedDataParallel
 
 
 class AdoptedGroups(ParamGroups):
@@ -50,7 +48,7 @@ class AdoptedOptimizer(DistributedOptimizer):
     """Steps `user`, a torch optimizer over parameters of the wrapped model, as a sharded optimizer.
 
     State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
-    Collective: every rank of the job makes it, and calls `measure` and `apply`, together.
+    Collective: every rank of the job makes it, and calls `prepare_grads` and `apply`, together.
     """
 
     def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
@@ -60,10 +58,11 @@ class AdoptedOptimizer(DistributedOptimizer):
         problem = split_parameter([model], lambda param: type(user).__name__) if self.shaped else None
         if problem is not None:
             raise ValueError(problem)
-        self.user_params = [list(group["params"]) for group in user.param_groups]
+        groups = AdoptedGroups(user)
+        self.user_params = groups.params
         before = dict(user.state)
         user.state.clear()
-        super().__init__(config, [model], AdoptedGroups(user), all_rank_groups(model.groups))
+        super().__init__(config, [model], groups, all_rank_groups(model.groups))
         if before:
             self._take_over(before)
 
@@ -84,21 +83,16 @@ class AdoptedOptimizer(DistributedOptimizer):
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Cut the state that parameters had before into this rank's shards."""
         entries: dict[str, Any] = {}
-        for params in self.user_params:
-            for param in params:
-                if id(param) in self.names:
-                    entry = {"offset": 0, "numel": param.numel()}
-                    for key, value in state.get(param, {}).items():
-                        flat = isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
-                        entry[key] = value.reshape(-1) if flat else value
-                    entries[self.names[id(param)]] = entry
+        for param in itertools.chain.from_iterable(self.user_params):
+            if id(param) in self.names:
+                entry = {"offset": 0, "numel": param.numel()}
+                for key, value in state.get(param, {}).items():
+                    flat = isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
+                    entry[key] = value.reshape(-1) if flat else value
+                entries[self.names[id(param)]] = entry
         self.load_state_by_parameter(entries)
 
     # -- a step -----------------------------------------------------------------------------------------------------
-
-    def measure(self) -> bool:
-        """Norm and finiteness of reduced gradients; the loss scale follows. Returns: was there an overflow anywhere?"""
-        return self.prepare_grads()
 
     @property
     def measured_norm(self) -> float:
@@ -129,29 +123,21 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def whole_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        """A parameter's reduced and unscaled gradient, whole, after `measure`. Collective over its shard group."""
-        stats = self._measured()
-        for masters, factor in zip(self.masters, stats.factors, strict=True):
-            for index, own in enumerate(masters.bucket.params):
-                if own is param:
-                    return _whole(masters.bucket, index) * factor
+        """A parameter's reduced, unscaled, whole gradient, after `prepare_grads`. Collective over its shard group."""
+        for masters, factor in zip(self.masters, self._measured().factors, strict=True):
+            if not any(own is param for own in masters.bucket.params):
+                continue
+            whole = torch.zeros(param.numel(), dtype=torch.float32, device=masters.grad.device)
+            for shard in masters.shards:
+                if shard.param is param:
+                    whole[shard.offset : shard.offset + shard.numel] = masters.grad[shard.start : shard.end]
+            Collectives().all_reduce(whole, masters.bucket.groups.shard).wait()
+            return whole.view(param.shape) * factor
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
 
 
-def _whole(bucket: Bucket, index: int) -> torch.Tensor:
-    slot = bucket.layout.slots[index]
-    low, high = bucket.shard_range
-    start, end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
-    whole = torch.zeros(end - start, dtype=torch.float32, device=bucket.device)
-    if max(start, low) < min(end, high):
-        part = bucket.owned_grad[max(start, low) - low : min(end, high) - low]
-        whole[max(start, low) - start : min(end, high) - start].copy_(part)
-    Collectives().all_reduce(whole, bucket.groups.shard).wait()
-    return whole.view(slot.shape)
-
-
 def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:
-    """Must the optimizer see whole parameters in their shape, or is its update one of each element by itself?
+    """True if the optimizer must see whole parameters in their shape; False if it updates each element by itself.
 
     Known of torch's classes, and of classes derived from them with the same `step`. Another class says it with
     `needs_shapes = True` or False; ValueError where it does not, because a wrong guess would train wrongly.

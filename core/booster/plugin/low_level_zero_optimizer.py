@@ -185,7 +185,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                     "booster.backward(loss, optimizer) before each step"
                 )
             finalize_model_grads([self.model])
-        self.found_inf = self.engine.measure()
+        self.found_inf = self.engine.prepare_grads()
         self._grad_norm = self.engine.measured_norm
         self._ready = True
 
