@@ -48,8 +48,11 @@ class ParameterStorage:
         """The owned part of each parameter; or all of them in one."""
         return [shard.data for shard in self.shards] if self.memory is None else [self.memory]
 
-    def read(self, out: torch.Tensor) -> None:
-        """Fill `out`, flat and in full precision, with the masters."""
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
+        """Fill `out`, flat and in full precision, with the masters.
+
+        spare: as much memory, to be written over. Fresh memory costs more than what is written into it.
+        """
         torch._foreach_copy_(self.views(out), self.parameters())
 
     def write(self, values: torch.Tensor) -> None:
@@ -78,7 +81,7 @@ class ParameterStorage:
 class CopyStorage(ParameterStorage):
     """Masters of their own, in full precision: `kept` is what the inner optimizer steps."""
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         """Nothing: `out` is `kept`."""
 
     def take_parameters(self) -> None:
@@ -131,11 +134,12 @@ class RemainderStorage(ParameterStorage):
     def _halves(self) -> list[torch.Tensor]:
         return [param.view(torch.int16) for param in self.parameters()]
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
         # The parameters' bits, converted to int32 where the master will stand; gaps between shards stay as they are.
         bits = out.view(torch.int32)
         torch._foreach_copy_(self.views(bits), self._halves())
-        torch.add(self.kept.to(torch.int32), bits, alpha=1 << 16, out=bits)
+        low = torch.empty_like(bits) if spare is None else spare.view(torch.int32)
+        torch.add(low.copy_(self.kept), bits, alpha=1 << 16, out=bits)
 
     def write(self, values: torch.Tensor) -> None:
         bits = values.view(torch.int32)

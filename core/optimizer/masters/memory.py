@@ -80,8 +80,9 @@ def scratch_bytes(
     """Bytes of the scratch memory, once the segments of the model fill it."""
     dtype = _computed_in(param_dtype)
     moments = sum(kept_dtype(key, config) is not None for key in _moments(config))
-    masters = storage_of(config, param_dtype) in (ParameterStorage, RemainderStorage)
-    tensors = moments + masters + (grad_dtype != dtype)
+    storage = storage_of(config, param_dtype)
+    masters = storage in (ParameterStorage, RemainderStorage)
+    tensors = moments + masters + (grad_dtype != dtype or storage is RemainderStorage)
     return tensors * (CPU_NUMEL if on_cpu else DEVICE_NUMEL) * dtype.itemsize
 
 

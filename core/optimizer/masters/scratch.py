@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.optimizer.masters.master_storage import CopyStorage
+from core.optimizer.masters.master_storage import CopyStorage, RemainderStorage
 from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -83,6 +83,13 @@ class Scratch:
             self.memory[name, dtype] = torch.zeros(self.extent, dtype=dtype, device=device)
         return self.memory[name, dtype]
 
+    def _spare(self, segment: Segment) -> torch.Tensor | None:
+        """The scratch of the gradients, which come after the masters; for remainders it is always there."""
+        if not isinstance(segment.storage, RemainderStorage):
+            return None
+        memory = self._memory("grad", segment.master.dtype, segment.master.device)
+        return memory[segment.at : segment.at + segment.numel]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all scratch memory."""
@@ -94,7 +101,7 @@ class Scratch:
         """Bring gradients, masters and moments into scratch."""
         for segment in wave:
             if segment.storage is not None:
-                segment.storage.read(segment.master.data.view(-1))
+                segment.storage.read(segment.master.data.view(-1), self._spare(segment))
             if segment.grad.data_ptr() != segment.reduced.data_ptr():
                 segment.grad.view(-1).copy_(segment.reduced)
             for key, kept in segment.moments.items():
