@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,25 +31,11 @@ CHUNK_ELEMENTS = 2048 * 32  # what one block of threads takes; the value both pa
 MultiTensorAdam = Callable[..., None]
 
 
-class BackendReport(NamedTuple):
-    """Which kernels step which algorithm; str() is a few lines for a log. others: (backend, why it is not in use)."""
-
-    algorithm: str
-    device: str
-    in_use: str
-    others: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        """One line for what is in use, one for each backend that was passed over."""
-        lines = [f"  not {name}: {why_not}" for name, why_not in self.others]
-        return "\n".join([f"{self.algorithm} on {self.device}: {self.in_use}", *lines])
-
-
 def report(optimizer: Any = None) -> str:
     """Which kernels step an optimizer of ours, one paragraph an algorithm; without one, what Adam would use here."""
     if optimizer is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return str(choose("adam", device, torch.float32)[0])
+        return choose("adam", device, torch.float32)[2]
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return "\n".join(dict.fromkeys(map(report, chained)))
@@ -57,15 +43,17 @@ def report(optimizer: Any = None) -> str:
     members = getattr(inner, "members", None)
     if members is not None:
         return "\n".join(map(report, members))
-    devices = sorted({param.device.type for group in inner.param_groups for param in group["params"]})
-    own = BackendReport(type(inner).__name__, ", ".join(devices) or "no parameters", "its own code")
-    return str(getattr(inner, "backend_report", own))
+    found: str | None = getattr(inner, "backend_report", None)
+    if found is None:
+        devices = sorted({param.device.type for group in inner.param_groups for param in group["params"]})
+        found = f"{type(inner).__name__} on {', '.join(devices) or 'no parameters'}: its own code"
+    return found
 
 
 def choose(
     algorithm: str, device: torch.device, dtype: torch.dtype, wanted: str = "auto"
-) -> tuple[BackendReport, MultiTensorAdam | None]:
-    """The backend for 'adam' or 'sgd', with its kernel where that is not torch's.
+) -> tuple[str, MultiTensorAdam | None, str]:
+    """(backend, its kernel where that is not torch's, a report of a line a backend) for 'adam' or 'sgd'.
 
     wanted: OptimizerConfig.optimizer_backend. Raises ValueError where a backend that was named cannot be used.
     """
@@ -74,8 +62,8 @@ def choose(
         kernel, others[name] = _usable(name, algorithm, device, dtype)
         if not others[name]:
             why_not = "is slower" if wanted == "auto" else f"optimizer_backend={wanted!r} was asked for"
-            reasons = tuple((other, others.get(other, why_not)) for other in ORDER if other != name)
-            return BackendReport(algorithm, str(device), name, reasons), kernel
+            lines = [f"  not {other}: {others.get(other, why_not)}" for other in ORDER if other != name]
+            return name, kernel, "\n".join([f"{algorithm} on {device}: {name}", *lines])
     raise ValueError(f"optimizer_backend={wanted!r} cannot be used: {others[wanted]}")
 
 
@@ -143,16 +131,16 @@ def make_with_backend(
 ) -> torch.optim.Optimizer:
     """Adam, AdamW (`decoupled`) or SGD over these groups, by the best backend; it carries its `backend_report`."""
     sample = next((param for group in groups for param in group["params"]), torch.empty(0))
-    found, kernel = choose(algorithm, sample.device, sample.dtype, wanted)
+    backend, kernel, optimizer_report = choose(algorithm, sample.device, sample.dtype, wanted)
     make: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
     optimizer: Any
     if kernel is not None:
         optimizer = KernelAdam(groups, lr, kernel=kernel, decoupled_weight_decay=decoupled, **options)
-    elif found.in_use == "fused":
+    elif backend == "fused":
         optimizer = make(groups, lr=lr, fused=True, **options)
     else:  # foreach=False without fused is torch's way to ask for one tensor at a time
-        optimizer = make(groups, lr=lr, foreach=found.in_use == "foreach", **options)
-    optimizer.backend_report = found
+        optimizer = make(groups, lr=lr, foreach=backend == "foreach", **options)
+    optimizer.backend_report = optimizer_report
     return optimizer
 
 
