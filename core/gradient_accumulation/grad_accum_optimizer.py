@@ -19,6 +19,7 @@ from core.gradient_accumulation.cycle import Accumulation, AccumulationError, St
 from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import plain_numbers
+from core.rank_grid import AXES
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -277,7 +278,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
                 "leave clip_grad_norm out"
             )
         for wrapper in self._ours:
-            split = any(wrapper.groups.size(name) > 1 for name in ("tp", "pp", "ep"))
+            split = any(wrapper.groups.size(axis.name) > 1 for axis in AXES if axis.carries == "activations")
             if split or wrapper.ddp_config.sharded:
                 raise ValueError(
                     "each rank holds a part of the gradient here, and a norm of parts clips wrongly; use "

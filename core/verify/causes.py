@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core import agree
 from core.process_groups import ProcessGroups
-from core.rank_grid import AXES, axes_of
+from core.rank_grid import AXES, GRID_KINDS, axes_of
 from core.verify.diagnosis import DATA_AXES, BiasPart, RankPart, explain, explain_bias
 from core.verify.gathered import Held
 from core.verify.job import Job
@@ -81,7 +81,7 @@ def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], 
     for held, router in routers:
         if held.name == name:
             counts: Any = router.local_tokens_per_expert
-            place = {axis: job.groups.rank(axis) for axis in ("dp", "cp", "tp")}
+            place = {axis: job.groups.rank(axis) for axis in GRID_KINDS["tp_dp_cp"][0].split("-")}
             part = BiasPart(dist.get_rank(), place, counts.tolist(), moved[held.key].tolist())
     parts = agree.gather(part, None, "the cause").values()
     rate = job.model.chunks[0].config.moe_router_bias_update_rate

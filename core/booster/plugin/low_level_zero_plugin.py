@@ -26,13 +26,12 @@ from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.process_groups import ProcessGroups
-from core.rank_grid import RankGrid, group_ranks
+from core.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 
 logger = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DATA_GROUPS = ("dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "expt_dp", "intra_expt_dp", "inter_expt_dp")
 MEGA = 1024 * 1024
 
 
@@ -303,14 +302,14 @@ class LowLevelZeroPlugin(DPPluginBase):
                 self._groups = _data_parallel_groups(self.extra_dp_size)
             else:
                 members = group_ranks(RankGrid(self.world_size), self.rank, num_instances=self.extra_dp_size)
-                kinds = (*DATA_GROUPS, "intra_dist_opt", "inter_dist_opt")
-                self._groups = ProcessGroups.build({kind: members[kind] for kind in kinds})
+                data_groups = {kind: ranks for kind, ranks in members.items() if kind in GRADIENT_KINDS}
+                self._groups = ProcessGroups.build(data_groups)
         return self._groups
 
 
 def _data_parallel_groups(extra_dp_size: int) -> ProcessGroups:
     groups = parallel_state.get_process_groups()
-    for name in ("tp", "pp", "cp"):
+    for name in (axis.name for axis in axes_of(expert=False) if axis.option):
         if groups.size(name) > 1:
             raise ValueError(
                 f"LowLevelZeroPlugin trains a whole model on every rank, and parallel_state has a {name!r} group of "

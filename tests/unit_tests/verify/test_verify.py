@@ -235,7 +235,7 @@ def test_oracle_names_a_rank_whose_part_is_missing(rank: int, world: int) -> Non
 
 @ranks(4)
 def test_oracle_names_optimizer_instances_that_were_not_added(rank: int, world: int) -> None:
-    with mock.patch.object(Bucket, "_launch_across_instances", lambda *_: None):
+    with mock.patch.object(Bucket, "all_reduce_replicas", lambda *_: None):
         red(check_gpt(INSTANCES), "not reduced over optimizer instances")
 
 
