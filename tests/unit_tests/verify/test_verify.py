@@ -205,13 +205,13 @@ class remembered_gradients:
     """Buckets keep what this rank put into the reduction."""
 
     def __enter__(self) -> None:
-        reduce = Bucket.reduce
+        reduce = Bucket._reduce
 
         def remembered(self: Bucket, grad: Tensor, collectives: Any) -> Any:
             self.own = grad.clone()  # type: ignore[attr-defined]
             return reduce(self, grad, collectives)
 
-        slots = mock.patch.object(Bucket, "reduce", remembered)
+        slots = mock.patch.object(Bucket, "_reduce", remembered)
         self.patch = slots
         slots.start()
 
