@@ -136,7 +136,7 @@ class DistributedDataParallel(nn.Module):
 
     def unequal_weights(self) -> Finding | None:
         """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
-        return unequal_within_stage(self.plan, self.groups, [*self.grad_buffers, *self.expert_parallel_buffers])
+        return unequal_within_stage(self.plan, self.groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

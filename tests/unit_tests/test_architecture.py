@@ -78,7 +78,6 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_backward_hooks",
         "_buffers",
         "_execution_engine",
-        "_flatten_dense_tensors",
         "_foreach_add_",
         "_foreach_copy_",
         "_foreach_lerp",
@@ -105,7 +104,6 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_scaled_mm",
         "_set_pg_timeout",
         "_timeout",
-        "_utils",
         "_version",
         "_will_engine_execute_node",
     }

@@ -57,8 +57,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     @property
     def _together(self) -> list[dist.ProcessGroup]:
         """The ranks that hold parts of one gradient, for a few numbers."""
-        groups = self.model.groups
-        return [groups.dp_cp_gloo or groups.require("dp_cp")] if groups.size("dp_cp") > 1 else []
+        return [self.model.groups.control("dp_cp")]
 
     @property
     def scaler(self) -> LossScaler | None:

@@ -1,8 +1,8 @@
-"""What all ranks of a data group tell each other once a step, in one small maximum, so that they decide alike.
+"""One small maximum a step, in which the ranks of a data group learn what happened on any of them, and decide alike.
 
-Are they at the same step of the same model? Did gradients come after a bucket's launch? Does a rank report a problem?
-Has a rank left a parameter without a gradient? Where each backward is reduced, ranks also agree before each one. A rank
-that ends its step then meets one that begins another backward.
+It tells whether ranks are at the same step of the same model, which buckets got gradients after their launch, whether a
+rank reports a problem, and whether some ranks left a parameter unused or froze it. Where each backward is reduced,
+ranks also agree before each one. A rank that ends its step then meets one that begins another backward; both raise.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ControlGroup:
 
 
 class Moment(IntEnum):
-    """What a rank is about to do when it asks the others."""
+    """What a rank does after it has asked the others."""
 
-    BACKWARD = 0  # its next backward has produced the first gradient
-    END = 1  # it launches what is left; it has no further backward in this step
-    FINISH = 2  # it waits for the reductions
+    BACKWARD = 0  # goes on with a backward, which has produced its first gradient
+    END = 1  # launches the buckets that are left, after the last backward of the step
+    FINISH = 2  # waits for the reductions
 
 
 class StepAnswer(NamedTuple):
@@ -168,7 +168,7 @@ def members_of(buckets: Sequence[Bucket]) -> list[Member]:
 
 
 def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
-    """Count a parameter as used on every rank of a group where one of them has used it. Collective."""
+    """Count a parameter as used on all ranks of a group if any of them has used it. Collective."""
     _, used = agree.bounds([bucket.used[i] for bucket, i in members], group, "the parameters that are used")
     for (bucket, i), flag in zip(members, used, strict=True):
         bucket.used[i] = flag

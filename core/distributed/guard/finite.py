@@ -1,4 +1,4 @@
-"""Guards: the last look at gradients before the optimizer. Each makes all ranks take the same decision."""
+"""The last look at gradients before the optimizer. Each check raises on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.firs
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A NaN or an infinity stood in a gradient on some rank; raised on all ranks."""
+    """A gradient of some rank holds a NaN or an infinity; raised on all ranks."""
 
 
 class ReplicaDriftError(RuntimeError):
@@ -30,14 +30,14 @@ class ReplicaDriftError(RuntimeError):
 class NonFiniteWatch:
     """Remembers for each parameter in which microbatch its gradient stopped being finite.
 
-    `look` runs in the hook of every parameter: five small operations on the device, and no synchronisation with it.
+    The hook of every parameter calls `look`: five small operations on the device, and no synchronisation with it.
     """
 
-    def __init__(self, order: Sequence[Bucket]) -> None:
-        self.order = list(order)
-        self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(order))}
-        self.names = [bucket.contracts[i].name for bucket, i in _all_params(order)]
-        device = self.order[0].device if self.order else torch.device("cpu")
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(buckets))}
+        self.names = [bucket.contracts[i].name for bucket, i in _all_params(buckets)]
+        device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.first_bad = torch.full((len(self.names),), UNSEEN, dtype=torch.int64, device=device)
         self.arrivals = [0] * len(self.names)
         self.backwards = 0
@@ -46,10 +46,10 @@ class NonFiniteWatch:
         """Check the accumulated gradient of `bucket.params[index]`."""
         n = self.index[id(bucket), index]
         grad = bucket.params[index].grad
-        if isinstance(grad, GradPlaceholder):  # the bucket has left: this one came late
+        if isinstance(grad, GradPlaceholder):  # the bucket has left: this gradient came late
             grad = grad.added
         self.arrivals[n] += 1
-        self.backwards = max(self.backwards, self.arrivals[n])  # a parameter may have been left out of earlier ones
+        self.backwards = max(self.backwards, self.arrivals[n])  # not every backward uses every parameter
         microbatch = self.backwards - 1
         if grad is None or grad.numel() == 0:
             return
@@ -88,47 +88,42 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
 
 def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
-    """(0 where backward made it, 1 where it came later; rank; what), so that the minimum over ranks is the cause."""
+    """What is not finite here, if anything. What backward made (0) comes before what came later (1)."""
     rank = dist.get_rank()
     for watch in watches:
         bad = watch.first()
         if bad is not None:
             return 0, rank, f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
-    buckets = [bucket for watch in watches for bucket in watch.order]
+    buckets = [bucket for watch in watches for bucket in watch.buckets]
     if not buckets or bool(torch.isfinite(torch.stack([_largest(bucket) for bucket in buckets])).all()):
         return None
     for watch in watches:
-        for bucket, i in _all_params(watch.order):
+        for bucket, i in _all_params(watch.buckets):
             part = bucket.valid_part(i)
             if part.numel() and not bool(torch.isfinite(part).all()):
-                return (
-                    1,
-                    rank,
-                    (
-                        f"the gradient of {bucket.contracts[i].name!r} became non-finite after backward, "
-                        f"in its reduction in {part.dtype} or before it"
-                    ),
-                )
+                name = bucket.contracts[i].name
+                where = f"in its reduction in {part.dtype} or before it"
+                return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
     return None
 
 
 def _largest(bucket: Bucket) -> torch.Tensor:
-    """Largest magnitude among the valid gradients of a bucket, 0-dim fp32: not finite if one of them is not."""
+    """The largest magnitude of a bucket's valid gradients, 0-dim fp32. Not finite if one gradient is not."""
     if bucket.valid_grad.numel() == 0:
         return torch.zeros((), device=bucket.device)
     return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(torch.float32)
 
 
 class LargeGradientWatch:
-    """Warns when a bucket's reduced gradient is LARGE_FACTOR times larger than in any step before."""
+    """Warns if a bucket's reduced gradient is LARGE_FACTOR times larger than in any step before."""
 
-    def __init__(self, order: Sequence[Bucket]) -> None:
-        self.order = list(order)
-        self.largest: list[float] = [0.0] * len(self.order)
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.largest: list[float] = [0.0] * len(self.buckets)
 
     def look(self) -> None:
-        """Compare this step's norms with the largest ones so far. Reads one number a bucket from the device."""
-        for n, bucket in enumerate(self.order):
+        """Compare this step's norms with the largest ones so far. Waits for the device once a bucket."""
+        for n, bucket in enumerate(self.buckets):
             precise = torch.promote_types(bucket.dtype, torch.float32)
             norm = float(torch.linalg.vector_norm(bucket.valid_grad, dtype=precise)) * float(bucket.pending_scale)
             if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
@@ -140,15 +135,15 @@ class LargeGradientWatch:
             self.largest[n] = max(self.largest[n], norm)
 
 
-def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
+def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
     """Raise ReplicaDriftError on all ranks if the copies of a parameter in some group got different gradients.
 
-    order: the buckets of all chunks of this rank, as copies may lie in other chunks on other ranks. Compared are, for
-    each parameter and each group that replicates it, a norm and a random projection of the valid slice, in fp64.
-    Data-parallel replicas are compared where gradients are not sharded. Collective: every rank of the job.
+    buckets: those of all chunks of this rank, because copies may lie in other chunks on other ranks. Ranks compare a
+    norm and a random projection of each parameter's valid part, in fp64, over each group that replicates it. Data
+    ranks do so where gradients are not sharded. Collective: every rank of the job.
     """
     by_group: dict[str, list[tuple[Bucket, int]]] = {}
-    for bucket, i in _all_params(order):
+    for bucket, i in _all_params(buckets):
         contract = bucket.contracts[i]
         for name in contract.replicated_over:
             by_group.setdefault(name, []).append((bucket, i))
@@ -158,7 +153,7 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
     for name in sorted(by_group):
         if groups.size(name) > 1:
             found = _compare_over(name, by_group[name], groups.control(name))
-            # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
+            # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
             drift = drift or (None if found is None else (0, dist.get_rank(), found))
     drift = agree.first(drift, world_groups(groups), "the guard of equal copies")
     if drift is not None:
@@ -166,7 +161,7 @@ def check_replicas(order: Sequence[Bucket], groups: ProcessGroups) -> None:
 
 
 def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
-    """The first difference in words."""
+    """The first difference between the ranks of a group, in words."""
     sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 3]
     told = agree.gather(sketches.cpu(), group, f"the gradients of copies over group {name}")
     ranks, everyone = list(told), list(told.values())
@@ -188,8 +183,9 @@ def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.Proce
 
 
 def _sketch(part: torch.Tensor) -> torch.Tensor:
-    """[norm, projection on a fixed random direction of unit length, the same projection of a mark for every NaN, Inf
-    and -Inf] in fp64. The first two leave out what is not finite: all copies may have it alike, and NaN equals nothing.
+    """[norm, projection on a fixed random direction, the same projection of marks], in fp64.
+
+    The first two leave out what is not finite, because NaN equals nothing. The marks stand for NaN, Inf and -Inf.
     """
     values = part.detach().to(torch.float64)
     generator = torch.Generator().manual_seed(values.numel())
@@ -200,5 +196,5 @@ def _sketch(part: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(finite), finite @ direction, marks @ direction])
 
 
-def _all_params(order: Sequence[Bucket]) -> list[tuple[Bucket, int]]:
-    return [(bucket, i) for bucket in order for i in range(len(bucket.params))]
+def _all_params(buckets: Sequence[Bucket]) -> list[tuple[Bucket, int]]:
+    return [(bucket, i) for bucket in buckets for i in range(len(bucket.params))]

@@ -1,4 +1,4 @@
-"""Misuse that is only noticed when somebody looks: a model changed after its wrap, a step on unreduced gradients."""
+"""Misuse that raises no error by itself: a model changed after its wrap, a step on gradients that are not reduced."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ModelWatch:
     It looks once a step, in one pass over modules and parameters that reads identities and addresses only.
     """
 
-    def __init__(self, module: nn.Module, plan: ModelPlan, order: Sequence[Bucket]) -> None:
+    def __init__(self, module: nn.Module, plan: ModelPlan, buckets: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
         self._watch_tables(module.modules())
-        self.order = order
-        self.params = [param for bucket in order for param in bucket.params]
-        self.views = [view for bucket in order for view in bucket.storage]
-        self.housed = [param for bucket in order if bucket.sharded for param in bucket.params]
+        self.buckets = buckets
+        self.params = [param for bucket in buckets for param in bucket.params]
+        self.views = [view for bucket in buckets for view in bucket.storage]
+        self.housed = [param for bucket in buckets if bucket.sharded for param in bucket.params]
         self.places = self._places()
 
     def problems(self) -> list[str]:
-        """In words, the first one of each kind; empty when all is well."""
+        """The first problem of each kind, in words; empty if there is none."""
         return [*self._thawed(), *self._moved(), *self._exchanged()]
 
     def _thawed(self) -> list[str]:
@@ -54,7 +54,7 @@ class ModelWatch:
         if now == self.places:
             return []
         (dtypes, grads, params), (dtypes_now, grads_now, params_now) = self.places, now
-        names = [contract.name for bucket in self.order for contract in bucket.contracts]
+        names = [contract.name for bucket in self.buckets for contract in bucket.contracts]
         for name, before, after in zip(names, dtypes, dtypes_now, strict=True):
             if before is not after:
                 return [f"parameter {name!r} is {after} now and was {before} when the model was wrapped. {REMEDY}"]
@@ -64,7 +64,7 @@ class ModelWatch:
         return [f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
 
     def _places(self) -> tuple[list[torch.dtype], list[int], list[int]]:
-        """Dtypes of all parameters, addresses of their gradients, and of the parameters that have a home of ours."""
+        """Dtypes of all parameters, addresses of their gradients, addresses of the parameters that lie in buffers."""
         address = torch.Tensor.data_ptr
         dtypes = list(map(attrgetter("dtype"), self.params))
         return dtypes, list(map(address, self.views)), list(map(address, self.housed))
@@ -87,7 +87,7 @@ class ModelWatch:
 
     def _watch_tables(self, modules: Iterable[nn.Module]) -> None:
         tables = chain.from_iterable((module._parameters, module._modules) for module in modules)
-        self.tables = [table.values() for table in tables]  # these show later changes
+        self.tables = [table.values() for table in tables]  # views, which show later changes
         self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
         self.signature = self._signature()
 

@@ -1,6 +1,6 @@
-"""Copies of weights: are they equal on all ranks that hold them? Asked at the start, and at an interval where wished.
+"""Copies of a weight must be equal on all ranks that hold one. Ranks compare them at the start, and at an interval.
 
-Small parameters are compared, and sent, many at a time. Buffers of modules (running statistics) are no copies.
+Small parameters are compared and sent many at a time. Buffers of modules (running statistics) are not compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import nn
 
 from core import agree
 from core.agree import LayoutMismatch
-from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.collectives import Collectives
@@ -37,7 +36,7 @@ PACK_NUMEL = 2**20  # elements of small ones that are copied together
 def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut parameters into lists of one dtype: a large one alone, small ones up to PACK_NUMEL elements together.
 
-    Goes by sizes and dtypes only, so ranks with the same model get the same lists.
+    The lists follow from sizes and dtypes alone, so ranks with the same model make the same ones.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
@@ -60,21 +59,16 @@ def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def first_unequal(
-    named: Iterable[tuple[str, Sequence[torch.Tensor]]],
-    group: dist.ProcessGroup,
-    group_name: str,
-    memory: Iterable[torch.Tensor] | None = None,
+    named: Iterable[tuple[str, Sequence[torch.Tensor]]], group: dist.ProcessGroup, group_name: str
 ) -> str | None:
     """The first parameter whose copies are not equal on all ranks of a group, in words. Collective over `group`.
 
-    named: (name, the copies that this rank holds), in one order on all ranks; names may differ between stages. memory:
-    the tensors in which the first copies lie, where those are fewer. A hash travels; the checksums of each parameter
-    only when hashes differ.
+    named: (name, the copies that this rank holds), in one order on all ranks; names may differ between stages. A hash
+    travels; the checksums of single parameters only where hashes differ.
     """
     named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
-    firsts = [copies[0] for _, copies in named] if memory is None else memory
-    with torch.inference_mode():  # a view of each that autograd keeps no account of
-        sums = [checksum(_flat(pack)) for pack in packs_of(firsts)]
+    with torch.inference_mode():  # autograd keeps no account of the views
+        sums = [checksum(_flat(pack)) for pack in packs_of(copies[0] for _, copies in named)]
     several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
     if agree.equal((sums, several), group, what):
         return None
@@ -97,7 +91,7 @@ def first_unequal(
 
 
 def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
-    """The checksum of equal copies; where a rank's own copies differ, something that no other rank has."""
+    """The checksum of equal copies. Where a rank's own copies differ, the result differs from that of every rank."""
     sums = {checksum(copy) for copy in copies}
     return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
 
@@ -125,23 +119,19 @@ def _count(like: torch.Tensor) -> torch.Tensor:
 
 
 def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """(group, parameters of which each of its ranks holds a copy), the same groups in one order on all ranks."""
+    """(group, parameters of which each of its ranks holds a copy), in one order of groups on all ranks."""
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
     for name in dict.fromkeys((*DATA_KINDS, *COPY_AXES, *others)):
         if groups.size(name) > 1:
             yield name, plan.of_group(name) if name in DATA_KINDS else plan.copies_over(name)
 
 
-def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups, buffers: Sequence[GradBuffer]) -> Finding | None:
+def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups) -> Finding | None:
     """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups."""
     finding: Finding | None = None
     for name, held in _within_stage(plan, groups):
-        memory = [b.param_data for b in buffers if b.layout.key.data_group == name and b.param_data is not None]
-        if memory:  # all that trains lies there
-            memory += [param for key, param in held.items() if key in plan.frozen]
-        named = ((key, [param]) for key, param in held.items())
-        found = first_unequal(named, groups.control(name), name, memory or None)
-        # Told at the end: ranks of another group may not know of it, and wait in the next comparison.
+        found = first_unequal(((key, [param]) for key, param in held.items()), groups.control(name), name)
+        # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
             finding = DATA if name in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
     return finding
@@ -167,7 +157,10 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
 
 
 def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
-    """Raise what any rank has found, on all of them. Collective; at the wrap over one stage, later over the job."""
+    """Raise the finding of any rank on all of them.
+
+    Collective: at the wrap over one stage, later over the job. trained: True if the weights have been trained.
+    """
     names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
     stage = [groups.control(name) for name in names if groups.size(name) > 1]
     finding = agree.first(finding, stage if at_wrap else world_groups(groups), "the guard of equal weights")
@@ -205,5 +198,4 @@ def _broadcast(params: Iterable[nn.Parameter], group: dist.ProcessGroup, collect
 def _flat(pack: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(pack) == 1:
         return pack[0].reshape(-1)
-    flat: torch.Tensor = torch._utils._flatten_dense_tensors(pack)  # a reshape of each in Python takes twice as long
-    return flat
+    return torch.cat([tensor.reshape(-1) for tensor in pack])

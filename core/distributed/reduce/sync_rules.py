@@ -185,8 +185,8 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
     """Treat copies of a parameter alike: one that any rank has used counts as used on all.
 
     Raises SyncError on every rank of the model if a copy is frozen on some ranks only, or if it was used on some only
-    and no rule adds the gradients. Collective, once a step, over
-    each group of copies; the tensor-parallel group and then that of all stages carry an error to the others.
+    and no rule adds the gradients. Collective, once a step, over each group of copies. The tensor-parallel group, and
+    then the group of all stages, carry an error to the other ranks.
     """
     groups = chunks[0].groups
     last = (*COPY_AXES, "pp")
@@ -226,8 +226,9 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
 
 
 def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
-    """The parameters with copies in an order that all ranks of the group share, each with its copies on this rank:
-    several where virtual pipeline chunks hold one parameter under one name.
+    """The parameters with copies, in one order on all ranks of the group, each with its copies on this rank.
+
+    Several virtual pipeline chunks may hold one parameter under one name.
     """
     alike: dict[tuple[int, str], list[Member]] = {}
     for number, chunk in enumerate(chunks):
@@ -238,10 +239,10 @@ def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
 
 
 def check_stages(chunks: Sequence[GradSync]) -> None:
-    """Do all stages bring the same copies to each stage-crossing rule? Asked once, before the rules first run.
+    """Raise LayoutMismatch on every stage if stages bring different copies to a stage-crossing rule.
 
-    Raises LayoutMismatch on every stage, naming the first difference. Collective over every such group; the one of all
-    stages comes last and carries what an earlier one found to the stages between.
+    Called once, before the rules first run. Collective over every group that crosses stages. The group of all stages
+    comes last, and tells the stages between what an earlier group found.
     """
     groups = chunks[0].groups
     names = [name for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp") if groups.size(name) > 1]

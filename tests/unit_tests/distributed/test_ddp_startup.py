@@ -97,7 +97,7 @@ def test_torch_calls_of_a_wrap_are_a_few_a_parameter(rank: int, world: int, stra
         calls[count] = counter.calls
     assert calls[300] - calls[200] == calls[200] - calls[100]  # linear
     # A slice and a view of the gradient; where the parameter moves the same of it, and a copy; a reshape for its sum.
-    assert 0 < (calls[200] - calls[100]) / 100 <= 6
+    assert 0 < (calls[200] - calls[100]) / 100 <= 7
 
 
 def python_calls(action: Callable[[], Any]) -> int:
