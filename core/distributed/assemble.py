@@ -18,12 +18,7 @@ from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.guard.same_model import check_same_model
-from core.distributed.layout.model_plan import (
-    ModelPlan,
-    option_table,
-    plan_model,
-    shard_and_replica,
-)
+from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.param_gatherer import ParamGatherer
@@ -36,10 +31,12 @@ from core.process_groups import ProcessGroups
 from core.rank_grid import DATA_KINDS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Engine:
     """What `assemble` has made for one model chunk."""
 
+    module: nn.Module
+    ids: frozenset[int]  # of the module and of the parameters that are reduced
     plan: ModelPlan
     collectives: Collectives
     buffers: list[GradBuffer]
@@ -90,6 +87,8 @@ def assemble(
         channels=plain.channels,
     )
     return Engine(
+        module,
+        frozenset({id(module), *map(id, plan.params.values())}),
         plan,
         plain,
         buffers,

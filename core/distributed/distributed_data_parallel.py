@@ -1,18 +1,15 @@
-"""DistributedDataParallel: the wrapper that users see. Hooks, and Megatron's names for what the engine does."""
+"""DistributedDataParallel: the wrapper that users see. Megatron's names for what the engine does."""
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from core import parallel_state
 from core.agree import SyncError
@@ -25,11 +22,11 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
+from core.distributed.hooks import hook, owned_params
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.measure.step_clock import resolve
-from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
-from core.distributed.reduce.grad_reducer import GradReducer, StepReport
+from core.distributed.reduce.grad_reducer import StepReport
 from core.process_groups import ProcessGroups
 
 
@@ -93,46 +90,23 @@ class DistributedDataParallel(nn.Module):
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _wrap(self, one_bucket: bool) -> None:
-        owned = frozenset().union(*(wrapper.held for wrapper in _WRAPPERS))
-        engine = assemble(self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned)
-        self.plan = engine.plan
+        engine = assemble(
+            self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned_params()
+        )
+        self.engine, self.plan, self.all_buffers = engine, engine.plan, engine.buffers
         self.contracts: dict[str, GradientContract] = engine.plan.contracts
         self.collectives = engine.collectives
         self.grad_buffers = [buffer for buffer in engine.buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
         self.nan_watch, self.large_watch = engine.nan_watch, engine.large_watch
-        self.reducer = engine.reducer
-        self.grad_sync = engine.grad_sync
-        self.param_sync = engine.param_sync
+        self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.param_sync
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer)
         if self.ddp_config.initial_weights == "broadcast":
             self.broadcast_params()
         elif self.ddp_config.initial_weights == "check":
             refuse_unequal(self.unequal_weights(), self.groups, at_wrap=True, trained=False)
-        hooks = [*self._hook_module(), *self._hook_params(engine.buckets)]
-        # Without its hooks the module is a plain one, which can be wrapped again.
-        weakref.finalize(self, _remove, hooks).atexit = False
-        self.held: frozenset[int] = frozenset({id(self.module), *map(id, self.plan.params.values())})
-        _WRAPPERS.add(self)
-
-    def _hook_module(self) -> list[RemovableHandle]:
-        """On the wrapped module, so that calling it without the wrapper is the same."""
-        return [
-            self.module.register_forward_pre_hook(_begin_forward, prepend=True),
-            self.module.register_state_dict_pre_hook(_finish_gathers),
-            self.module.register_load_state_dict_pre_hook(_finish_gathers),
-        ]
-
-    def _hook_params(self, buckets: Sequence[Bucket]) -> list[RemovableHandle]:
-        hooks = []
-        for bucket in buckets:
-            for index, param in enumerate(bucket.params):
-                if "grad_added_to_main_grad" in param.__dict__:
-                    ignore_dummies(param, bucket.contracts[index].name)
-                hook = partial(arrived, self.reducer, bucket, index)
-                hooks.append(param.register_post_accumulate_grad_hook(hook))
-        return hooks
+        hook(engine)
 
     def unequal_weights(self) -> Finding | None:
         """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
@@ -177,7 +151,7 @@ class DistributedDataParallel(nn.Module):
         step may be dropped after a backward on every rank, or on none.
         """
         self.reducer.discard()
-        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
+        for buffer in self.all_buffers:
             buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -186,12 +160,12 @@ class DistributedDataParallel(nn.Module):
 
     def check_memory(self) -> None:
         """Raise SyncError if somebody has freed the memory of gradients or parameters."""
-        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
+        for buffer in self.all_buffers:
             buffer.check_memory()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""
-        for buffer in (*self.grad_buffers, *self.expert_parallel_buffers):
+        for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -254,15 +228,14 @@ class DistributedDataParallel(nn.Module):
 
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
-        buffers = [*self.grad_buffers, *self.expert_parallel_buffers]
-        return describe_model(self.plan, buffers, self.groups, self.ddp_config.reduce_microbatches)
+        return describe_model(self.plan, self.all_buffers, self.groups, self.ddp_config.reduce_microbatches)
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.
 
         name: as in `module.named_parameters()`. Raises ValueError for any other. Looks at this rank alone.
         """
-        return where(name, [*self.grad_buffers, *self.expert_parallel_buffers], self.plan.frozen)
+        return where(name, self.all_buffers, self.plan.frozen)
 
     def step_report(self) -> StepReport:
         """What the reductions of the last finished step cost on this rank."""
@@ -288,7 +261,7 @@ class DistributedDataParallel(nn.Module):
         every rank calls it after the same microbatch.
         """
         self.reducer.complete_microbatch()
-        found = {name: bucket.reduced_so_far() for name, bucket in self._streamed()}
+        found = {name: bucket.reduced_so_far() for name, bucket in self._sharded_buckets().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def restore_reduced(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -296,7 +269,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises ValueError, before anything is changed, when the buckets are others.
         """
-        buckets = dict(self._streamed())
+        buckets = self._sharded_buckets()
         for name, shard in saved.items():
             if name not in buckets or shard.shape != buckets[name].owned_grad.shape:
                 here = "does not exist" if name not in buckets else f"has {buckets[name].owned_grad.numel()} elements"
@@ -307,11 +280,13 @@ class DistributedDataParallel(nn.Module):
         for name, shard in saved.items():
             buckets[name].restore(shard)
 
-    def _streamed(self) -> Iterator[tuple[str, Bucket]]:
-        for number, buffer in enumerate((*self.grad_buffers, *self.expert_parallel_buffers)):
-            for bucket in buffer.buckets:
-                if bucket.pool is not None:
-                    yield f"buffer {number} {bucket.layout.describe()}", bucket
+    def _sharded_buckets(self) -> dict[str, Bucket]:
+        return {
+            f"buffer {number} {bucket.layout.describe()}": bucket
+            for number, buffer in enumerate(self.all_buffers)
+            for bucket in buffer.buckets
+            if bucket.pool is not None
+        }
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -336,8 +311,17 @@ class DistributedDataParallel(nn.Module):
 # What the engine made, and a copy does not have.
 _ENGINE = frozenset(
     (
-        *("groups", "plan", "contracts", "collectives", "grad_buffers", "expert_parallel_buffers", "reducer"),
-        *("grad_sync", "param_sync", "nan_watch", "large_watch", "stages_checked", "step_guard", "held"),
+        *(
+            "groups",
+            "engine",
+            "plan",
+            "contracts",
+            "collectives",
+            "all_buffers",
+            "grad_buffers",
+            "expert_parallel_buffers",
+        ),
+        *("reducer", "grad_sync", "param_sync", "nan_watch", "large_watch", "stages_checked", "step_guard"),
     )
 )
 
@@ -348,49 +332,3 @@ def _copy_error(missing: str) -> SyncError:
         "buffers and are not reduced. Evaluate with it, or wrap its module to train it: "
         "DistributedDataParallel(copy.config, copy.ddp_config, copy.module)"
     )
-
-
-_WRAPPERS: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that live in this process
-
-
-def wrapper_of(part: nn.Module | torch.Tensor) -> DistributedDataParallel | None:
-    """The living wrapper around this module, or the one that reduces this parameter's gradient."""
-    return next((wrapper for wrapper in _WRAPPERS if id(part) in wrapper.held), None)
-
-
-# Hooks. Those of modules are functions without state, so that a copied or pickled module takes nothing along.
-
-
-def arrived(reducer: GradReducer, bucket: Bucket, index: int, param: torch.Tensor) -> None:
-    """Autograd has added to the gradient of `bucket.params[index]`."""
-    if param.__dict__.get("grad_added_to_main_grad"):
-        check_declared(param, bucket.contracts[index].name)
-    reducer.arrive(bucket, index)
-
-
-def _begin_forward(module: nn.Module, _inputs: Any) -> None:
-    """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
-    wrapper = wrapper_of(module)
-    if wrapper is None:
-        return
-    outside = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # its forward is running
-    if outside is not None and any(part is module for part in outside.modules()):
-        raise SyncError(
-            f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
-            "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
-        )
-    wrapper.check_memory()
-    if torch.is_grad_enabled():
-        wrapper.reducer.note_forward()
-
-
-def _finish_gathers(module: nn.Module, *_: Any) -> None:
-    """Complete the gathers that an interrupted step has left in flight, before the module is saved or loaded."""
-    wrapper = wrapper_of(module)
-    if wrapper is not None:
-        wrapper.param_sync.finish()
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

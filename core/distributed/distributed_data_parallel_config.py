@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 
 from core.distributed.contract.gradient_contract import GradSyncRule
-from core.distributed.wire.formats import WIRE_DTYPES
 from core.number_ranges import COUNT, check_ranges, whole
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")
+COMMUNICATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 RANGES = {
     **{"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT},
     "check_weights_interval": whole(0),
@@ -104,9 +104,10 @@ class DistributedDataParallelConfig:
                 f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
                 f"{', '.join(STRATEGIES)}"
             )
-        if self.grad_communication_dtype not in (None, *WIRE_DTYPES):
+        if self.grad_communication_dtype not in (None, *COMMUNICATION_DTYPES):
             raise ValueError(
-                f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of {WIRE_DTYPES}"
+                f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of "
+                f"{COMMUNICATION_DTYPES}"
             )
         if self.reduce_microbatches not in ("every", "last"):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
@@ -150,15 +151,15 @@ class DistributedDataParallelConfig:
 
     @property
     def sharded(self) -> bool:
-        """Is the optimizer's state sharded over data parallelism?"""
+        """True if the optimizer's state is sharded over data parallelism."""
         return self.strategy != "no_shard"
 
     @property
     def shards_gradients(self) -> bool:
-        """Does a rank keep only its shard of a reduced gradient?"""
+        """True if a rank keeps only its shard of a reduced gradient."""
         return self.data_parallel_sharding_strategy == "optim_grads"
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        """Does each backward reduce, also inside no_sync?"""
+        """True if each backward reduces, also inside no_sync."""
         return self.shards_gradients and self.reduce_microbatches == "every"

@@ -19,7 +19,7 @@ from core import parallel_state
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import ContractError, data_group_of
-from core.distributed.distributed_data_parallel import wrapper_of
+from core.distributed.hooks import engine_of
 from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
@@ -167,7 +167,7 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
         """Every parameter that carries a group."""
         shared = [(name, param) for name, param in self._model.named_parameters() if _stages_of(param) is not None]
         for name, param in shared:
-            wrapper = wrapper_of(param)
+            wrapper = engine_of(param)
             for bucket in [] if wrapper is None else wrapper.reducer.buckets:
                 self._check(name, param, bucket)
         return [LooseGradient(name, param, _stages_of(param)) for name, param in shared]
@@ -189,7 +189,7 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
     def not_ready(self) -> Exception | None:
         """Also: gradients that a wrapper has not finalized yet."""
         for param in self._model.parameters():
-            wrapper = wrapper_of(param)
+            wrapper = engine_of(param)
             if wrapper is not None and wrapper.reducer.open and _stages_of(param) is not None:
                 return SyncError(
                     f"rank {dist.get_rank()}: PipelineSharedModuleGradientHandler came before finalize_model_grads; "
@@ -223,7 +223,7 @@ def averaged_by_wrappers(model: nn.Module) -> dict[int, tuple[str, dist.ProcessG
             for name, param in module.module.named_parameters():
                 if name not in ignored:
                     found[id(param)] = ("torch's DistributedDataParallel", module.process_group)
-    for wrapper in {wrapper for param in model.parameters() if (wrapper := wrapper_of(param)) is not None}:
-        for bucket in wrapper.reducer.buckets:
+    for engine in {engine for param in model.parameters() if (engine := engine_of(param)) is not None}:
+        for bucket in engine.reducer.buckets:
             found.update({id(param): ("DistributedDataParallel", bucket.groups.data) for param in bucket.params})
     return found

@@ -14,7 +14,6 @@ from core import fp8_communication
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
 
 FP8 = torch.float8_e4m3fn
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
 def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:

@@ -130,7 +130,7 @@ def test_python_calls_of_a_wrap_and_of_an_optimizer_are_a_few_a_parameter(rank: 
         wraps.append(python_calls(partial(make, Many(count))))
         config = OptimizerConfig(optimizer="adam", lr=1e-3)
         optimizers.append(python_calls(partial(get_megatron_optimizer, config, made)))
-    for calls, most in ((wraps[1:], 32), (optimizers[1:], 30)):
+    for calls, most in ((wraps[1:], 32), (optimizers[1:], 70)):
         each = (calls[2] - calls[0]) / 200
         assert 0 < each <= most
         assert calls[2] - calls[1] == pytest.approx(calls[1] - calls[0], rel=0.05)  # linear

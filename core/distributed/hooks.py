@@ -1,0 +1,88 @@
+"""How autograd and a forward reach the engine: hooks on parameters and on the wrapped module.
+
+Hooks of modules are functions without state, which find the engine by the module's identity. So a copied or pickled
+module takes nothing of the engine along, and is a plain one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from core.agree import SyncError
+from core.distributed.assemble import Engine
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
+from core.distributed.reduce.grad_reducer import GradReducer
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
+
+
+def engine_of(part: nn.Module | torch.Tensor) -> Engine | None:
+    """The living engine of this wrapped module, or the one that reduces this parameter's gradient."""
+    return next((engine for engine in _ENGINES if id(part) in engine.ids), None)
+
+
+def owned_params() -> frozenset[int]:
+    """Ids of the parameters that some engine reduces, and of the wrapped modules."""
+    return frozenset().union(*(engine.ids for engine in _ENGINES))
+
+
+def hook(engine: Engine) -> None:
+    """Set the hooks of an engine. They are removed when the engine goes, which leaves a plain module."""
+    module = engine.module  # calling it without the wrapper is the same
+    hooks = [
+        module.register_forward_pre_hook(_begin_forward, prepend=True),
+        module.register_state_dict_pre_hook(_finish_gathers),
+        module.register_load_state_dict_pre_hook(_finish_gathers),
+    ]
+    for bucket in engine.buckets:
+        for index, param in enumerate(bucket.params):
+            if "grad_added_to_main_grad" in param.__dict__:
+                ignore_dummies(param, bucket.contracts[index].name)
+            call = partial(arrived, engine.reducer, bucket, index)
+            hooks.append(param.register_post_accumulate_grad_hook(call))
+    weakref.finalize(engine, _remove, hooks).atexit = False
+    _ENGINES.add(engine)
+
+
+def arrived(reducer: GradReducer, bucket: Bucket, index: int, param: torch.Tensor) -> None:
+    """Autograd has added to the gradient of `bucket.params[index]`."""
+    if param.__dict__.get("grad_added_to_main_grad"):
+        check_declared(param, bucket.contracts[index].name)
+    reducer.arrive(bucket, index)
+
+
+def _begin_forward(module: nn.Module, _inputs: Any) -> None:
+    """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
+    engine = engine_of(module)
+    if engine is None:
+        return
+    outside = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # its forward is running
+    if outside is not None and any(part is module for part in outside.modules()):
+        raise SyncError(
+            f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
+            "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
+        )
+    for buffer in engine.buffers:
+        buffer.check_memory()
+    if torch.is_grad_enabled():
+        engine.reducer.note_forward()
+
+
+def _finish_gathers(module: nn.Module, *_: Any) -> None:
+    """Complete the gathers that an interrupted step has left in flight, before the module is saved or loaded."""
+    engine = engine_of(module)
+    if engine is not None:
+        engine.param_sync.finish()
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for each in hooks:
+        each.remove()
