@@ -194,8 +194,8 @@ class MegatronOptimizer:
     def _factors(self, stats: GradStats) -> list[Factors]:
         """For each bucket and norm group the one number that its memory is multiplied by."""
         clip = {
-            name: min((clip_coefficient(limit, stats.norm_of(name)) for limit in self._limits), default=1.0)
-            for name in (None, *stats.separate_norms)
+            name: min((clip_coefficient(limit, norm) for limit in self._limits), default=1.0)
+            for name, norm in stats.norms.items()
         }
         return [{name: factor * coefficient for name, coefficient in clip.items()} for factor in stats.factors]
 
@@ -299,8 +299,7 @@ class MegatronOptimizer:
     @torch.no_grad()
     def get_grad_norms(self) -> dict[str | None, float]:
         """The norm of each norm group, None for the gradients that are in none. Collective: every rank of the job."""
-        stats = self._stats_or_measure()
-        return {name: stats.norm_of(name) for name in (None, *stats.separate_norms)}
+        return dict(self._stats_or_measure().norms)
 
     @torch.no_grad()
     def count_zeros(self) -> int:

@@ -11,8 +11,8 @@ a few numbers here, and the gradients themselves when the optimizer reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,20 +33,20 @@ from core.waiting import waiting
 class GradStats:
     """What all ranks know of the gradients of a step. They hold the true gradient's numbers, before clipping."""
 
-    norm: float  # of all gradients that are in no separate norm group
+    norms: Mapping[str | None, float]  # of each norm group, and under None of the gradients that are in no group
     num_zeros: int | None
     culprit: str | None = None  # where the first non-finite gradient is; None when all are finite
-    separate_norms: dict[str, float] = field(default_factory=dict)  # of each norm group
     factors: tuple[float, ...] = ()  # what the memory of each bucket is multiplied by to be the true gradient
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients that have none of their own."""
+        return self.norms[None]
 
     @property
     def finite(self) -> bool:
         """True if a step may be made of these gradients."""
-        return self.culprit is None and all(map(math.isfinite, (self.norm, *self.separate_norms.values())))
-
-    def norm_of(self, group: str | None) -> float:
-        """The norm that gradients of a norm group are clipped by."""
-        return self.norm if group is None else self.separate_norms[group]
+        return self.culprit is None and all(map(math.isfinite, self.norms.values()))
 
 
 def counts_here(bucket: Bucket) -> bool:
@@ -92,29 +92,29 @@ class GradMeter:
         # A stage may hold none of a kind, so ranks put the names of their norm groups together.
         mine = {shard.norm_group for bucket_masters in masters for shard in bucket_masters.shards} - {None}
         told = agree.gather(mine, groups, "the norm groups")
-        self.norm_groups = [None, *sorted(str(name) for name in set().union(*told.values()))]
+        self.norm_groups: list[str | None] = [None, *sorted(str(name) for name in set().union(*told.values()))]
         self.counted_memory: list[torch.Tensor] = []  # that this rank counts in a norm
         memory: list[torch.Tensor] = []
-        column: list[int] = []  # of each stretch: the index of its norm group; one more where nothing is counted
+        column: list[int] = []  # of each tensor: the index of its norm group; one more where nothing is counted
         bucket: list[int] = []
         counted_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
             copies = counted_copies.setdefault(models[index] if models else 0, {})
             here = counts_here(bucket_masters.bucket)
             # Padding between shards is left out: it may hold what a peer's collective left there.
-            stretches = list(_stretches(bucket_masters, copies))
-            pieces = pieces_of(bucket_masters.grad, [(stretch.start, stretch.end) for stretch in stretches])
-            for stretch, shard in zip(stretches, pieces, strict=True):
-                counted = stretch.in_norm and here
-                memory.append(shard)
-                self.counted_memory += [shard] * counted
-                column.append(self.norm_groups.index(stretch.norm_group) if counted else len(self.norm_groups))
+            ranges = _ranges(bucket_masters, copies)
+            grads = pieces_of(bucket_masters.grad, [(found.start, found.end) for found in ranges])
+            for found, grad in zip(ranges, grads, strict=True):
+                counted = found.in_norm and here
+                memory.append(grad)
+                self.counted_memory += [grad] * counted
+                column.append(self.norm_groups.index(found.norm_group) if counted else len(self.norm_groups))
                 bucket.append(index)
         is_double = any(bucket_masters.grad.dtype == torch.float64 for bucket_masters in masters)
         self.norm_dtype = torch.float64 if is_double else torch.float32
         self.norm_pass = NormPass(memory, self.device)
-        of_pieces = [[of[i] for i in self.norm_pass.stretch_of] for of in (column, bucket)]
-        self.column, self.bucket = torch.tensor(of_pieces, dtype=torch.int64, device=self.device)
+        of_blocks = [[of[i] for i in self.norm_pass.tensor_of] for of in (column, bucket)]
+        self.column, self.bucket = torch.tensor(of_blocks, dtype=torch.int64, device=self.device)
 
     def measure(
         self,
@@ -140,8 +140,8 @@ class GradMeter:
             # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
             culprit = self._find_culprit()
             norms, (_, num_zeros, *_), _ = self._over_all_ranks(torch.float64, factors, zeros, terms)
-        separate = {str(name): norm for name, norm in zip(self.norm_groups[1:], norms[1:], strict=True)}
-        return GradStats(norms[0], int(num_zeros) if count_zeros else None, culprit, separate, tuple(host_factors))
+        by_group = dict(zip(self.norm_groups, norms, strict=True))
+        return GradStats(by_group, int(num_zeros) if count_zeros else None, culprit, tuple(host_factors))
 
     def _factors(self, loss_scale: float) -> torch.Tensor:
         """What each bucket's memory is to be multiplied by, [buckets] in fp64; a count of tokens is on the device."""
@@ -156,8 +156,8 @@ class GradMeter:
 
     def _zeros(self) -> torch.Tensor:
         zeros = torch.zeros((), dtype=torch.float64, device=self.device)
-        for shard in self.counted_memory:
-            zeros += shard.numel() - torch.count_nonzero(shard)
+        for grad in self.counted_memory:
+            zeros += grad.numel() - torch.count_nonzero(grad)
         return zeros
 
     def _over_all_ranks(
@@ -226,8 +226,8 @@ class GradMeter:
         return None if what is None else (True, what)
 
 
-class _Stretch(NamedTuple):
-    """Elements [start, end) of an owned range that count alike."""
+class _Range(NamedTuple):
+    """Elements [start, end) of a bucket's owned range that count alike."""
 
     start: int
     end: int
@@ -235,25 +235,21 @@ class _Stretch(NamedTuple):
     norm_group: str | None
 
 
-def _stretches(masters: BucketMasters, counted_copies: dict[str, int]) -> Iterator[_Stretch]:
-    """The shards; those that touch each other and count alike are joined.
+def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Range]:
+    """The shards of parameters; those that touch each other and count alike are joined.
 
     counted_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
     """
-    held: _Stretch | None = None
+    found: list[_Range] = []
     for shard in masters.shards:
         counted = shard.contract.counts_in_norm
         if counted and shard.contract.crosses_stages:
             counted = counted_copies.setdefault(shard.contract.name, id(shard.param)) == id(shard.param)
-        mine = _Stretch(shard.start, shard.end, counted, shard.norm_group)
-        if held is not None and held.end == mine.start and held[2:] == mine[2:]:
-            held = held._replace(end=mine.end)
-            continue
-        if held is not None:
-            yield held
-        held = mine
-    if held is not None:
-        yield held
+        here = _Range(shard.start, shard.end, counted, shard.norm_group)
+        if found and found[-1].end == here.start and found[-1][2:] == here[2:]:
+            here = here._replace(start=found.pop().start)
+        found.append(here)
+    return found
 
 
 def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:

@@ -1,9 +1,9 @@
-"""NormPass: norms of long stretches of gradient memory in one pass, as exact as adding in fp64 and as fast as reading.
+"""NormPass: norms of long gradient memory in one pass, as exact as adding in fp64 and as fast as reading.
 
-On the CPU a stretch is seen as rows. torch makes the norms of all rows in one call, each added in fp32 over a few
+On the CPU a tensor is seen as rows. torch makes the norms of all rows in one call, each added in fp32 over a few
 thousand elements only, and the rows are added in fp64: 1e-6 off for 10 million equal numbers, where one call over the
-whole stretch is 0.4 percent off, and `dtype=float64` costs thirty times the time. What does not fill a row, and tiny
-stretches, share one foreach call. A GPU's kernels add in a tree: there a stretch is one piece.
+whole tensor is 0.4 percent off, and `dtype=float64` costs thirty times the time. What does not fill a row, and tiny
+tensors, share one foreach call. A GPU's kernels add in a tree: there a tensor is one block.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ CONVERTED_ROWS = 64
 
 
 class NormPass:
-    """The norms of some stretches of memory, cut into pieces.
+    """The norms of some tensors, cut into blocks.
 
-    stretches: flat, contiguous, all on `device`. stretch_of: for each piece the index of its stretch.
+    tensors: flat, contiguous, all on `device`. tensor_of: for each block the index of its tensor.
     """
 
-    def __init__(self, stretches: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self.device = device
-        self.rows: list[torch.Tensor] = []  # [rows, ROW_ELEMENTS] each, one piece
-        self.rest: list[torch.Tensor] = []  # flat, one piece each
-        self.stretch_of: list[int] = []
+        self.rows: list[torch.Tensor] = []  # [rows, ROW_ELEMENTS] each, one block
+        self.rest: list[torch.Tensor] = []  # flat, one block each
+        self.tensor_of: list[int] = []
         rest_of: list[int] = []
-        for index, stretch in enumerate(stretches):
-            filled = stretch.numel() // ROW_ELEMENTS * ROW_ELEMENTS if device.type == "cpu" else 0
+        for index, tensor in enumerate(tensors):
+            filled = tensor.numel() // ROW_ELEMENTS * ROW_ELEMENTS if device.type == "cpu" else 0
             if filled:
-                self.rows.append(stretch[:filled].view(-1, ROW_ELEMENTS))
-                self.stretch_of.append(index)
-            if filled < stretch.numel():
-                self.rest.append(stretch[filled:] if filled else stretch)
+                self.rows.append(tensor[:filled].view(-1, ROW_ELEMENTS))
+                self.tensor_of.append(index)
+            if filled < tensor.numel():
+                self.rest.append(tensor[filled:] if filled else tensor)
                 rest_of.append(index)
-        self.stretch_of += rest_of
+        self.tensor_of += rest_of
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-        """The norm of each piece, [pieces] in fp64. dtype: what powers are made and, within a row, added in."""
+        """The norm of each block, [blocks] in fp64. dtype: what powers are made and, within a row, added in."""
         parts = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         parts += [_norm_of_rows(rows, norm_type, dtype).view(1) for rows in self.rows]
         if self.rest:

@@ -61,7 +61,7 @@ def test_a_norm_that_counts_a_copy_twice_is_seen(rank: int, world: int) -> None:
 
     def too_large(self: GradMeter, **options: Any) -> Any:
         stats = measure(self, **options)
-        return replace(stats, norm=stats.norm * 1.01)
+        return replace(stats, norms={None: stats.norm * 1.01})
 
     with mock.patch.object(GradMeter, "measure", too_large):
         red(train_gpt(STAGES, steps=3), "the gradient norm is wrong from step 0 on, relative error 0.01")

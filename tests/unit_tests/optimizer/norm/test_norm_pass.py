@@ -31,9 +31,9 @@ def of_stretches(stretches: list[torch.Tensor], p: float, dtype: torch.dtype) ->
     """The norm of each stretch, from its pieces."""
     norm_pass = NormPass(stretches, CPU)
     norms = norm_pass.norms(p, dtype)
-    assert norms.dtype is torch.float64 and len(norms) == len(norm_pass.stretch_of)
+    assert norms.dtype is torch.float64 and len(norms) == len(norm_pass.tensor_of)
     pieces: list[list[float]] = [[] for _ in stretches]
-    for norm, index in zip(norms.tolist(), norm_pass.stretch_of, strict=True):
+    for norm, index in zip(norms.tolist(), norm_pass.tensor_of, strict=True):
         pieces[index].append(norm)
     return [reference(torch.tensor(norms, dtype=torch.float64), p) for norms in pieces]
 
