@@ -58,10 +58,10 @@ def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class LooseReduction:
-    """The gradients of one handler, planned once. `same_names`: are a group's parameters named alike on its ranks?
+    """The gradients of one handler, planned once.
 
-    Copies of a parameter on several pipeline stages are not; they are matched by their order.
-    Making it is collective over all groups that it names.
+    same_names: True if a group's parameters are named alike on its ranks. Copies of a parameter on several pipeline
+    stages are not; they are matched by their order. Making it is collective over all groups that it names.
     """
 
     def __init__(

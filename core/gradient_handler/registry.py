@@ -39,7 +39,7 @@ class Registry:
         return self._modules[name]
 
     def has(self, name: str) -> bool:
-        """Is there a class of that name?"""
+        """True if there is a class of that name."""
         return name in self._modules
 
 

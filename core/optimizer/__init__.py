@@ -15,12 +15,11 @@ from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.groups.model_check import (
     all_rank_groups,
     check_model,
-    check_whole_params,
+    cut_by_shards,
     other_ranks,
     split_parameter,
 )
 from core.optimizer.groups.param_groups import (
-    CUT_OK,
     Condition,
     Overrides,
     ParamGroups,
@@ -117,9 +116,8 @@ def _make(
     )
     for chunk in model_chunks:
         groups.problem = groups.problem or other_ranks(process_groups, chunk.groups)
-    if groups.whole[0] != CUT_OK:
-        groups.problem = groups.problem or split_parameter(model_chunks, groups.cannot_be_split)
+    groups.problem = groups.problem or split_parameter(model_chunks, groups.needs_whole)
+    groups.problem = groups.problem or cut_by_shards(model_chunks, groups.needs_whole)
     groups.agree(world)
-    check_whole_params(groups, model_chunks)
     cls = DistributedOptimizer if sharded else ReplicatedOptimizer
     return cls(config, model_chunks, groups, world)

@@ -112,9 +112,8 @@ class OptimizerParamScheduler:
         """Refuse what makes no schedule, before anything is set."""
         check_schedule(numbers)
         for index, own in enumerate(self._own):
-            merged = {**numbers, **{field: own[field] for field in GROUP_FIELDS if field in own}}
             try:
-                check_schedule(merged)
+                check_schedule({**numbers, **own})
             except ValueError as error:
                 name = self.optimizer.param_groups[index].get("name", index)
                 raise ValueError(f"param group {name!r}: {error}") from None

@@ -14,7 +14,6 @@ from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
 from core.global_names import global_name
-from core.optimizer.groups.param_groups import CUT_OK, EMBEDDINGS, MATRICES, ParamGroups
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.process_groups import CHAINS, ProcessGroups, world_chain
@@ -115,12 +114,12 @@ def split_parameter(
 ) -> str | None:
     """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
 
-    needs_whole: the algorithm of a parameter, in words, if it is such a one.
+    needs_whole: the algorithm of a parameter, in words, if it is such a one. Our Muon puts split matrices together.
     """
     for number, param, contract in params_of(model_chunks):
         axes = split_axes(param, contract)
         algorithm = needs_whole(param) if axes else None
-        if algorithm is not None:
+        if algorithm not in (None, "muon"):
             chunk = model_chunks[number]
             name = global_name(chunk.module, contract.name)
             return (
@@ -138,24 +137,31 @@ def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[st
     return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
 
-def check_whole_params(groups: ParamGroups, model_chunks: Sequence[DistributedDataParallel]) -> None:
-    """Raise ValueError, on all ranks alike, where an algorithm needs whole parameters and shards may cut them."""
-    level, name = groups.whole
-    for chunk in model_chunks:
-        ranks = max(chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp"))
-        if level == CUT_OK or not chunk.ddp_config.sharded or ranks == 1:
+def cut_by_shards(
+    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
+) -> str | None:
+    """What is wrong where shards may cut a parameter whose algorithm must see it whole; the hardest case of several."""
+    found: list[tuple[int, str]] = []
+    for number, param, contract in params_of(model_chunks):
+        chunk = model_chunks[number]
+        several = max(chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp")) > 1
+        if not (chunk.ddp_config.sharded and several and needs_whole(param)):
             continue
-        if level == EMBEDDINGS:
-            raise ValueError(
-                f"parameter {name!r} is an embedding or output layer, which shards cut, and its algorithm needs it "
-                "whole; give it another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
+        what = f"parameter {global_name(chunk.module, contract.name)!r} is"
+        wanted: bool | str = True if param.dim() >= 2 else "all"
+        if getattr(param, "is_embedding_or_output_parameter", False):
+            problem = (
+                f"{what} an embedding or output layer, which shards cut, and its algorithm needs it whole; give it "
+                "another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
             )
-        wanted: bool | str = True if level == MATRICES else "all"
-        if chunk.ddp_config.keep_params_whole not in (wanted, "all"):
-            raise ValueError(
-                f"parameter {name!r} is updated by an algorithm that needs it whole, and shards may cut it; wrap the "
-                f"model with DistributedDataParallelConfig(keep_params_whole={wanted!r})"
+            found.append((2, problem))
+        elif chunk.ddp_config.keep_params_whole not in (wanted, "all"):
+            problem = (
+                f"{what} updated by an algorithm that needs it whole, and shards may cut it; wrap the model with "
+                f"DistributedDataParallelConfig(keep_params_whole={wanted!r})"
             )
+            found.append((wanted == "all", problem))
+    return max(found)[1] if found else None
 
 
 def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:

@@ -28,9 +28,6 @@ from core.optimizer.optimizer_config import OptimizerConfig
 Condition = Callable[[str, nn.Parameter], bool]
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 
-# What algorithms ask of shards: nothing, whole matrices, all of them whole, or what shards always cut.
-CUT_OK, MATRICES, VECTORS, EMBEDDINGS = range(4)
-
 LEARNING_RATES = ("max_lr", "min_lr")
 # What a group holds for the scheduler, for checkpoints and for people; the rest are options of its algorithm.
 BOOKKEEPING = frozenset(
@@ -126,13 +123,10 @@ class ParamGroups:
         self.overrides = dict(standard if overrides is None else overrides)
         self.matched: set[ParamKey] = set()  # keys of overrides that have been used
         self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
-        self.whole: tuple[int, str] = (CUT_OK, "")  # what must be whole in one shard, and a parameter that must
         self._key_of: dict[int, GroupKey] = {}  # by id of the parameter
         for name, param, is_expert in params:
             try:
-                key = self._key_of[id(param)] = self._make_key(name, param, is_expert)
-                if algorithm_needs_shapes(key.algorithm):
-                    self.whole = max(self.whole, (what_must_be_whole(param), name))
+                self._key_of[id(param)] = self._make_key(name, param, is_expert)
             except ValueError as error:
                 self.problem = self.problem or str(error)
         self._number(self._key_of.values())
@@ -178,13 +172,12 @@ class ParamGroups:
         them matches no parameter of any rank.
         """
         used = [key in self.matched for key in self.overrides]
-        told = agree.gather((self.keys, used, self.whole, self.problem), groups, "the param groups")
+        told = agree.gather((self.keys, used, self.problem), groups, "the param groups")
         in_order = [told[rank] for rank in sorted(told)]
         for *_, problem in in_order:
             if problem is not None:
                 raise ValueError(problem)
         self._number(key for keys, *_ in in_order for key in keys)
-        self.whole = max(whole for *_, whole, _ in in_order)
         for index, key in enumerate(self.overrides):
             if not any(used[index] for _, used, *_ in in_order) and key not in _may_match_nothing(self.config):
                 raise ValueError(
@@ -196,10 +189,10 @@ class ParamGroups:
         """The index of a parameter's group."""
         return self._index[self._key_of[id(param)]]
 
-    def cannot_be_split(self, param: nn.Parameter) -> str | None:
-        """The algorithm of a parameter if it needs it whole on one rank. Our Muon puts split matrices together."""
+    def needs_whole(self, param: nn.Parameter) -> str | None:
+        """The algorithm of a parameter if it must see it whole, in its shape."""
         algorithm = self._key_of[id(param)].algorithm
-        return algorithm if algorithm != "muon" and algorithm_needs_shapes(algorithm) else None
+        return algorithm if algorithm_needs_shapes(algorithm) else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""
@@ -238,13 +231,6 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
     if "min_lr" in numbers or config.min_lr is not None:
         group["min_lr"] = numbers.get("min_lr", config.min_lr)
     return group | {field: value for field, value in numbers.items() if field not in group}
-
-
-def what_must_be_whole(param: nn.Parameter) -> int:
-    """What an algorithm that needs this parameter whole asks of shards: MATRICES, VECTORS or EMBEDDINGS."""
-    if getattr(param, "is_embedding_or_output_parameter", False):
-        return EMBEDDINGS
-    return MATRICES if param.dim() >= 2 else VECTORS
 
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
