@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from core.optimizer.norm.clip_grads import GradMeter
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import Entry
 
@@ -46,17 +45,6 @@ class ChainedOptimizer(MegatronOptimizer):
         self.model_chunks = [chunk for optimizer in self.chained_optimizers for chunk in optimizer.model_chunks]
         self.world_groups = first.world_groups
         self.masters = [masters for optimizer in self.chained_optimizers for masters in optimizer.masters]
-        self.meter = GradMeter(
-            self.masters,
-            self.world_groups,
-            norm_type=self.config.grad_norm_type,
-            watched=self.model_chunks,
-            models=[
-                (number, model)
-                for number, optimizer in enumerate(self.chained_optimizers)
-                for model in optimizer.model_of_buckets()
-            ],
-        )
         self.grad_scaler = first.grad_scaler
         for optimizer in self.chained_optimizers:
             optimizer.grad_scaler = self.grad_scaler
@@ -77,8 +65,8 @@ class ChainedOptimizer(MegatronOptimizer):
                     )
             if optimizer.world_groups != first.world_groups:
                 raise ValueError(
-                    f"optimizers 0 and {number} of the chain decide over different process groups; make them with the "
-                    "same pg_collection"
+                    f"optimizers 0 and {number} of the chain decide over different process groups; wrap their models "
+                    "with the same pg_collection"
                 )
             for chunk in optimizer.model_chunks:
                 if seen.setdefault(id(chunk), number) != number:
@@ -86,6 +74,14 @@ class ChainedOptimizer(MegatronOptimizer):
                         f"optimizers {seen[id(chunk)]} and {number} of the chain hold the same model chunk, whose "
                         "parameters would be updated twice; give each its own"
                     )
+
+    def model_of_buckets(self) -> list[Hashable]:
+        """For each bucket its model; those of two optimizers are never one."""
+        return [
+            (number, model)
+            for number, optimizer in enumerate(self.chained_optimizers)
+            for model in optimizer.model_of_buckets()
+        ]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,18 +78,18 @@ class MegatronOptimizer:
         self.optimizer = self._inner_optimizer(torch_groups, segments)
         self.built_groups = save_groups(self.optimizer.param_groups)  # what differs later, a schedule has written
         self.names = self._qualified_names()
-        self.meter = GradMeter(
-            self.masters,
-            world_groups,
-            norm_type=config.grad_norm_type,
-            watched=self.model_chunks,
-            models=self.model_of_buckets(),
-        )
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self._before_first_step()
 
     def _before_first_step(self) -> None:
-        """What changes from step to step."""
+        """The meter, and what changes from step to step."""
+        self.meter = GradMeter(
+            self.masters,
+            self.world_groups,
+            norm_type=self.config.grad_norm_type,
+            watched=self.model_chunks,
+            models=self.model_of_buckets(),
+        )
         self.steps_skipped = 0
         self.skip_log = SkipLog()
         self.note_step(skipped=False)
@@ -221,7 +221,7 @@ class MegatronOptimizer:
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
 
-    def model_of_buckets(self) -> list[int]:
+    def model_of_buckets(self) -> list[Hashable]:
         """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""
         models = zip(models_of(self.model_chunks), self.model_chunks, strict=True)
         return [model for model, chunk in models for _ in buckets_of([chunk])]

@@ -70,7 +70,7 @@ class GradMeter:
     groups: those that one after the other reach every rank of the model. norm_type: p of the norm, math.inf for the
         largest magnitude.
     watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
-    models: for each bucket which model it is of, where there are several: names are shared within one alone.
+    models: for each bucket which model it is of; copies of one name count once within a model.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class GradMeter:
         masters: Sequence[BucketMasters],
         groups: Sequence[dist.ProcessGroup],
         *,
-        norm_type: float = 2.0,
-        watched: Sequence[Any] = (),
-        models: Sequence[Hashable] = (),
+        norm_type: float,
+        watched: Sequence[Any],
+        models: Sequence[Hashable],
     ) -> None:
         self.masters = masters
         self.groups = groups
@@ -99,7 +99,7 @@ class GradMeter:
         bucket: list[int] = []
         counted_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
-            copies = counted_copies.setdefault(models[index] if models else 0, {})
+            copies = counted_copies.setdefault(models[index], {})
             here = counts_here(bucket_masters.bucket)
             # Padding between shards is left out: it may hold what a peer's collective left there.
             ranges = _ranges(bucket_masters, copies)
