@@ -204,23 +204,9 @@ def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) 
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any | None = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-) -> ProcessGroup | None:
-    """A group of the caller's own, as torch's new_group makes it; `destroy_model_parallel` does not destroy it."""
-    return dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+def create_group(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> ProcessGroup | None:
+    """A group of the caller's own, by the arguments of torch's new_group; `destroy_model_parallel` leaves it alone."""
+    return dist.new_group(None if ranks is None else list(ranks), *arguments, **options)
 
 
 def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
