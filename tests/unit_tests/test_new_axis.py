@@ -32,8 +32,8 @@ FACE = {
 RULE = {
     "core/distributed/contract/gradient_contract.py": [
         (
-            "DEFAULT_RULES: tuple[GradSyncRule, ...] = (\n",
-            '    GradSyncRule("x-parallel sum", "xp", "sum", _partial("xp")),\n',
+            "DEFAULT_RULES = (\n",
+            '    _rule("x-parallel sum", "xp", "sum"),\n',
         )
     ]
 }
