@@ -21,7 +21,7 @@ from benchmarks.simulated_wire import Wire
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import stays_whole
 from core.distributed.layout.param_layout import ParamLayout, ParamSpec, group_by_key, launch_order, plan_buffer
-from core.distributed.measure.step_clock import BucketEvent
+from core.distributed.wire.collective_events import CollectiveEvent
 
 if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import StepReport
@@ -187,7 +187,7 @@ def default_candidates(specs: Sequence[ParamSpec], most: int = 24) -> list[int]:
     return [size for size in sizes if size >= smallest] or [max(1, total)]
 
 
-def fit_wire(steps: Sequence[Sequence[BucketEvent]], *, sent_per_byte: float) -> Wire:
+def fit_wire(steps: Sequence[Sequence[CollectiveEvent]], *, sent_per_byte: float) -> Wire:
     """The latency and bandwidth that explain how long buckets of different sizes took: least squares over their times.
 
     steps: `overlap_report().reductions` of measured steps, with at least two bucket sizes among them. A bucket takes
@@ -196,7 +196,7 @@ def fit_wire(steps: Sequence[Sequence[BucketEvent]], *, sent_per_byte: float) ->
     """
     points: list[tuple[float, float]] = []  # (bytes sent, seconds)
     for events in steps:
-        before: BucketEvent | None = None
+        before: CollectiveEvent | None = None
         for event in events:
             if event.launched_s is not None and event.done_s is not None:
                 begin_s, known = event.launched_s, True

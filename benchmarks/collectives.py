@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.report import add_json, machine, write_json
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.shared_memory import HostMemory
 
 Run = Callable[[], None]
 MIB = 2**20
@@ -86,13 +86,16 @@ class Arms:
                 "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
                 "all_to_all and local sum": (self.full, exchange),
                 "isend/irecv and local sum": (self.full, pairwise),
-                "added in rank order": (self.full, lambda: Collectives().reduce_scatter(self.full, self.group).wait()),
+                "added in rank order": (
+                    self.full,
+                    lambda: Collectives().reduce_scatter(self.full, self.group, "benchmark").wait(),
+                ),
             },
             "all-reduce": {
                 "gloo all_reduce": (self.full, lambda: dist.all_reduce(self.full)),
                 "added in rank order": (
                     self.full,
-                    lambda: Collectives(ordered=True).all_reduce(self.full, self.group).wait(),
+                    lambda: Collectives(ordered=True).all_reduce(self.full, self.group, "benchmark").wait(),
                 ),
             },
             "all-gather": {
@@ -102,9 +105,18 @@ class Arms:
         }
         if self.mapped is not None:
             mapped, collectives, group = self.mapped, self.collectives, self.group
-            found["reduce-scatter"]["mapped memory"] = mapped, lambda: collectives.reduce_scatter(mapped, group).wait()
-            found["all-reduce"]["mapped memory"] = mapped, lambda: collectives.all_reduce(mapped, group).wait()
-            found["all-gather"]["mapped memory"] = mapped, lambda: collectives.all_gather(mapped, group).wait()
+            found["reduce-scatter"]["mapped memory"] = (
+                mapped,
+                lambda: collectives.reduce_scatter(mapped, group, "benchmark").wait(),
+            )
+            found["all-reduce"]["mapped memory"] = (
+                mapped,
+                lambda: collectives.all_reduce(mapped, group, "benchmark").wait(),
+            )
+            found["all-gather"]["mapped memory"] = (
+                mapped,
+                lambda: collectives.all_gather(mapped, group, "benchmark").wait(),
+            )
         return found
 
     def check(self, kind: str, name: str, tensor: torch.Tensor, run: Run) -> None:

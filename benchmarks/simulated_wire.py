@@ -81,34 +81,25 @@ class SimulatedCollectives(Collectives):
     """`inner`, with each collective that sends something also on a simulated wire. Counts in `inner`'s traffic."""
 
     def __init__(self, inner: Collectives, queue: WireQueue) -> None:
-        super().__init__(ordered=inner.ordered, traffic=inner.traffic)
+        super().__init__(ordered=inner.ordered, traffic=inner.traffic, clock=inner.clock)
         self.inner = inner
         self.queue = queue
 
-    def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """As `inner`; done no earlier than on the wire."""
-        return self._on_wire(lambda: self.inner.all_reduce(tensor, group, op, scale=scale))
+        return self._on_wire(lambda: self.inner.start_all_reduce(tensor, group, op, scale))
 
-    def reduce_scatter(
-        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """As `inner`; done no earlier than on the wire."""
-        return self._on_wire(lambda: self.inner.reduce_scatter(full, group, op, scale=scale))
+        return self._on_wire(lambda: self.inner.start_reduce_scatter(full, group, op, scale))
 
-    def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+    def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         """As `inner`; done no earlier than on the wire."""
-        return self._on_wire(lambda: self.inner.all_gather(full, group))
+        return self._on_wire(lambda: self.inner.start_all_gather(full, group))
 
-    def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
-        """As `inner`; returns no earlier than on the wire."""
-
-        def send() -> Handle:
-            self.inner.broadcast(tensor, group, source)
-            return Handle()
-
-        self._on_wire(send).wait()
+    def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
+        """As `inner`; done no earlier than on the wire."""
+        return self._on_wire(lambda: self.inner.start_broadcast(tensor, group, source))
 
     def _on_wire(self, launch: Callable[[], InFlight]) -> InFlight:
         bytes_before, calls_before = self.traffic.bytes_sent, self.traffic.collectives

@@ -25,6 +25,7 @@ from core.distributed.reduce.param_gatherer import ParamGatherer
 from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
+from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
 from core.process_groups import ProcessGroups
@@ -66,7 +67,8 @@ def assemble(
     plain = Collectives(
         ordered=ddp_config.deterministic_reduction
         or ddp_config.reduce_scatter_with_fp32_accumulation
-        or getattr(config, "deterministic_mode", False)
+        or getattr(config, "deterministic_mode", False),
+        clock=clock_for(plan.device),
     )
     buffers = [_allocate(layout, plan, config, ddp_config, groups) for layout in plan.layout.buffers]
     plain.channels += [channel for buffer in buffers for channel in buffer.channels]
@@ -95,7 +97,7 @@ def assemble(
         buckets,
         reducer,
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
-        ParamGatherer(buckets, Collectives(channels=plain.channels)),
+        ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )

@@ -25,8 +25,8 @@ from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, u
 from core.distributed.hooks import hook, owned_params
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
-from core.distributed.measure.step_clock import resolve
 from core.distributed.reduce.grad_reducer import StepReport
+from core.distributed.wire.collective_events import resolve
 from core.process_groups import ProcessGroups
 
 

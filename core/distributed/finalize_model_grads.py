@@ -21,7 +21,6 @@ from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, DATA_KINDS
-from core.waiting import waiting
 
 
 def finalize_model_grads(
@@ -222,8 +221,7 @@ def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups
     if not routers:
         return
     counts = torch.cat([router.local_tokens_per_expert for router in routers])
-    with waiting("the counts of the router's experts", groups.require("tp_dp_cp")):
-        chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp")).wait()
+    chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp"), "the counts of the router's experts").wait()
     sizes = [router.local_tokens_per_expert.numel() for router in routers]
     for router, tokens in zip(routers, counts.split(sizes), strict=True):
         underloaded = tokens.float().mean() - tokens.float()
@@ -240,10 +238,8 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
     # One dtype on all ranks; exact up to 2**53 tokens, and the weights of a loss mask need not be whole.
     total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.float64)
     if groups.size("pp") > 1:
-        with waiting("num_tokens", groups.require("pp")):
-            chunk.collectives.broadcast(total, groups.require("pp"), source=groups.size("pp") - 1)
-    with waiting("num_tokens", groups.require("dp_cp")):
-        chunk.collectives.all_reduce(total, groups.require("dp_cp")).wait()
+        chunk.collectives.broadcast(total, groups.require("pp"), "num_tokens", source=groups.size("pp") - 1)
+    chunk.collectives.all_reduce(total, groups.require("dp_cp"), "num_tokens").wait()
     return divisor_of_tokens(total)
 
 

@@ -255,7 +255,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         if group is not None and dist.get_world_size(group) > 1:
             size = dist.get_world_size(group)
             summed = torch.tensor(tokens, dtype=torch.float64, device=control_device(group))
-            Collectives().all_reduce(summed, group).wait()
+            Collectives().all_reduce(summed, group, "num_tokens").wait()
             total = float(summed)
         finalized = {id(param) for wrapper in self._ours for param in wrapper.parameters()}
         grads = [p.grad for p in self._params() if p.grad is not None and id(p) not in finalized]

@@ -117,7 +117,7 @@ class LooseReduction:
             if len(flying) == IN_FLIGHT:
                 flying.popleft().wait()
             flat = _on_wire(together[0] if len(together) == 1 else torch.cat(together), group)
-            handle = self.collectives.all_reduce(flat, group, "sum")
+            handle = self.collectives.all_reduce(flat, group, "gradients of a loose parameter")
             flying.append(PendingSync(handle, group, together, None if flat is together[0] else flat))
         for sync in flying:
             sync.wait()

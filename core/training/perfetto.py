@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.distributed.measure.overlap_report import exposed_seconds
 from core.training.step_trace import StepTrace
 
 MAIN_ROW = 0
@@ -21,7 +20,7 @@ def write_trace(path: Path, traces: Sequence[StepTrace]) -> None:
 
 
 def trace_events(traces: Sequence[StepTrace]) -> list[dict[str, Any]]:
-    """Chrome trace events: spans and waits on the main row, each bucket's queueing and flight on a row of its own."""
+    """Chrome trace events: spans and waits on the main row, each bucket's collectives on a row of its own."""
     if not traces:
         return []
     launches = [event.launched_s for trace in traces for event in trace.gathers if event.launched_s is not None]
@@ -53,15 +52,12 @@ def trace_events(traces: Sequence[StepTrace]) -> list[dict[str, Any]]:
         name_row(trace.rank, MAIN_ROW, f"rank {trace.rank} main thread")
         for span in trace.spans:
             add(trace.rank, MAIN_ROW, span.name, span.start_s, span.end_s, step=trace.step)
-        kinds = (("bucket", trace.buckets, MAIN_ROW + 1), ("gather of bucket", trace.gathers, GATHER_ROWS))
-        for kind, collectives, first_row in kinds:
-            for event, exposed_s in zip(collectives, exposed_seconds(collectives), strict=True):
-                row, name = first_row + event.bucket, f"{kind} {event.bucket}"
-                name_row(trace.rank, row, name)
+        for collectives, first_row in ((trace.buckets, MAIN_ROW + 1), (trace.gathers, GATHER_ROWS)):
+            names = list(dict.fromkeys(event.name for event in collectives))
+            for event in collectives:
+                row = first_row + names.index(event.name)
+                name_row(trace.rank, row, event.label)
                 details = {"step": trace.step, "bucket": event.name, "bytes": event.nbytes}
-                add(trace.rank, row, "ready, not launched", event.ready_s, event.launched_s, **details)
                 add(trace.rank, row, "in flight", event.launched_s, event.done_s, **details)
-                if event.wait_end_s is not None:
-                    begun_s = event.wait_end_s - exposed_s  # slices of one row may not overlap
-                    add(trace.rank, MAIN_ROW, f"wait for {name}", begun_s, event.wait_end_s, **details)
+                add(trace.rank, MAIN_ROW, f"wait for {event.label}", event.wait_start_s, event.wait_end_s, **details)
     return events

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.distributed.measure.overlap_report import exposed_seconds
 from core.training.extras import require
 from core.training.step_log import StepRecord
 from core.training.step_trace import StepTrace
@@ -51,16 +50,12 @@ def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: 
 
 
 def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
-    """One step of one rank: the main thread on top, below it each bucket from complete to reduced, and the
+    """One step of one rank: the main thread on top, below it each bucket from launched to reduced, and the
     gathers of its parameters, in launch order.
     """
-    buckets = [
-        (f"{kind} {event.bucket}", event, exposed_s)
-        for kind, events in (("gather", trace.gathers), ("bucket", trace.buckets))
-        for event, exposed_s in zip(events, exposed_seconds(events), strict=True)
-        if event.launched_s is not None and event.done_s is not None
-    ]
-    buckets.sort(key=lambda row: row[1].launched_s or 0.0)
+    collectives = (*trace.gathers, *trace.buckets)
+    buckets = [event for event in collectives if event.launched_s is not None and event.done_s is not None]
+    buckets.sort(key=lambda event: event.launched_s or 0.0)
     picture = figure(10, 2.0 + 0.28 * len(buckets))
     axes = picture.subplots()
     origin = trace.start_s
@@ -74,15 +69,12 @@ def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
         label = span.name if span.name not in labelled else None
         labelled.add(span.name)
         bar(0, span.start_s, span.end_s, color=SPAN_COLORS.get(span.name, "#999999"), label=label)
-    for row, (_, event, exposed_s) in enumerate(buckets, start=1):
+    for row, event in enumerate(buckets, start=1):
         first = row == 1
-        launched, done = event.launched_s, event.done_s
-        bar(row, event.ready_s, launched, color="#f7dc6f", label="complete, not launched" if first else None)
-        bar(row, launched, done, color="#bb8fce", label="in flight" if first else None)
-        if event.wait_end_s is not None:
-            label = "exposed" if first else None
-            bar(row, event.wait_end_s - exposed_s, event.wait_end_s, color="#e74c3c", alpha=0.8, label=label)
-    axes.set_yticks(range(len(buckets) + 1), ["main thread", *(name for name, _, _ in buckets)])
+        bar(row, event.launched_s, event.done_s, color="#bb8fce", label="in flight" if first else None)
+        label = "exposed" if first else None
+        bar(row, event.wait_start_s, event.wait_end_s, color="#e74c3c", alpha=0.8, label=label)
+    axes.set_yticks(range(len(buckets) + 1), ["main thread", *(event.label for event in buckets)])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the step began")
     axes.set_title(f"rank {trace.rank}, step {trace.step}")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from core.distributed.measure.overlap_report import OverlapReport
-from core.distributed.measure.step_clock import BucketEvent, resolve
+from core.distributed.wire.collective_events import CollectiveEvent, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class StepTrace:
     rank: int
     step: int
     spans: list[Span] = field(default_factory=list)
-    buckets: list[BucketEvent] = field(default_factory=list)
-    gathers: list[BucketEvent] = field(default_factory=list)
+    buckets: list[CollectiveEvent] = field(default_factory=list)
+    gathers: list[CollectiveEvent] = field(default_factory=list)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -57,7 +57,7 @@ class StepTrace:
         return max(span.end_s for span in self.spans) if self.spans else max(self._marks())
 
     def _marks(self) -> list[float]:
-        marks = [(e.ready_s, e.launched_s, e.done_s, e.wait_end_s) for e in (*self.buckets, *self.gathers)]
+        marks = [(e.launched_s, e.done_s, e.wait_end_s) for e in (*self.buckets, *self.gathers)]
         return [mark for event in marks for mark in event if mark is not None] or [0.0]
 
 

@@ -109,37 +109,33 @@ def mutate_reductions(group_name: str, mutation: str) -> Iterator[list[str]]:
     group = getattr(parallel_state.get_process_groups(), group_name)
     hits: list[str] = []
     inside: list[str] = []  # a reduce-scatter may be made of an all-reduce, which must not be spoilt once more
-    all_reduce, reduce_scatter = Collectives.all_reduce, Collectives.reduce_scatter
+    all_reduce, reduce_scatter = Collectives.start_all_reduce, Collectives.start_reduce_scatter
 
     def spoilt(
         launch: Any, self: Collectives, tensor: torch.Tensor, over: dist.ProcessGroup, op: Op, scale: float
     ) -> InFlight:
         is_count = tensor.dim() == 0 or not tensor.dtype.is_floating_point  # of tokens: no gradient
         if over is not group or is_count or inside:
-            return launch(self, tensor, over, op, scale=scale)
+            return launch(self, tensor, over, op, scale)
         hits.append(mutation)
         if mutation == "drop":
             scale_now(tensor, scale)
             return Handle()
         inside.append(mutation)
-        handle = launch(self, tensor, over, op, scale=scale)
+        handle = launch(self, tensor, over, op, scale)
         inside.clear()
         factor = 2.0 if mutation == "double" else 1.0 / dist.get_world_size(group)
         return Handle(finish=lambda: (handle.wait(), tensor.mul_(factor))[0])
 
-    def spoilt_all_reduce(
-        self: Collectives, tensor: torch.Tensor, over: Any, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def spoilt_all_reduce(self: Collectives, tensor: torch.Tensor, over: Any, op: Op, scale: float) -> InFlight:
         return spoilt(all_reduce, self, tensor, over, op, scale)
 
-    def spoilt_reduce_scatter(
-        self: Collectives, tensor: torch.Tensor, over: Any, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def spoilt_reduce_scatter(self: Collectives, tensor: torch.Tensor, over: Any, op: Op, scale: float) -> InFlight:
         return spoilt(reduce_scatter, self, tensor, over, op, scale)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Collectives, "all_reduce", spoilt_all_reduce))
-        stack.enter_context(mock.patch.object(Collectives, "reduce_scatter", spoilt_reduce_scatter))
+        stack.enter_context(mock.patch.object(Collectives, "start_all_reduce", spoilt_all_reduce))
+        stack.enter_context(mock.patch.object(Collectives, "start_reduce_scatter", spoilt_reduce_scatter))
         yield hits
 
 

@@ -56,7 +56,8 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
             for entry in mine.get(name, []):
                 whole[entry["offset"] : entry["offset"] + entry["numel"]].copy_(entry[key])
             for piece in pieces[name]:
-                Collectives().broadcast(whole[piece.start : piece.end], group_of[name], piece.rank)
+                part = whole[piece.start : piece.end]
+                Collectives().broadcast(part, group_of[name], f"the state of {name}", piece.rank)
             state[key] = whole.view(param.shape)
         yield number, state
 

@@ -24,9 +24,8 @@ from core.distributed.buffer.bucket_pool import BucketPool
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
-from core.distributed.measure.step_clock import BucketEvent, HostClock
-from core.distributed.wire.collectives import Collectives, InFlight, Op
-from core.waiting import waiting
+from core.distributed.wire.collective_events import CollectiveEvent
+from core.distributed.wire.collectives import Collectives, Flight, Op
 
 
 class BucketState(Enum):
@@ -84,10 +83,8 @@ class Bucket(BucketMemory):
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)
         self.pending = len(params)
-        self.handle: InFlight | None = None
-        self.clock = HostClock()  # the reducer's, once there is one
-        self.past_events: list[BucketEvent] = []  # of the step's earlier collectives, where it has several
-        self.event = self._new_event()
+        self.handle: Flight | None = None
+        self.events: list[CollectiveEvent] = []  # of this step's reductions
 
     @property
     def adds_exactly(self) -> bool:
@@ -116,14 +113,13 @@ class Bucket(BucketMemory):
         self.pending_scale = 1.0
         self.sums = 0
         self.handle = None
-        self.past_events = []
+        self.events = []
         self._accumulate()
 
     def _accumulate(self) -> None:
         self.state = BucketState.ACCUMULATING
         self.arrivals = [0] * len(self.params)
         self.pending = len(self.expected) - self.expected.count(0)
-        self.event = self._new_event()
 
     def still_in_grad(self) -> bytes:
         """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
@@ -146,9 +142,7 @@ class Bucket(BucketMemory):
             return False
         if count == self.expected[index]:
             self.pending -= 1
-            if self.pending == 0:
-                self.clock.mark(self.event, "ready_s")
-                return True
+            return self.pending == 0
         return False
 
     @torch.no_grad()
@@ -215,66 +209,46 @@ class Bucket(BucketMemory):
         self._expect(BucketState.ACCUMULATING, "launched")
         self.collect()
         self.state = BucketState.IN_FLIGHT
-        self.clock.mark(self.event, "launched_s")
-        self.handle = self._reduce(self.grad, collectives)
-        self.clock.follow(self.event, self.handle)
+        self._fly(self._reduce(self.grad, collectives))
         if self.pool is not None:
             self.pool.in_flight.append(self)
 
-    def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> InFlight:
+    def _fly(self, flight: Flight) -> None:
+        self.handle = flight
+        self.events.append(flight.event)
+
+    def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
         """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's
         shard.
         """
         if self.sharded:
-            return collectives.reduce_scatter(grad, self.groups.shard, self.op, scale=self.scale)
-        return collectives.all_reduce(grad, self.groups.data, self.op, scale=self.scale)
+            return collectives.reduce_scatter(grad, self.groups.shard, self.name, self.op, scale=self.scale)
+        return collectives.all_reduce(grad, self.groups.data, self.name, self.op, scale=self.scale)
 
     def poll(self) -> bool:
         """True if the collective is done. Does what can be done of it without waiting for another rank."""
-        if self.handle is None:
-            return True
-        if self.pool is not None:  # other ranks may wait for their memory
-            self.handle.poll()
-        return self.clock.look(self.event, self.handle)
-
-    def step(self) -> bool:
-        """Do the next part of the reduction; False where `wait` is all that is left."""
-        with waiting("the reduction of", self.groups.data, self.name):
-            return self.handle is not None and self.handle.step()
+        return self.handle is None or self.handle.is_done()
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the collective in flight. The shard takes up the result, and borrowed memory is given back."""
         if self.handle is None:
             return
-        self.poll()
-        if not self.event.has("wait_start_s"):
-            self.clock.mark(self.event, "wait_start_s")
-        with waiting("the reduction of", self.groups.data, self.name):
-            self.handle.wait()
+        self.handle.wait()
         self.handle = None
         if self.pool is not None and self.views:
             shard = self.shard_of(self.grad)
             self.owned_grad.add_(shard) if self.sums else self.owned_grad.copy_(shard)
             self.sums += 1
             self.give_back()
-        self.clock.end(self.event)
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
         """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
         self._expect(BucketState.IN_FLIGHT, "joined")
-        if self.handle is not None:
-            self.poll()
-            self.clock.mark(self.event, "wait_start_s")
         if self.groups.replica is not None:
             self.wait()
-            self._next_event()
-            self.event.name += " across instances"
-            self.event.nbytes = self.owned_grad.nbytes
-            self.clock.mark(self.event, "launched_s")
-            self.handle = collectives.all_reduce(self.owned_grad, self.groups.replica, self.op)
-            self.clock.follow(self.event, self.handle)
-            self.clock.mark(self.event, "wait_start_s")
+            name = f"{self.name} across instances"
+            self._fly(collectives.all_reduce(self.owned_grad, self.groups.replica, name, self.op))
 
     def complete(self) -> None:
         """Wait for the reduction."""
@@ -294,7 +268,7 @@ class Bucket(BucketMemory):
         self._reduce(extra, collectives).wait()
         shard = self.shard_of(extra)
         if self.groups.replica is not None:
-            collectives.all_reduce(shard, self.groups.replica, self.op).wait()
+            collectives.all_reduce(shard, self.groups.replica, self.name, self.op).wait()
         self.owned_grad.add_(shard)
 
     def gather_whole(self, collectives: Collectives) -> None:
@@ -303,7 +277,7 @@ class Bucket(BucketMemory):
             self.borrow()
             if self.pool is not None:
                 self.shard_of(self.grad).copy_(self.owned_grad)
-            collectives.all_gather(self.grad, self.groups.shard).wait()
+            collectives.all_gather(self.grad, self.groups.shard, self.name).wait()
             self.gathered = True
 
     def learn(self) -> None:
@@ -320,7 +294,6 @@ class Bucket(BucketMemory):
         self.wait()
         self.attribute.note_dropped()
         self.attribute.withdraw()
-        self._next_event()
         self._accumulate()
 
     def reduced_so_far(self) -> torch.Tensor | None:
@@ -380,7 +353,7 @@ class Bucket(BucketMemory):
     def _multiply(self, factor: float | torch.Tensor) -> None:
         if self.state is BucketState.IN_FLIGHT and self.views:
             raise SyncError(
-                f"{self.event.name} is in flight and cannot be scaled; scale before the last backward, or after "
+                f"{self.name} is in flight and cannot be scaled; scale before the last backward, or after "
                 "finish_grad_sync or finalize_model_grads"
             )
         accumulating = self.state is BucketState.ACCUMULATING
@@ -423,18 +396,4 @@ class Bucket(BucketMemory):
 
     def _expect(self, state: BucketState, action: str) -> None:
         if self.state is not state:
-            raise SyncError(f"{self.event.name} cannot be {action}: it is {self.state.value}, not {state.value}")
-
-    # -- events -----------------------------------------------------------------------------------------------------
-
-    def _new_event(self) -> BucketEvent:
-        return BucketEvent(self.layout.index, self.name, self.nbytes)
-
-    def _next_event(self) -> None:
-        self.past_events.append(self.event)
-        self.event = self._new_event()
-
-    @property
-    def events(self) -> list[BucketEvent]:
-        """What the step's collectives did when, one after the other."""
-        return [*self.past_events, self.event]
+            raise SyncError(f"{self.name} cannot be {action}: it is {self.state.value}, not {state.value}")

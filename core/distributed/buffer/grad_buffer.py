@@ -18,8 +18,7 @@ from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.buffer.residency import Residency
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BufferLayout
-from core.distributed.wire.host_channel import HostChannel
-from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -128,7 +128,7 @@ class LargeGradientWatch:
             norm = float(torch.linalg.vector_norm(bucket.valid_grad, dtype=precise)) * float(bucket.pending_scale)
             if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
                 warnings.warn(
-                    f"rank {dist.get_rank()}: the gradient norm of {bucket.event.name} is {norm:.3g}, "
+                    f"rank {dist.get_rank()}: the gradient norm of {bucket.name} is {norm:.3g}, "
                     f"{norm / self.largest[n]:.0f} times the largest one before ({self.largest[n]:.3g})",
                     stacklevel=3,
                 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from core.agree import SyncError
-from core.distributed.wire.host_channel import HostChannel, PeerLost
+from core.distributed.wire.shared_memory import HostChannel, PeerLost
 from core.waiting import wait_of, waiting
 
 GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may begin to wait a little later

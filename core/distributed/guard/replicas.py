@@ -185,10 +185,10 @@ def broadcast_weights(plan: ModelPlan, groups: ProcessGroups, collectives: Colle
 def _broadcast(params: Iterable[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives) -> None:
     for pack in packs_of(params):
         if len(pack) == 1 and pack[0].is_contiguous():
-            collectives.broadcast(pack[0].data, group)
+            collectives.broadcast(pack[0].data, group, "the initial weights")
             continue
         flat = _flat(pack)
-        collectives.broadcast(flat, group)
+        collectives.broadcast(flat, group, "the initial weights")
         if dist.get_rank(group) > 0:
             for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
                 param.data.copy_(part.view_as(param))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.distributed.measure.step_clock import BucketEvent
+from core.distributed.wire.collective_events import CollectiveEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Overlap:
 class OverlapReport:
     """A step's reductions, and the parameter gathers that were waited for last, each in the order of their launch."""
 
-    reductions: tuple[BucketEvent, ...]
-    gathers: tuple[BucketEvent, ...] = ()
+    reductions: tuple[CollectiveEvent, ...]
+    gathers: tuple[CollectiveEvent, ...] = ()
 
     @property
     def of_reductions(self) -> Overlap:
@@ -50,67 +50,44 @@ class OverlapReport:
         return measure_overlap(self.gathers)
 
     def table(self) -> str:
-        """Totals, then one line a collective; times in ms since the first thing that happened to its kind."""
-        lines = [f"{'':<12}{'in flight ms':>14}{'seen late ms':>14}{'exposed ms':>12}{'hidden':>8}{'at least':>10}"]
+        """Totals, then one line a collective; times in ms since the first launch of its kind."""
         kinds = [("reductions", self.reductions), ("gathers", self.gathers)]
         kinds = [(name, events) for name, events in kinds if events]
+        lines = [f"{'':<24}{'in flight ms':>14}{'seen late ms':>14}{'exposed ms':>12}{'hidden':>8}{'at least':>10}"]
         for name, events in kinds:
             total = measure_overlap(events)
             lines.append(
-                f"{name:<12}{total.flight_ms:>14.2f}{total.seen_late_ms:>14.2f}{total.exposed_ms:>12.2f}"
+                f"{name:<24}{total.flight_ms:>14.2f}{total.seen_late_ms:>14.2f}{total.exposed_ms:>12.2f}"
                 f"{total.hidden_share:>8.0%}{total.hidden_share_at_least:>10.0%}"
             )
         for name, events in kinds:
-            title = f"{name} of"
-            lines += ["", f"{title:<14}{'KiB':>10}{'ready':>9}{'launched':>10}{'done':>9}{'waited':>9}{'exposed':>9}"]
-            origin = min((t for e in events for t in (e.ready_s, e.launched_s) if t is not None), default=0.0)
-            exposed = exposed_seconds(events)
-            for event, exposed_s in zip(events, exposed, strict=True):
-                times = [event.ready_s, event.launched_s, event.done_s, event.wait_end_s]
+            lines += ["", f"{name:<24}{'KiB':>10}{'launched':>10}{'done':>9}{'waited':>9}{'exposed':>9}"]
+            origin = min((event.launched_s for event in events if event.launched_s is not None), default=0.0)
+            for event in events:
+                times = [event.launched_s, event.done_s, event.wait_end_s]
                 cells = ["-" if t is None else f"{1e3 * (t - origin):.2f}" for t in times]
-                label = f"bucket {event.bucket}"
                 lines.append(
-                    f"{label:<14}{event.nbytes / 1024:>10.1f}{cells[0]:>9}{cells[1]:>10}{cells[2]:>9}{cells[3]:>9}"
-                    f"{1e3 * exposed_s:>9.2f}"
+                    f"{event.label:<24}{event.nbytes / 1024:>10.1f}{cells[0]:>10}{cells[1]:>9}{cells[2]:>9}"
+                    f"{1e3 * event.exposed_s:>9.2f}"
                 )
         return "\n".join(lines)
 
 
-def measure_overlap(events: Sequence[BucketEvent]) -> Overlap:
+def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
     """Add up the collectives of one step; those that were never launched or never ended count nothing."""
     longest, shortest = [], []
     for event in events:
         if event.launched_s is not None and event.done_s is not None:
+            # It cannot have ended before a look that found it on its way. Unlooked at, it may have at once.
+            least = event.done_s if event.end_is_exact else event.in_flight_s or event.launched_s
             longest.append((event.launched_s, event.done_s))
-            shortest.append((event.launched_s, _earliest_end(event, event.launched_s, event.done_s)))
+            shortest.append((event.launched_s, least))
     flight_s = covered(longest)
     return Overlap(
         flight_ms=1e3 * flight_s,
-        exposed_ms=1e3 * sum(exposed_seconds(events)),
+        exposed_ms=1e3 * sum(event.exposed_s for event in events),
         seen_late_ms=1e3 * (flight_s - covered(shortest)),
     )
-
-
-def _earliest_end(event: BucketEvent, launched_s: float, done_s: float) -> float:
-    """It cannot have ended before a look that found it on its way; unlooked at, it may have right after its launch."""
-    if event.end_is_exact:
-        return done_s
-    return launched_s if event.in_flight_s is None else event.in_flight_s
-
-
-def exposed_seconds(events: Sequence[BucketEvent]) -> list[float]:
-    """For each event the time waited for it alone: a wait begins at the earliest when the one before it ends."""
-    exposed = [0.0] * len(events)
-    waited_till = float("-inf")
-    waits = [
-        (event.wait_end_s, event.wait_start_s, index)
-        for index, event in enumerate(events)
-        if event.wait_end_s is not None and event.wait_start_s is not None
-    ]
-    for end_s, start_s, index in sorted(waits):
-        exposed[index] = max(0.0, end_s - max(start_s, waited_till))
-        waited_till = max(waited_till, end_s)
-    return exposed
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -28,11 +28,11 @@ from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.measure.overlap_report import measure_overlap
-from core.distributed.measure.step_clock import BucketEvent, HostClock, clock_for
 from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.step_state import OPEN, Launches, StepState
+from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.host_channel import HostChannel
+from core.distributed.wire.shared_memory import HostChannel
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class StepReport:
     bytes_sent: int = 0
     collectives: int = 0
     late_buckets: int = 0
-    events: list[BucketEvent] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list)
 
     @property
     def hidden_share(self) -> float:
@@ -77,9 +77,6 @@ class GradReducer:
     ) -> None:
         self.buckets = list(buckets)  # in launch order
         self.collectives = collectives
-        self.clock = clock_for(self.buckets[0].device) if self.buckets else HostClock()
-        for bucket in self.buckets:
-            bucket.clock = self.clock
         self.control = list(control)
         self.problems = problems
         self.when = launches
@@ -236,8 +233,7 @@ class GradReducer:
         if self.watch is not None:
             self.watch.reset()
         self.report = self.step_report()
-        self.collectives.traffic.reset()
-        self.clock.begin_step()
+        self.collectives.begin_step()
         self.next = self.polled = self.gradients = self.microbatches = 0
         self.in_microbatch = self.force_all_reduce = False
         self.state = StepState.ACCUMULATING
@@ -385,9 +381,6 @@ class GradReducer:
             raise
         for bucket in self.buckets:
             bucket.all_reduce_replicas(self.collectives)
-        in_steps = self.buckets
-        while in_steps:  # all buckets a step at a time: between steps ranks wait for each other
-            in_steps = [bucket for bucket in in_steps if bucket.step()]
         for bucket in self.buckets:
             bucket.complete()
             if id(bucket) in answer.late:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.measure.step_clock import BucketEvent
-from core.distributed.wire.collectives import Collectives, InFlight
-from core.waiting import waiting
+from core.distributed.wire.collective_events import CollectiveEvent
+from core.distributed.wire.collectives import Collectives, Flight
 
 
 class ParamGatherer:
@@ -22,8 +21,8 @@ class ParamGatherer:
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
         self.buckets = list(reversed(buckets))  # the forward's order
         self.collectives = collectives
-        self.pending: dict[int, tuple[Bucket, InFlight, BucketEvent]] = {}  # by id(bucket): the gathers in flight
-        self.finished: dict[int, BucketEvent] = {}  # by id(bucket): the gather that was last waited for
+        self.pending: dict[int, tuple[Bucket, Flight]] = {}  # by id(bucket): the gathers in flight
+        self.finished: dict[int, CollectiveEvent] = {}  # by id(bucket): the gather that was last waited for
 
     def gather(self) -> None:
         """Gather every bucket's parameters over its shard group, and wait. Collective."""
@@ -35,11 +34,8 @@ class ParamGatherer:
         """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
         self._wait_for(id(bucket))
         if bucket.param_data is not None:
-            event = BucketEvent(bucket.layout.index, bucket.name, bucket.param_data.nbytes)
-            bucket.clock.mark(event, "launched_s")
-            handle = self.collectives.all_gather(bucket.param_data, bucket.groups.shard)
-            bucket.clock.follow(event, handle)
-            self.pending[id(bucket)] = bucket, handle, event
+            name = f"parameters of {bucket.name}"
+            self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard, name)
 
     def finish(self) -> None:
         """Complete every gather in flight."""
@@ -49,16 +45,12 @@ class ParamGatherer:
     def _wait_for(self, bucket_id: int) -> None:
         entry = self.pending.get(bucket_id)
         if entry is not None:
-            bucket, handle, event = entry
-            bucket.clock.look(event, handle)
-            bucket.clock.mark(event, "wait_start_s")
-            with waiting("the parameters of", bucket.groups.shard, bucket.name):
-                handle.wait()
+            bucket, flight = entry
+            flight.wait()
             self.pending.pop(bucket_id, None)  # not before: whoever saves the weights takes up an interrupted wait
-            bucket.clock.end(event)
-            self.finished[bucket_id] = event
+            self.finished[bucket_id] = flight.event
             increment_version(bucket.params)
 
-    def events(self) -> list[BucketEvent]:
+    def events(self) -> list[CollectiveEvent]:
         """Of each bucket the gather that was last waited for, in the order of their launch."""
         return [self.finished[id(bucket)] for bucket in self.buckets if id(bucket) in self.finished]

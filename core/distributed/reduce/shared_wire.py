@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from core.agree import SyncError
 from core.distributed.reduce.step_state import StepState
-from core.distributed.wire.collectives import timeout_of
+from core.distributed.wire.backend import timeout_of
 from core.waiting import waiting
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from core.distributed.guard.agreement import Member, share_used, unequal_copies
 from core.distributed.wire.collectives import Collectives, InFlight
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, STAGE_CROSSING
-from core.waiting import waiting
 
 IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
 PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements
@@ -40,8 +39,7 @@ class PendingSync:
 
     def wait(self) -> None:
         """Complete the collective and put the result where the gradients lie."""
-        with waiting("a sync rule", self.group):
-            self.handle.wait()
+        self.handle.wait()
         if self.flat is not None:
             for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
                 part.copy_(reduced)
@@ -137,7 +135,7 @@ class GradSync:
             for parts in pack([bucket.valid_part(i) for i in indices]):
                 alone = len(parts) == 1
                 flat = parts[0] if alone else torch.cat(parts)
-                handle = self.collectives.all_reduce(flat, group, rule.op)
+                handle = self.collectives.all_reduce(flat, group, f"the sync rule {rule.name}", rule.op)
                 self.pending.append(PendingSync(handle, group, parts, None if alone else flat))
 
     def wait(self) -> None:
@@ -173,10 +171,9 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
                 first.add_(other)
             if rule.op == "mean" and others:
                 first.div_(1 + len(others))
-            handles.append(chunks[0].collectives.all_reduce(first, group, rule.op))
+            handles.append(chunks[0].collectives.all_reduce(first, group, f"the sync rule {rule.name}", rule.op))
         for handle, (first, *others) in zip(handles, copies.values(), strict=True):
-            with waiting("the sync rule", group, rule.name):
-                handle.wait()
+            handle.wait()
             for other in others:
                 other.copy_(first)
 

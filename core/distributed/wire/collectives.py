@@ -1,22 +1,29 @@
 """Collectives: the only file that calls torch.distributed reductions for gradients and gathers for parameters.
 
-Every call is counted (bytes this rank sends, number of calls) and answers with a handle; `handle.wait()` completes it.
-A handle may hold work that only happens in `wait()`, so handles of one group are waited for in the order of their
-launch.
+Every call takes the name of its bucket or its purpose, is counted (bytes this rank sends, number of calls), and returns
+a Flight; `flight.wait()` completes it. Part of the work may only happen in `wait()`, so flights of one group are waited
+for in the order of their launch.
+
+Launch, end and wait of every collective are noted here and nowhere else: in a CollectiveEvent, and as the spans
+"core::reduce_scatter bucket 0 (...)" and "core::wait reduce_scatter bucket 0 (...)" of torch's profiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
-from core.distributed.wire.host_channel import HostChannel
+from core.distributed.wire.backend import backend_of
+from core.distributed.wire.collective_events import CollectiveEvent, HostClock
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
+from core.distributed.wire.shared_memory import HostChannel
+from core.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
 
@@ -44,16 +51,10 @@ class Traffic:
 
 
 class InFlight(Protocol):
-    """A collective that was launched: a Handle or a HostHandle."""
+    """A collective that was launched."""
 
     def is_done(self) -> bool:
-        """Is there nothing left to do or to wait for? Waits for nothing."""
-
-    def poll(self) -> bool:
-        """Do what can be done without waiting for another rank; would `wait` now wait for none either?"""
-
-    def step(self) -> bool:
-        """Do its next part, where it has several; False when `wait` is all that is left."""
+        """Do what waits for no rank; True if `wait` has nothing left to do or to wait for."""
 
     def wait(self) -> None:
         """Complete it; a second wait does nothing."""
@@ -67,36 +68,56 @@ class Handle:
     finish: Callable[[], None] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
     first: InFlight | None = None  # what has to be complete before `finish`
-    _waited: bool = field(default=False, repr=False)
 
     def is_done(self) -> bool:
-        """Has the backend finished its part? Waits for nothing.
+        """True if the backend has finished.
 
-        Asked, and not told by a callback: that would run Python in a thread of the backend, which at the end of a
-        program may find the interpreter gone.
+        The backend is asked, because a callback would run Python in one of its threads. At the end of a program such a
+        thread may find the interpreter gone.
         """
         return (self.first is None or self.first.is_done()) and all(work.is_completed() for work in self.works)
 
-    def poll(self) -> bool:
-        """The backend works by itself."""
-        return (self.first is None or self.first.poll()) and all(work.is_completed() for work in self.works)
-
-    def step(self) -> bool:
-        """The backend works by itself."""
-        return self.first is not None and self.first.step()
-
     def wait(self) -> None:
         """Complete the collective; a second wait does nothing."""
-        if self._waited:
-            return
         if self.first is not None:
             self.first.wait()
         for work in self.works:
             work.wait()
         if self.finish is not None:
             self.finish()
-        self._waited = True
-        self.finish, self.keep = None, ()
+        self.works, self.finish, self.keep, self.first = (), None, (), None
+
+
+class Flight:
+    """What every call of Collectives returns: a collective in flight whose end and wait are noted."""
+
+    __slots__ = ("clock", "event", "group", "inner", "kind", "waited")
+
+    def __init__(
+        self, inner: InFlight, event: CollectiveEvent, clock: HostClock, kind: str, group: dist.ProcessGroup
+    ) -> None:
+        self.inner = inner
+        self.event = event
+        self.clock = clock
+        self.kind = kind
+        self.group = group
+        self.waited = False
+
+    def is_done(self) -> bool:
+        """Do what waits for no rank; True if `wait` has nothing left to do or to wait for."""
+        return self.clock.look(self.event, self.inner.is_done)
+
+    def wait(self) -> None:
+        """Complete it; a second wait does nothing. Flights of one group are waited for in the order of their launch."""
+        if self.waited:
+            return
+        self.is_done()
+        name = self.event.name
+        with record_function(f"core::wait {self.kind} {name}"), waiting(f"the {self.kind} of", self.group, name):
+            self.clock.mark(self.event, "wait_start_s")
+            self.inner.wait()
+            self.clock.end(self.event)
+        self.waited = True
 
 
 class Collectives:
@@ -116,15 +137,66 @@ class Collectives:
         ordered: bool = False,
         traffic: Traffic | None = None,
         channels: Sequence[HostChannel] = (),
+        clock: HostClock | None = None,
     ) -> None:
         self.ordered = ordered
         self.traffic = traffic if traffic is not None else Traffic()
         self.channels = list(channels)
+        self.clock = clock if clock is not None else HostClock()
+
+    def begin_step(self) -> None:
+        """Count traffic from zero, and times from the next launch."""
+        self.traffic.reset()
+        self.clock.begin_step()
+
+    # -- what can be launched ---------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
+    ) -> Flight:
         """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
+        return self._launch("all_reduce", name, group, tensor, lambda: self.start_all_reduce(tensor, group, op, scale))
+
+    def reduce_scatter(
+        self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
+    ) -> Flight:
+        """Reduce `full` [n * size], times `scale`, over `group`; afterwards only this rank's part of it, [n], is
+        defined. In place.
+        """
+        return self._launch(
+            "reduce_scatter", name, group, full, lambda: self.start_reduce_scatter(full, group, op, scale)
+        )
+
+    def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
+        """Fill `full` [n * size] from every rank's own part of it, in place."""
+        return self._launch("all_gather", name, group, full, lambda: self.start_all_gather(full, group))
+
+    def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
+        """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
+        rows = values.new_empty(dist.get_world_size(group), values.numel())
+        start = partial(_all_gather, rows.view(-1), values, group=group, async_op=True)
+        self._launch("all_gather", name, group, rows, lambda: Handle((start(),))).wait()
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
+        """Copy the tensor of the group's rank `source` to all others. Waits for it."""
+        self._launch("broadcast", name, group, tensor, lambda: self.start_broadcast(tensor, group, source)).wait()
+
+    def _launch(
+        self, kind: str, name: str, group: dist.ProcessGroup, tensor: torch.Tensor, start: Callable[[], InFlight]
+    ) -> Flight:
+        """Begin a collective. The marks of its launch and wait cost about 10 us without a profiler."""
+        event = CollectiveEvent(name, tensor.nbytes)
+        with record_function(f"core::{kind} {name}"):
+            self.clock.mark(event, "launched_s")
+            inner = start()
+        self.clock.follow(event, _works_of(inner))
+        return Flight(inner, event, self.clock, kind, group)
+
+    # -- how; other formats of the gradients, and a simulated network, put theirs in place of these ------------------
+
+    def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
+        """`all_reduce` without marks."""
         size = dist.get_world_size(group)
         mapped = None if op == "max" else self._channel(tensor, group)
         if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
@@ -140,12 +212,8 @@ class Collectives:
         work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
         return Handle((work,), (lambda: _divide(tensor, size)) if divide else None, (tensor,))
 
-    def reduce_scatter(
-        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
-        """Reduce `full` [n * size], times `scale`, over `group`; afterwards only this rank's part of it, [n], is
-        defined. In place.
-        """
+    def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
+        """`reduce_scatter` without marks."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mapped = self._channel(full, group)
         exchanged = size > 1 and (self.ordered or backend_of(group, full.device) == "gloo")
@@ -167,8 +235,8 @@ class Collectives:
         work = _reduce_scatter(shard, full, op=reduce_op, group=group, async_op=True)
         return Handle((work,), (lambda: _divide(shard, size)) if divide else None, (full,))
 
-    def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
-        """Fill `full` [n * size] from every rank's own part of it, in place."""
+    def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+        """`all_gather` without marks."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if size == 1 or full.numel() == 0:
             return Handle()
@@ -185,17 +253,12 @@ class Collectives:
         work = _all_gather(full, full[rank * part : (rank + 1) * part], group=group, async_op=True)
         return Handle((work,), None, (full,))
 
-    def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
-        rows = values.new_empty(dist.get_world_size(group), values.numel())
-        _all_gather(rows.view(-1), values, group=group)
-        return rows
-
-    def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
-        """Copy the tensor of the group's rank `source` to all others."""
-        if dist.get_world_size(group) > 1 and tensor.numel():
-            self.traffic.count(tensor.numel() * tensor.element_size())
-            dist.broadcast(tensor, group=group, group_src=source)
+    def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
+        """`broadcast` without marks."""
+        if dist.get_world_size(group) == 1 or tensor.numel() == 0:
+            return Handle()
+        self.traffic.count(tensor.numel() * tensor.element_size())
+        return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
 
     def _channel(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
         return next((channel for channel in self.channels if channel.holds(tensor, group)), None)
@@ -223,16 +286,9 @@ class Collectives:
         return Handle((work,), finish, (received, flat))
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries tensors of a device. A group may have several, and dist.get_backend names none then."""
-    pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
-    return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return timedelta(minutes=30) if options is None else options._timeout
+def _works_of(flight: InFlight | None) -> list[dist.Work]:
+    """The backend's part of a collective."""
+    return [*_works_of(flight.first), *flight.works] if isinstance(flight, Handle) else []
 
 
 def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, bool]:

@@ -21,7 +21,7 @@ def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Colle
     if dtype is None:
         return plain
     if dtype is FP8:
-        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic)
+        return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
     return CastingCollectives(dtype, plain)
 
 
@@ -29,50 +29,42 @@ class CastingCollectives(Collectives):
     """Reductions of floating tensors in another dtype; gathers and broadcasts as they are."""
 
     def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
-        super().__init__(ordered=plain.ordered, traffic=plain.traffic)
+        super().__init__(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
         self.dtype = dtype
 
-    def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Reduce a copy in the wire's dtype; the tensor changes when the handle is waited for."""
         if tensor.dtype is self.dtype or dist.get_world_size(group) == 1:
-            return super().all_reduce(tensor, group, op, scale=scale)
+            return super().start_all_reduce(tensor, group, op, scale)
         scale_now(tensor, scale)
         wire = tensor.to(self.dtype)
-        return _copied_back(super().all_reduce(wire, group, op), wire, tensor)
+        return _copied_back(super().start_all_reduce(wire, group, op, 1.0), wire, tensor)
 
-    def reduce_scatter(
-        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if full.dtype is self.dtype or size == 1:
-            return super().reduce_scatter(full, group, op, scale=scale)
+            return super().start_reduce_scatter(full, group, op, scale)
         scale_now(full, scale)
         wire = full.to(self.dtype)
         part = slice(rank * (full.numel() // size), (rank + 1) * (full.numel() // size))
-        return _copied_back(super().reduce_scatter(wire, group, op), wire[part], full[part])
+        return _copied_back(super().start_reduce_scatter(wire, group, op, 1.0), wire[part], full[part])
 
 
 class EightBitCollectives(Collectives):
     """Reductions of floating tensors as 8-bit numbers with scales. They block: nothing overlaps them."""
 
-    def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Done when it returns."""
         size = dist.get_world_size(group)
         if op == "max" or size == 1 or tensor.numel() == 0:
-            return super().all_reduce(tensor, group, op, scale=scale)
+            return super().start_all_reduce(tensor, group, op, scale)
         scale_now(tensor, scale)
         self.traffic.count(2 * (size - 1) / size * _packed_bytes(tensor))
         fp8_communication.all_reduce(tensor, group, mean=op == "mean")
         return Handle()
 
-    def reduce_scatter(
-        self, full: torch.Tensor, group: dist.ProcessGroup, op: Op = "sum", *, scale: float = 1.0
-    ) -> InFlight:
+    def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Done when it returns."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         scale_now(full, scale)

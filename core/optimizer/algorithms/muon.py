@@ -179,7 +179,7 @@ class Gathering:
             rank = dist.get_rank(layout.group)
             self.parts = torch.empty((layout.ranks, *part.shape), dtype=part.dtype, device=part.device)
             self.parts[rank].copy_(part)
-            self.handle = collectives.all_gather(self.parts.view(-1), layout.group)
+            self.handle = collectives.all_gather(self.parts.view(-1), layout.group, "a whole matrix")
 
     def wait(self) -> torch.Tensor:
         """The whole matrix; rows or columns in the order of the unsplit one."""

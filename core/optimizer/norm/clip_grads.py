@@ -26,7 +26,6 @@ from core.distributed.wire.collectives import Collectives
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.norm.step_settings import Settings, digest_terms, first_difference, same_digest
-from core.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +179,7 @@ class GradMeter:
         sums[count + 1] = zeros
         sums[count + 2], sums[count + 3] = terms
         for group in self.groups:
-            with waiting("the gradient norm", group):
-                rows = self.collectives.gather_rows(sums, group)
+            rows = self.collectives.gather_rows(sums, group, "the gradient norm")
             sums = rows.sum(0)
             if largest:
                 sums[: count + 1] = rows[:, : count + 1].amax(0)

@@ -20,7 +20,7 @@ from benchmarks.simulated_wire import Wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.layout.param_layout import BufferKey, ParamSpec
-from core.distributed.measure.step_clock import BucketEvent
+from core.distributed.wire.collective_events import CollectiveEvent
 from tests.unit_tests.ranks import ranks
 
 DENSE, EXPERT = BufferKey("float32", "float32", "dp_cp"), BufferKey("bfloat16", "bfloat16", "expt_dp")
@@ -111,12 +111,12 @@ def test_frozen_parameters_are_not_there_and_nothing_recorded_is_refused() -> No
     assert advise_bucket_size(empty, Wire(5.0, 1.0), sent_per_byte=1.0).exposed_ms == 0.0
 
 
-def flights(wire: Wire, sizes: list[int], launches: list[float], *, exact: bool = True) -> list[BucketEvent]:
+def flights(wire: Wire, sizes: list[int], launches: list[float], *, exact: bool = True) -> list[CollectiveEvent]:
     """What a step on that wire would record, half of each byte being sent."""
     events, free_s = [], 0.0
-    for index, (nbytes, launched_s) in enumerate(zip(sizes, launches, strict=True)):
+    for nbytes, launched_s in zip(sizes, launches, strict=True):
         free_s = max(free_s, launched_s) + wire.transfer_s(nbytes / 2)
-        events.append(BucketEvent(index, "", nbytes, launched_s=launched_s, done_s=free_s, end_is_exact=exact))
+        events.append(CollectiveEvent("", nbytes, launched_s=launched_s, done_s=free_s, end_is_exact=exact))
     return events
 
 

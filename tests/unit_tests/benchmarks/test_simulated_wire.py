@@ -71,7 +71,7 @@ class Counting(Collectives):
         super().__init__()
         self.finished: list[str] = []
 
-    def all_reduce(self, tensor, group, op="sum", *, scale=1.0):  # noqa: ANN001, ANN201
+    def start_all_reduce(self, tensor, group, op, scale):  # noqa: ANN001, ANN201
         if tensor.numel() == 0:
             return Handle()
         self.traffic.count(40)
@@ -81,14 +81,14 @@ class Counting(Collectives):
 def test_collectives_on_a_wire_count_once_and_finish_after_their_time() -> None:
     time, inner = FakeTime(), Counting()
     wired = SimulatedCollectives(inner, WireQueue(Wire(2.0, 10.0), time.clock, time.sleep))
-    flight = wired.all_reduce(torch.ones(10), None)
+    flight = wired.all_reduce(torch.ones(10), None, "test")
     assert not flight.is_done() and inner.finished == []
     flight.wait()
     assert inner.finished == ["all_reduce"] and time.slept == [6.0]  # 2 + 40 / 10
     assert (wired.traffic.bytes_sent, wired.traffic.collectives) == (40, 1)
-    wired.all_reduce(torch.ones(10), None).wait()
+    wired.all_reduce(torch.ones(10), None, "test").wait()
     assert time.slept == [6.0, 6.0]  # its own 40 bytes, not all that were ever counted
-    nothing = wired.all_reduce(torch.ones(0), None)
+    nothing = wired.all_reduce(torch.ones(0), None, "test")
     assert nothing.is_done()
     nothing.wait()
     assert time.slept == [6.0, 6.0]

@@ -16,7 +16,7 @@ from torch import nn
 from core.booster import Booster
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import LowLevelZeroPlugin
-from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.shared_memory import HostMemory
 from core.optimizer.step.cpu_offload import OffloadedOptimizer
 from tests.unit_tests.booster.booster_reference import (
     mean_loss,

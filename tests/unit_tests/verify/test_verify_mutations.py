@@ -89,20 +89,20 @@ def reduction(group: str, mutation: str) -> Spoilt:
 
 def over(group: str, instead: str | None, *, counts: bool) -> Spoilt:
     """All-reduces over a group go over another one, or nowhere; those of counts (whole numbers), or of gradients."""
-    all_reduce = Collectives.all_reduce
+    all_reduce = Collectives.start_all_reduce
 
-    def spoilt(self: Collectives, tensor: torch.Tensor, to: Any, op: Any = "sum", *, scale: float = 1.0) -> InFlight:
+    def spoilt(self: Collectives, tensor: torch.Tensor, to: Any, op: Any, scale: float) -> InFlight:
         groups = parallel_state.get_process_groups()
         is_count = not tensor.dtype.is_floating_point
         is_tokens = tensor.dim() == 0
         if to is not getattr(groups, group) or is_count != counts or is_tokens:
-            return all_reduce(self, tensor, to, op, scale=scale)
+            return all_reduce(self, tensor, to, op, scale)
         if instead is None:
             scale_now(tensor, scale)
             return Handle()
-        return all_reduce(self, tensor, groups.require(instead), op, scale=scale)
+        return all_reduce(self, tensor, groups.require(instead), op, scale)
 
-    return lambda: mock.patch.object(Collectives, "all_reduce", spoilt)
+    return lambda: mock.patch.object(Collectives, "start_all_reduce", spoilt)
 
 
 def divisor(factor: float, *, experts_only: bool = False) -> Spoilt:

@@ -11,7 +11,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
-from tests.unit_tests.distributed.wire.test_host_memory import at_once, channels_of
+from tests.unit_tests.distributed.wire.test_shared_memory import at_once, channels_of
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, whole_grads, wrap
 
@@ -224,7 +224,7 @@ def test_polling_does_nothing_of_a_reduction_before_the_same_of_an_earlier_one()
     for rank, tensor in enumerate(tensors):
         tensor.fill_(rank + 1.0)
     mine = [channels[0].all_reduce(tensors[0][:4]), channels[0].reduce_scatter(tensors[0][4:])]
-    assert not mine[1].poll() and [handle.stage for handle in mine] == [0, 0]
+    assert not mine[1].is_done() and [handle.stage for handle in mine] == [0, 0]
     real, looks = channels[0].has, []
 
     def comes_after_the_first_look(stage: int, number: int) -> bool:
@@ -232,16 +232,16 @@ def test_polling_does_nothing_of_a_reduction_before_the_same_of_an_earlier_one()
         return len(looks) > 1
 
     channels[0].has = comes_after_the_first_look  # type: ignore[method-assign]
-    channels[0].poll(mine[1])
+    channels[0].progress()
     assert looks == [1] and [handle.stage for handle in mine] == [0, 0]
     channels[0].has = real  # type: ignore[method-assign]
     theirs = [channels[1].all_reduce(tensors[1][:4])]
-    assert not mine[1].poll() and [handle.stage for handle in mine] == [1, 0]
+    assert not mine[1].is_done() and [handle.stage for handle in mine] == [1, 0]
     theirs.append(channels[1].reduce_scatter(tensors[1][4:]))
     # The second one's only stage is its first, which the first one has done: it waits for no copies.
-    assert not mine[1].poll() and [handle.stage for handle in mine] == [1, 1]
-    assert theirs[1].poll() and [handle.stage for handle in theirs] == [2, 1] and not theirs[0].is_done()
-    assert mine[1].poll() and mine[0].poll() and [handle.stage for handle in mine] == [2, 1]
+    assert not mine[1].is_done() and [handle.stage for handle in mine] == [1, 1]
+    assert theirs[1].is_done() and [handle.stage for handle in theirs] == [2, 1]
+    assert mine[1].is_done() and mine[0].is_done() and [handle.stage for handle in mine] == [2, 1]
     at_once([handle.wait for handle in (*mine, *theirs)])
     assert tensors[0].tolist() == [3.0] * 6 + [1.0] * 2
     assert tensors[1].tolist() == [3.0] * 4 + [2.0] * 2 + [3.0] * 2

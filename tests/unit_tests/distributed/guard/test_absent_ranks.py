@@ -118,7 +118,7 @@ def test_a_batch_without_finalize_and_step_on_a_rank(rank: int, world: int, stra
     if not share:  # the agreements of two steps meet
         assert "have launched 2 to 3 reductions; they disagree on which step this is" in words
     elif rank == 0:
-        assert AGREEMENT in words and "; rank 1 waited for the reduction of bucket 0 (bias .. weight) in " in words
+        assert AGREEMENT in words and "; rank 1 waited for the all_reduce of bucket 0 (bias .. weight) in " in words
     else:
         assert "in zero_grad_buffer (step 2, ranks [0, 1])" in words
         assert "; rank 0 waited for the agreement of data group dp_cp in finalize_model_grads (step 2)" in words

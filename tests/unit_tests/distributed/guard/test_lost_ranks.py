@@ -17,8 +17,8 @@ import torch.distributed as dist
 from core.distributed import SyncError
 from core.distributed.guard import lost_ranks
 from core.distributed.guard.lost_ranks import naming_lost_ranks
-from core.distributed.wire.host_channel import PeerLost
-from tests.unit_tests.distributed.wire.test_host_memory import channels_of
+from core.distributed.wire.shared_memory import PeerLost
+from tests.unit_tests.distributed.wire.test_shared_memory import channels_of
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1. This is typically caused by a crash."
 

@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.measure.overlap_report import OverlapReport, covered, exposed_seconds, measure_overlap
-from core.distributed.measure.step_clock import BucketEvent, HostClock, StreamClock, resolve
+from core.distributed.measure.overlap_report import OverlapReport, covered, measure_overlap
+from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock, resolve
 from core.distributed.wire.collectives import Handle
 from core.training.perfetto import trace_events, write_trace
 from core.training.plots import draw_bucket_timeline
@@ -21,11 +21,11 @@ from core.training.step_trace import Span, StepTrace, trace_of
 from tests.unit_tests.ranks import ranks
 
 
-def event(number: int, launched: float, done: float, waited: tuple[float, float], **rest: float | bool) -> BucketEvent:
+def event(
+    number: int, launched: float, done: float, waited: tuple[float, float], **rest: float | bool
+) -> CollectiveEvent:
     start, end = waited
-    return BucketEvent(
-        number, f"bucket {number}", 1024, None, launched, None, done, wait_start_s=start, wait_end_s=end, **rest
-    )
+    return CollectiveEvent(f"bucket {number}", 1024, launched, None, done, start, end, **rest)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_the_length_of_a_union(intervals: list[tuple[float, float]], length: flo
     assert covered(intervals) == length
 
 
-def test_time_waited_is_counted_once_though_all_waits_begin_together() -> None:
-    # Backward ends at 10. Bucket 0 was done at 8, bucket 1 ends at 12, bucket 2 at 15; all are waited for from 10 on.
-    events = [event(0, 1, 8, (10, 10)), event(1, 5, 12, (10, 12)), event(2, 9, 15, (10, 15))]
-    assert exposed_seconds(events) == [0, 2, 3]
+def test_time_waited_is_the_sum_of_waits_and_time_in_flight_a_union() -> None:
+    # Backward ends at 10. Bucket 0 was done at 8, bucket 1 ends at 12, bucket 2 at 15. Each is waited for in turn.
+    events = [event(0, 1, 8, (10, 10)), event(1, 5, 12, (10, 12)), event(2, 9, 15, (12, 15))]
+    assert [each.exposed_s for each in events] == [0, 2, 3]
     overlap = measure_overlap(events)
     assert overlap.flight_ms == 14e3 and overlap.exposed_ms == 5e3  # from 1 to 15 something was in flight
     assert overlap.hidden_share == pytest.approx(9 / 14)
@@ -50,7 +50,7 @@ def test_all_exposed_is_a_share_of_nothing_hidden_and_nothing_in_flight_too() ->
     assert measure_overlap([event(0, 10, 14, (20, 20))]).hidden_share == 1.0
     assert measure_overlap([event(0, 10, 11, (10, 14))]).hidden_share == 0.0  # a wait that also copies, no less than 0
     assert measure_overlap([]).hidden_share == 0.0
-    assert measure_overlap([BucketEvent(0, "never launched", 4)]).flight_ms == 0.0
+    assert measure_overlap([CollectiveEvent("never launched", 4)]).flight_ms == 0.0
 
 
 def test_how_late_an_end_was_seen_bounds_the_share_from_below() -> None:
@@ -68,25 +68,24 @@ def test_how_late_an_end_was_seen_bounds_the_share_from_below() -> None:
 
 def test_the_table_shows_totals_and_one_line_a_collective_in_milliseconds() -> None:
     first = event(0, 0.001, 0.004, (0.003, 0.004))
-    first.ready_s = 0.0
     text = OverlapReport((first,), (event(1, 0.5, 0.502, (0.502, 0.502)),)).table()
     rows = [line.split() for line in text.splitlines() if line]
     assert rows[1] == ["reductions", "3.00", "3.00", "1.00", "67%", "0%"]
     assert rows[2] == ["gathers", "2.00", "2.00", "0.00", "100%", "0%"]
-    assert rows[4] == ["bucket", "0", "1.0", "0.00", "1.00", "4.00", "4.00", "1.00"]
-    assert rows[6] == ["bucket", "1", "1.0", "-", "0.00", "2.00", "2.00", "0.00"]
+    assert rows[4] == ["bucket", "0", "1.0", "0.00", "3.00", "3.00", "1.00"]
+    assert rows[6] == ["bucket", "1", "1.0", "0.00", "2.00", "2.00", "0.00"]
 
 
 def test_a_look_right_before_the_wait_makes_its_end_exact() -> None:
     clock, flight = HostClock(), Handle(works=(_Work(),))
-    mark = BucketEvent(0, "bucket 0", 4)
+    mark = CollectiveEvent("bucket 0", 4)
     clock.mark(mark, "launched_s")
-    assert not clock.look(mark, flight)
+    assert not clock.look(mark, flight.is_done)
     clock.end(mark)
     assert mark.done_s == mark.wait_end_s and mark.end_is_exact
-    seen = BucketEvent(0, "bucket 0", 4)
+    seen = CollectiveEvent("bucket 0", 4)
     clock.mark(seen, "launched_s")
-    assert clock.look(seen, Handle())
+    assert clock.look(seen, Handle().is_done)
     clock.end(seen)
     assert seen.done_s < seen.wait_end_s and not seen.end_is_exact
 
@@ -138,30 +137,29 @@ def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for(monkeypatch:
     gpu = _FakeGpu()
     clock = StreamClock(gpu.new_event, gpu.on_side)
     clock.begin_step()
-    mark, work, finished = BucketEvent(0, "bucket 0", 4), _Work(), []
-    flight = Handle(first=Handle((work,)), finish=lambda: finished.append(1))
+    mark, work = CollectiveEvent("bucket 0", 4), _Work()
     monkeypatch.setattr(time, "perf_counter", lambda: 500.0)
-    clock.mark(mark, "ready_s")
+    clock.mark(CollectiveEvent("bucket before", 4), "launched_s")
     monkeypatch.setattr(time, "perf_counter", lambda: 600.0)  # the host's time counts once a step
     gpu.now["model"] = 1002.0
     clock.mark(mark, "launched_s")
     gpu.now["side"] = 1010.0  # when the side stream has waited for the collective
-    clock.follow(mark, flight)
-    assert work.waits == 1 and not finished  # the backend's part alone, on the side stream
-    assert clock.look(mark, flight) and mark.done_s is None  # nobody has to look
+    clock.follow(mark, [work])
+    assert work.waits == 1
+    assert not clock.look(mark, work.is_completed) and mark.in_flight_s is None  # the side stream knows
     gpu.now["model"] = 1006.0
     clock.mark(mark, "wait_start_s")
     gpu.now["model"] = 1010.5
     clock.end(mark)
-    assert mark.ready_s is None and mark.wait_end_s is None and gpu.synchronized == 0 and mark.has("wait_end_s")
+    assert mark.wait_end_s is None and gpu.synchronized == 0
     resolve([mark])
-    times = [mark.ready_s, mark.launched_s, mark.done_s, mark.wait_start_s, mark.wait_end_s]
-    assert times == pytest.approx([500.0, 500.002, 500.010, 500.006, 500.0105], abs=1e-7)
-    assert gpu.synchronized == 5 and mark.end_is_exact
+    times = [mark.launched_s, mark.done_s, mark.wait_start_s, mark.wait_end_s]
+    assert times == pytest.approx([500.002, 500.010, 500.006, 500.0105], abs=1e-7)
+    assert gpu.synchronized == 4 and mark.end_is_exact
     assert measure_overlap([mark]).exposed_ms == pytest.approx(4.5)
     resolve([mark])
-    assert gpu.synchronized == 5
-    later = BucketEvent(1, "bucket 1", 4)
+    assert gpu.synchronized == 4
+    later = CollectiveEvent("bucket 1", 4)
     clock.begin_step()
     clock.mark(later, "launched_s")  # a new step counts from its own first mark
     gpu.now["model"] = 1011.5
@@ -190,13 +188,14 @@ def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int,
         finalize_model_grads([ddp])
         ddp.start_param_sync()
     report = ddp.overlap_report()
-    assert [e.bucket for e in report.reductions] == [0, 1]
+    assert [e.label for e in report.reductions] == ["bucket 0", "bucket 1"]
     assert report.of_reductions.flight_ms >= 30.0 - 1e-3  # two latencies, one after the other
     # Backward is over at once, so about all of it is exposed; the pool of optim_grads waits for some in backward.
     assert report.of_reductions.exposed_ms > 2.0
     assert report.of_reductions.exposed_ms <= report.of_reductions.flight_ms + 1.0
     assert ddp.step_report().hidden_share == report.of_reductions.hidden_share
-    assert [e.bucket for e in report.gathers] == ([] if strategy == "no_shard" else [1, 0])  # the forward's order
+    gathered = [] if strategy == "no_shard" else ["parameters of bucket 1", "parameters of bucket 0"]
+    assert [e.label for e in report.gathers] == gathered  # the forward's order
     if report.gathers:
         assert report.of_gathers.flight_ms >= 30.0 - 1e-3 and report.of_gathers.exposed_ms > 4.0
 
@@ -235,7 +234,7 @@ def test_where_every_microbatch_is_reduced_each_round_has_its_events(rank: int, 
         ddp(torch.ones(2, 4)).sum().backward()
     finalize_model_grads([ddp])
     events = ddp.overlap_report().reductions
-    assert [e.bucket for e in events] == [0, 0, 0, 1, 1, 1]
+    assert [e.label for e in events] == ["bucket 0"] * 3 + ["bucket 1"] * 3
     assert all(e.launched_s <= e.done_s <= e.wait_end_s for e in events)
     assert events[0].wait_end_s <= events[1].launched_s
     ddp.zero_grad_buffer()
@@ -254,15 +253,16 @@ def test_a_settled_trace_keeps_the_gathers_that_its_own_step_waited_for() -> Non
 
 
 def test_a_report_becomes_a_trace_whose_waits_follow_one_another_and_a_picture(tmp_path: Path) -> None:
-    reductions = (event(0, 2, 8, (7, 8)), event(1, 5, 12, (7, 12)))
-    trace = trace_of(OverlapReport(reductions, (event(0, 1, 3, (2, 3)),)), rank=1, step=4)
+    reductions = (event(0, 2, 8, (7, 8)), event(1, 5, 12, (8, 12)))
+    gather = CollectiveEvent("parameters of bucket 0 (a .. b)", 1024, 1, None, 3, 2, 3)
+    trace = trace_of(OverlapReport(reductions, (gather,)), rank=1, step=4)
     assert (trace.start_s, trace.end_s) == (1, 12)
     slices = [e for e in trace_events([trace]) if e["ph"] == "X"]
     waits = {e["name"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["tid"] == 0}
     assert waits == {
         "wait for bucket 0": (6, 1),
         "wait for bucket 1": (7, 4),
-        "wait for gather of bucket 0": (1, 1),
+        "wait for parameters of bucket 0": (1, 1),
     }
     flights = sorted((e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["name"] == "in flight")
     assert flights == [(0, 2), (1, 6), (4, 7)]

@@ -49,7 +49,7 @@ def gather_slowly(ddp: DistributedDataParallel) -> list[SlowHandle]:
         handles.append(SlowHandle(full, group))
         return handles[-1]
 
-    ddp.param_sync.collectives.all_gather = all_gather
+    ddp.param_sync.collectives.start_all_gather = all_gather
     return handles
 
 
@@ -244,7 +244,7 @@ def test_weights_that_are_saved_after_an_interrupted_gather_are_whole(rank: int,
     sgd_on_shards(ddp)
     one_process_step(plain, world, 0, loss_of)
     handles = gather_slowly(ddp)
-    gather = ddp.param_sync.collectives.all_gather
+    gather = ddp.param_sync.collectives.start_all_gather
 
     def gather_and_interrupt(full: torch.Tensor, group: dist.ProcessGroup) -> SlowHandle:
         handle = gather(full, group)
@@ -257,7 +257,7 @@ def test_weights_that_are_saved_after_an_interrupted_gather_are_whole(rank: int,
         handle.wait = wait
         return handle
 
-    ddp.param_sync.collectives.all_gather = gather_and_interrupt
+    ddp.param_sync.collectives.start_all_gather = gather_and_interrupt
     with pytest.raises(KeyboardInterrupt):
         ddp.start_param_sync(force_sync=True)
     for name, want in plain.state_dict().items():

@@ -244,14 +244,14 @@ class Sent:
 
     def __enter__(self) -> list[tuple[Any, int]]:
         calls: list[tuple[Any, int]] = []
-        all_reduce = Collectives.all_reduce
+        all_reduce = Collectives.start_all_reduce
 
-        def noted(self: Collectives, tensor: torch.Tensor, group: Any, op: Any = "sum", **options: Any) -> Any:
+        def noted(self: Collectives, tensor: torch.Tensor, group: Any, op: Any, scale: float) -> Any:
             if tensor.dtype.is_floating_point:
                 calls.append((group, tensor.numel()))
-            return all_reduce(self, tensor, group, op, **options)
+            return all_reduce(self, tensor, group, op, scale)
 
-        self.patch = mock.patch.object(Collectives, "all_reduce", noted)
+        self.patch = mock.patch.object(Collectives, "start_all_reduce", noted)
         self.patch.start()
         return calls
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.wire.collectives import Collectives, backend_of
-from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.shared_memory import HostMemory
 from tests.unit_tests.ranks import ranks
 
 
@@ -35,9 +35,9 @@ def test_a_group_of_several_backends_shares_memory_and_reduces_as_one_of_gloo(ra
     shared = HostMemory.share(6, torch.float32, torch.device("cpu"), [group])
     assert shared is not None
     shared.tensor.copy_(torch.arange(6.0) * (rank + 1))
-    Collectives(channels=shared.channels).all_reduce(shared.tensor, group).wait()
+    Collectives(channels=shared.channels).all_reduce(shared.tensor, group, "test").wait()
     assert shared.tensor.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0, 15.0]
     over_gloo = torch.zeros(4)
     over_gloo[2 * rank : 2 * rank + 2] = rank + 1.0
-    Collectives().all_gather(over_gloo, group).wait()
+    Collectives().all_gather(over_gloo, group, "test").wait()
     assert over_gloo.tolist() == [1.0, 1.0, 2.0, 2.0]

@@ -70,7 +70,7 @@ def test_a_part_is_the_sum_of_all_ranks_in_every_dtype_and_size(rank: int, world
                 if dtype is torch.int64 and (scale, op) != (1.0, "sum"):
                     continue
                 tensor = values_of(rank, numel, dtype)
-                Collectives().reduce_scatter(tensor, dist.group.WORLD, op, scale=scale).wait()  # type: ignore[arg-type]
+                Collectives().reduce_scatter(tensor, dist.group.WORLD, "test", op, scale=scale).wait()  # type: ignore[arg-type]
                 factor = scale / (world if op == "mean" else 1)
                 assert close(tensor[mine], expected[mine] * factor), (dtype, part, scale, op)
                 if scale == 1.0 and op == "sum":
@@ -82,7 +82,7 @@ def test_an_all_reduce_in_rank_order_has_the_same_bits_everywhere(rank: int, wor
     for dtype in DTYPES:
         for numel in (1, 2, 5, 128 * world, 128 * world + 1, 3001):  # uneven, and fewer elements than ranks
             tensor = values_of(rank, numel, dtype)
-            handle = Collectives(ordered=True).all_reduce(tensor, dist.group.WORLD)
+            handle = Collectives(ordered=True).all_reduce(tensor, dist.group.WORLD, "test")
             handle.wait()
             handle.wait()  # the second does nothing
             assert torch.equal(tensor, in_rank_order(world, numel, dtype)), (dtype, numel)
@@ -90,7 +90,7 @@ def test_an_all_reduce_in_rank_order_has_the_same_bits_everywhere(rank: int, wor
 
 @ranks(1, 3)
 def test_rows_are_the_values_of_every_rank_in_rank_order(rank: int, world: int) -> None:
-    rows = Collectives().gather_rows(torch.tensor([float(rank), 0.1], dtype=torch.float64), dist.group.WORLD)
+    rows = Collectives().gather_rows(torch.tensor([float(rank), 0.1], dtype=torch.float64), dist.group.WORLD, "test")
     assert rows.tolist() == [[float(other), 0.1] for other in range(world)]
 
 
@@ -100,7 +100,7 @@ def test_one_rank_only_scales_and_nothing_is_nothing(rank: int, world: int) -> N
         collectives = Collectives(ordered=ordered)
         for call in (collectives.all_reduce, collectives.reduce_scatter):
             tensor = torch.tensor([1.0, -2.0])
-            call(tensor, dist.group.WORLD, scale=0.5).wait()
+            call(tensor, dist.group.WORLD, "test", scale=0.5).wait()
             assert tensor.tolist() == [0.5, -1.0]
     assert collectives.traffic.bytes_sent == 0
 
@@ -109,17 +109,17 @@ def test_one_rank_only_scales_and_nothing_is_nothing(rank: int, world: int) -> N
 def test_an_empty_tensor_sends_nothing(rank: int, world: int) -> None:
     collectives = Collectives(ordered=True)
     for call in (collectives.all_reduce, collectives.reduce_scatter):
-        call(torch.zeros(0), dist.group.WORLD).wait()
+        call(torch.zeros(0), dist.group.WORLD, "test").wait()
     assert collectives.traffic.collectives == 0
 
 
 @ranks(2, 3)
 def test_every_byte_is_counted(rank: int, world: int) -> None:
     collectives = Collectives(ordered=True)
-    collectives.reduce_scatter(torch.zeros(100 * world), dist.group.WORLD).wait()
+    collectives.reduce_scatter(torch.zeros(100 * world), dist.group.WORLD, "test").wait()
     assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (400 * (world - 1), 1)
     collectives.traffic.reset()
-    collectives.all_reduce(torch.zeros(world), dist.group.WORLD).wait()
+    collectives.all_reduce(torch.zeros(world), dist.group.WORLD, "test").wait()
     assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (8 * (world - 1), 1)
 
 
@@ -130,7 +130,7 @@ def test_groups_that_overlap_do_not_mix(rank: int, world: int) -> None:
     groups = [dist.group.WORLD, *mine]
     collectives = Collectives()
     tensors = [torch.full((600,), 10.0**rank) for _ in groups]
-    handles = [collectives.reduce_scatter(tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
+    handles = [collectives.reduce_scatter(tensor, group, "test") for tensor, group in zip(tensors, groups, strict=True)]
     for handle in reversed(handles):
         handle.wait()
     sums = {(0, 1, 2): 111.0, (0, 1): 11.0, (1, 2): 110.0}
@@ -205,12 +205,18 @@ def test_a_model_that_was_dropped_in_a_step_which_some_ranks_have_begun_is_told_
     parallel_state.initialize_model_parallel()
     dropped = wrap(Layers(1), **in_backward(strategy))
     dropped(4 if rank == 0 else 2, rank).backward()
+    sizes = [bucket.layout.numel for bucket in dropped.reducer.order]
     del dropped
     gc.collect()
     with pytest.raises(
         SyncError, match=r"a model was deleted in the middle of a step.*launched 0 to [24] reductions each"
     ):
         wrap(Layers(2), **in_backward(strategy))
+    if rank == 1:  # what rank 0 still waits for: a group does not end before its messages
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for size in sizes:
+            call = Collectives().all_reduce if strategy == "no_shard" else Collectives().reduce_scatter
+            call(torch.zeros(size, dtype=torch.float64), group, "test").wait()
 
 
 @ranks(2, 3)

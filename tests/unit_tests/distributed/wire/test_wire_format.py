@@ -35,7 +35,7 @@ def test_reductions_round_once_and_come_back(rank: int, world: int, dtype: torch
             divisor = world if op == "mean" else 1
             for call, where in ((wire.all_reduce, slice(None)), (wire.reduce_scatter, part)):
                 tensor = values_of(rank)
-                handle = call(tensor, group, op)  # type: ignore[operator]
+                handle = call(tensor, group, "test", op)  # type: ignore[operator]
                 handle.wait()
                 error = (tensor[where].double() - exact[where] / divisor).abs().max()
                 assert error <= bound * largest / divisor, (op, call, ordered)
@@ -64,10 +64,10 @@ def test_inf_and_nan_arrive(rank: int, world: int) -> None:
         for bad in (torch.inf, torch.nan):
             tensor = torch.ones(4)
             tensor[1] = bad if rank == 1 else 1.0
-            gradient_collectives(dtype, Collectives()).all_reduce(tensor, dist.group.WORLD).wait()
+            gradient_collectives(dtype, Collectives()).all_reduce(tensor, dist.group.WORLD, "test").wait()
             assert not tensor[1].isfinite()
     tensor = torch.full((4,), 1e6)
-    gradient_collectives(torch.float16, Collectives()).all_reduce(tensor, dist.group.WORLD).wait()
+    gradient_collectives(torch.float16, Collectives()).all_reduce(tensor, dist.group.WORLD, "test").wait()
     assert not tensor.isfinite().any(), "beyond fp16's range is told, not clipped"
 
 

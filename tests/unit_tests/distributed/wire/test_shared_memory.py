@@ -19,10 +19,9 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.wire import host_channel, host_memory
+from core.distributed.wire import shared_memory
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.host_channel import CONTROL_BYTES, RING, HostChannel, Member, PeerLost
-from core.distributed.wire.host_memory import HostMemory
+from core.distributed.wire.shared_memory import CONTROL_BYTES, RING, HostChannel, HostMemory, Member, PeerLost
 from tests.unit_tests.ranks import ranks
 
 
@@ -206,7 +205,7 @@ def test_a_rank_that_ends_after_its_part_is_not_lost(monkeypatch: pytest.MonkeyP
         channels[1].control[1][0] = 1
         return pid != 1
 
-    monkeypatch.setattr(host_channel, "_runs", ends_now)
+    monkeypatch.setattr(shared_memory, "_runs", ends_now)
     with pytest.raises(PeerLost, match="rank 2 did not come to reduction 1"):
         channels[0].all_reduce(tensors[0]).wait()
 
@@ -229,12 +228,12 @@ def test_memory_is_shared_between_processes(rank: int, world: int) -> None:
     assert shared is not None and not shared.tensor.any()
     collectives = Collectives(channels=shared.channels)
     shared.tensor.fill_(rank + 1.0)
-    collectives.all_reduce(shared.tensor[7:500], group).wait()
+    collectives.all_reduce(shared.tensor[7:500], group, "test").wait()
     total = world * (world + 1) / 2
     assert bool((shared.tensor[7:500] == total).all()) and bool((shared.tensor[500:] == rank + 1.0).all())
     assert collectives.traffic.bytes_sent == int(2 * (world - 1) / world * 493 * 4)
     elsewhere = torch.full((10,), rank + 1.0)  # not in that memory: over the backend
-    collectives.all_reduce(elsewhere, group, scale=0.5).wait()
+    collectives.all_reduce(elsewhere, group, "test", scale=0.5).wait()
     assert bool((elsewhere == total / 2).all())
 
 
@@ -242,18 +241,18 @@ def test_memory_is_shared_between_processes(rank: int, world: int) -> None:
 def test_ranks_of_different_hosts_share_nothing(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    real = host_memory._address
+    real = shared_memory._address
 
-    def elsewhere(fd: int) -> host_memory.Address:
+    def elsewhere(fd: int) -> shared_memory.Address:
         found = real(fd)
-        return host_memory.Address("another boot", found.pid, found.fd, found.identity)
+        return shared_memory.Address("another boot", found.pid, found.fd, found.identity)
 
     before = descriptors()
     try:
-        host_memory._address = elsewhere if rank == 1 else real
+        shared_memory._address = elsewhere if rank == 1 else real
         assert HostMemory.share(1000, torch.float32, torch.device("cpu"), [group]) is None
     finally:
-        host_memory._address = real
+        shared_memory._address = real
     assert descriptors() == before
 
 
@@ -265,16 +264,15 @@ def test_what_fails_on_one_rank_is_shared_by_none(rank: int, world: int, call: s
     assert group is not None
 
     def refused(*_: object) -> None:
-        if call != "_create":
-            raise PermissionError("closed")
+        raise PermissionError("closed")
 
-    real = getattr(host_memory, call)
+    real = getattr(shared_memory, call)
     try:
         if rank == 1:
-            setattr(host_memory, call, refused)
+            setattr(shared_memory, call, refused)
         assert HostMemory.share(1000, torch.float32, torch.device("cpu"), [group]) is None
     finally:
-        setattr(host_memory, call, real)
+        setattr(shared_memory, call, real)
     assert HostMemory.share(1000, torch.float32, torch.device("cpu"), [group]) is not None
 
 

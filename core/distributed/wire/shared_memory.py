@@ -1,0 +1,340 @@
+"""Memory that the ranks of one host map from each other, and the collectives that run in it.
+
+Ranks of one host on CPU would otherwise send gradients through sockets, where each element is copied four times. With
+mapped memory they add and copy straight from where the other ranks' gradients and parameters lie. Between hosts, on
+GPUs and where the system has no such memory, torch.distributed carries everything.
+
+The memory is an anonymous file (memfd), which the other ranks open through /proc. It has no name and no limit of its
+own, and it is gone with the last process that maps it.
+
+Note [Counters]
+All ranks launch the collectives of a group in one order. Three counters in each rank's memory tell what it has done:
+
+    counter 0: I have launched collective k: my gradients are complete and may be read
+    counter 1: I have added up my part; or, in a gather, I have read what I need
+    counter 2: I have read the other ranks' sums
+
+A rank writes only its own memory, and only its own part before counter 1 of all ranks has reached k. So nothing is read
+while it is written. The counters need stores that are seen in order, which x86-64 guarantees.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core import agree
+from core.distributed.wire.backend import backend_of, timeout_of
+from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
+
+Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
+
+PAGE = 4096
+STRIDE = 8  # int64 between two counters: a cache line each
+PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
+RING = 1000  # launches whose place is told at a time: as many can be in flight, and a further one waits
+CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
+SPINS = 100  # looks at the counters before this rank sleeps in between
+LOOK_S = 0.5  # between two looks whether the ranks waited for still run
+
+
+class PeerLost(RuntimeError):
+    """A rank has ended, does not come, or came with another reduction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank's memory as this process sees it."""
+
+    rank: int  # in the job
+    pid: int
+    tensor: torch.Tensor  # [numel]
+    memory: memoryview  # all of it, counters included
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """`tensor`: [numel] of this rank, zero at first. `channels`: one for each group that collectives run over."""
+
+    tensor: torch.Tensor
+    channels: list[HostChannel]
+
+    @classmethod
+    def share(
+        cls, numel: int, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
+    ) -> HostMemory | None:
+        """Memory that all ranks of `groups[0]` map; the other groups are parts of it. Collective over `groups[0]`.
+
+        None, on every rank of it, where that cannot be had.
+        """
+        whole = groups[0]
+        if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
+            return None
+        groups = [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+        data_bytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        maps = _map_all(data_bytes + len(groups) * CONTROL_BYTES, whole)
+        if maps is None:
+            return None
+        members = {
+            rank: Member(rank, pid, torch.frombuffer(memory, dtype=dtype, count=numel), memoryview(memory))
+            for rank, (pid, memory) in maps.items()
+        }
+        channels = [
+            HostChannel(
+                group,
+                [members[rank] for rank in dist.get_process_group_ranks(group)],
+                dist.get_rank(group),
+                data_bytes + number * CONTROL_BYTES,
+                timeout_of(group).total_seconds(),
+            )
+            for number, group in enumerate(groups)
+        ]
+        return cls(members[dist.get_rank()].tensor, channels)
+
+
+class HostChannel:
+    """The memory of one group's ranks. `members` in group order."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, members: Sequence[Member], rank: int, control_at: int, timeout_s: float
+    ) -> None:
+        self.group = group
+        self.members = list(members)
+        self.rank = rank  # this one, in the group
+        self.own = self.members[rank].tensor
+        self.control = [m.memory[control_at : control_at + CONTROL_BYTES].cast("q") for m in self.members]
+        self.launched = 0
+        self.in_flight: list[HostHandle] = []  # in the order of their launch
+        self.timeout_s = timeout_s
+
+    def holds(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """True if collectives of this tensor over this group run here. The same on all ranks of the group."""
+        offset = tensor.data_ptr() - self.own.data_ptr()
+        inside = offset >= 0 and offset + tensor.nbytes <= self.own.nbytes
+        return group is self.group and inside and tensor.dtype is self.own.dtype
+
+    def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
+        """Sum (or mean) of the tensor over the group, times `scale`, on every rank; in place."""
+        return self._launch(tensor, [self._add(tensor, scale, mean), self._read(tensor)])
+
+    def reduce_scatter(self, full: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
+        """The same for this rank's equal part of `full` alone; the rest of it stays what it was."""
+        return self._launch(full, [self._add(full, scale, mean)])
+
+    def all_gather(self, full: torch.Tensor) -> HostHandle:
+        """Copy every other rank's equal part of `full` from it."""
+        return self._launch(full, [self._read(full)])
+
+    def _add(self, tensor: torch.Tensor, scale: float, mean: bool) -> Action:
+        sizes = split_evenly(tensor.numel(), len(self.members))
+        start = sum(sizes[: self.rank])
+        mine = slice(start, start + sizes[self.rank])
+        return lambda all_of: add_in_rank_order([each[mine] for each in all_of], tensor[mine], scale, mean)
+
+    def _read(self, tensor: torch.Tensor) -> Action:
+        sizes = split_evenly(tensor.numel(), len(self.members))
+
+        def read(all_of: list[torch.Tensor]) -> None:
+            for rank, part in enumerate(tensor.split(sizes)):
+                if rank != self.rank:
+                    part.copy_(all_of[rank].split(sizes)[rank])
+
+        return read
+
+    def _launch(self, tensor: torch.Tensor, actions: list[Action]) -> HostHandle:
+        if len(self.in_flight) >= RING:
+            self.in_flight[0].wait()
+        self.launched += 1
+        control, place = self.control[self.rank], _place_of(self.launched)
+        control[place] = tensor.storage_offset() - self.own.storage_offset()
+        control[place + 1] = tensor.numel()
+        control[0] = self.launched
+        handle = HostHandle(self, self.launched, tensor.numel(), actions)
+        self.in_flight.append(handle)
+        return handle
+
+    def progress(self) -> None:
+        """Run every action that waits for no rank, in the order of launches.
+
+        A counter tells that an action is done in all earlier collectives too. So none overtakes an earlier one.
+        """
+        most = 2  # actions that a collective has
+        for handle in self.in_flight:
+            while handle.stage < min(most, len(handle.actions)) and self.has(handle.stage, handle.number):
+                handle.actions[handle.stage](self._tensors(handle))
+                handle.stage += 1
+                self.control[self.rank][handle.stage * STRIDE] = handle.number
+            if handle.stage < len(handle.actions):
+                most = min(most, handle.stage)
+            if most == 0:
+                return
+
+    def has(self, counter: int, number: int) -> bool:
+        """True if this counter of all ranks has reached collective `number`."""
+        at = counter * STRIDE
+        return all(control[at] >= number for control in self.control)
+
+    def _tensors(self, handle: HostHandle) -> list[torch.Tensor]:
+        """Every rank's tensor of a collective, flat. Raises PeerLost where one has another size."""
+        place = _place_of(handle.number)
+        found = []
+        for member, control in zip(self.members, self.control, strict=True):
+            offset, theirs = control[place], control[place + 1]
+            if theirs != handle.numel:
+                raise PeerLost(
+                    f"rank {self.members[self.rank].rank} reduces {handle.numel} elements and rank {member.rank} "
+                    f"{theirs} in {self._name(handle)}: they are not at the same bucket of a step, and their gradients "
+                    "would be mixed. Restart from the last checkpoint"
+                )
+            found.append(member.tensor[offset : offset + theirs])
+        return found
+
+    def ended(self) -> list[Member]:
+        """The ranks whose processes have ended."""
+        return [member for member in self.members if not _runs(member.pid)]
+
+    def raise_if_lost(self, handle: HostHandle, waited_s: float) -> None:
+        """Raise PeerLost where a rank that this collective waits for has ended, or does not come in time."""
+        gone = {member.rank for member in self.ended()}  # first: later it may be done, and end
+        at = handle.stage * STRIDE
+        behind = [m for m, c in zip(self.members, self.control, strict=True) if c[at] < handle.number]
+        here = self.members[self.rank].rank
+        ended = [member for member in behind if member.rank in gone]
+        if ended:
+            raise PeerLost(
+                f"rank {here}: rank {ended[0].rank} (process {ended[0].pid}) has ended, and was waited for in "
+                f"{self._name(handle)}. Its own output says why; restart from the last checkpoint"
+            )
+        if behind and waited_s > self.timeout_s:
+            raise PeerLost(
+                f"rank {here}: rank {behind[0].rank} did not come to {self._name(handle)} within {self.timeout_s:.0f} "
+                "s (timeout of the group). Did it leave out a backward or a finalize_model_grads?"
+            )
+
+    def _name(self, handle: HostHandle) -> str:
+        return f"reduction {handle.number} of group {[member.rank for member in self.members]}"
+
+
+class HostHandle:
+    """A collective in flight; the same face as collectives.Handle."""
+
+    def __init__(self, channel: HostChannel, number: int, numel: int, actions: list[Action]) -> None:
+        self.channel = channel
+        self.number = number
+        self.numel = numel
+        self.actions = actions
+        self.stage = 0  # actions, and the counter that this rank waits for
+
+    def is_done(self) -> bool:
+        """Do what waits for no rank; True if nothing is left to do and no rank reads this one's memory any more."""
+        self.channel.progress()
+        return self.stage == len(self.actions) and self.channel.has(self.stage, self.number)
+
+    def wait(self) -> None:
+        """Complete it. Afterwards no rank reads this one's memory any more: it may be written again."""
+        if self not in self.channel.in_flight:
+            return
+        begun = looked = time.monotonic()
+        looks = 0
+        while not self.is_done():
+            looks += 1
+            if looks < SPINS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            time.sleep(min(1e-3, max(2e-5, (now - begun) / 20)))  # a twentieth of a wait is lost at most
+            if now - looked > LOOK_S:
+                looked = now
+                self.channel.raise_if_lost(self, now - begun)
+        self.channel.in_flight.remove(self)
+
+
+def _place_of(number: int) -> int:
+    """Where in the control memory a launch tells its place."""
+    return PLACES + 2 * (number % RING)
+
+
+def _runs(pid: int) -> bool:
+    """True if there is a process of that number that has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+# -- mapping ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a process of this host finds another one's memory, and what tells that it is the right one."""
+
+    boot: str  # of the host: processes of other hosts may have the same number
+    pid: int
+    fd: int
+    identity: tuple[int, int, int]  # device, inode and size: another container counts processes of its own
+
+
+def _map_all(nbytes: int, group: dist.ProcessGroup) -> dict[int, tuple[int, mmap.mmap]] | None:
+    """By rank: its process and its memory. None on all ranks if one of them could not map another's. Collective."""
+    what, fd, address, maps = "the memory of the ranks of one host", -1, None, {}
+    try:
+        with suppress(OSError):
+            fd = _create()
+            os.ftruncate(fd, nbytes)
+            address = _address(fd)
+        addresses = agree.gather(address, group, what)
+        with suppress(OSError):
+            maps = {rank: (theirs.pid, _open(theirs)) for rank, theirs in addresses.items() if theirs is not None}
+        failed = agree.any(len(maps) < len(addresses), group, what)  # also: none closes before all have opened
+        return None if failed else maps
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _create() -> int:
+    """An anonymous file. Raises OSError where the system has none, or where counters in it would not be safe."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError("stores are not seen in order here")
+    return os.memfd_create("core.distributed")
+
+
+def _address(fd: int) -> Address:
+    status = os.fstat(fd)
+    return Address(_boot(), os.getpid(), fd, (status.st_dev, status.st_ino, status.st_size))
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _open(address: Address) -> mmap.mmap:
+    """Map a process's memory. Raises OSError where it is not to be had."""
+    if address.boot != _boot():
+        raise OSError("it is on another host")
+    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
+    try:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino, status.st_size) != address.identity:
+            raise OSError("the process of that number is another one")
+        if sys.version_info >= (3, 13):
+            memory = mmap.mmap(fd, status.st_size, trackfd=False)
+        else:  # such a mapping keeps a descriptor as long as it lives: one a buffer and rank of this host
+            memory = mmap.mmap(fd, status.st_size)
+    finally:
+        os.close(fd)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer misses of the address cache, where the system allows it
+    return memory
