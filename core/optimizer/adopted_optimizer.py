@@ -131,7 +131,7 @@ class AdoptedOptimizer(DistributedOptimizer):
             for shard in masters.shards:
                 if shard.param is param:
                     whole[shard.offset : shard.offset + shard.numel] = masters.grad[shard.start : shard.end]
-            Collectives().all_reduce(whole, masters.bucket.groups.shard).wait()
+            Collectives().all_reduce(whole, masters.bucket.groups.shard, "a whole gradient").wait()
             return whole.view(param.shape) * factor
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
 

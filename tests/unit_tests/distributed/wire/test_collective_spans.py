@@ -64,12 +64,12 @@ def test_every_collective_of_a_step_is_found_by_bucket_or_purpose(rank: int, wor
         spans = [event.name.removeprefix("core::") for event in events if event.name.startswith("core::")]
         backends = [event for event in events if event.name.startswith("c10d::")]
         assert len(backends) > 5 and not [event.name for event in backends if not named_above(event)]
-        for bucket in ddp.reducer.order:
+        for bucket in ddp.reducer.buckets:
             assert spans.count(f"{kind} {bucket.name}") == spans.count(f"wait {kind} {bucket.name}") == 1
             gathers = 0 if strategy == "no_shard" else 1
             assert spans.count(f"all_gather parameters of {bucket.name}") == gathers
         launched = [span for span in spans if not span.startswith("wait ")]
-        purposes = {span.partition(" ")[2] for span in launched} - {bucket.name for bucket in ddp.reducer.order}
+        purposes = {span.partition(" ")[2] for span in launched} - {bucket.name for bucket in ddp.reducer.buckets}
         expected = {"num_tokens", "the gradient norm"}
         if strategy == "no_shard":  # else a rank's shard may hold nothing that a rule serves
             expected.add("the sync rule tensor-parallel sum")

@@ -205,7 +205,7 @@ def test_a_model_that_was_dropped_in_a_step_which_some_ranks_have_begun_is_told_
     parallel_state.initialize_model_parallel()
     dropped = wrap(Layers(1), **in_backward(strategy))
     dropped(4 if rank == 0 else 2, rank).backward()
-    sizes = [bucket.layout.numel for bucket in dropped.reducer.order]
+    sizes = [bucket.layout.numel for bucket in dropped.reducer.buckets]
     del dropped
     gc.collect()
     with pytest.raises(
