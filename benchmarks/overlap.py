@@ -31,7 +31,7 @@ from benchmarks.report import add_json, circumstances, write_json
 from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.measure.overlap_report import measure_overlap
+from core.distributed.wire.overlap import measure_overlap
 from core.training.step_trace import StepTrace
 
 RANKS = 2

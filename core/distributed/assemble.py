@@ -21,8 +21,8 @@ from core.distributed.guard.same_model import check_same_model
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
-from core.distributed.reduce.shared_wire import SharedWire
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.wire.collective_events import clock_for
@@ -116,7 +116,7 @@ def _settle_other_models(groups: ProcessGroups) -> None:
         if groups.size(name) > 1:
             control = groups.control(name)
             on_cpu = control_device(control).type == "cpu"
-            SharedWire.of(groups.require(name)).quiesce(control if on_cpu else None)
+            ModelTurns.of(groups.require(name)).settle(control if on_cpu else None)
 
 
 def _plan_together(
@@ -173,6 +173,6 @@ def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[Co
     for name in DATA_KINDS:
         members = tuple(bucket for bucket in buckets if bucket.contracts[0].data_group == name)
         if members or name == "dp_cp":
-            model = SharedWire.of(groups.require(name)).next_model
+            model = ModelTurns.of(groups.require(name)).wraps
             control.append(ControlGroup(name, groups.control(name), members, model))
     return control

@@ -16,7 +16,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
 from core.distributed.reduce.model_chunks import models_of
-from core.distributed.reduce.shared_wire import link_chunks
+from core.distributed.reduce.model_turns import link_chunks
 from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.process_groups import ProcessGroups

@@ -90,7 +90,6 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_fully_shard",
         "_get_backend",
         "_get_default_store",
-        "_get_process_group_store",
         "_module_classes_to_ignore",
         "_modules",
         "_opt_called",
@@ -115,7 +114,7 @@ STANDARD_PRIVATE_NAMES = frozenset(
 AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
 AGREEMENTS_ELSEWHERE = {
     "core/distributed/wire/collectives.py": {"MAX"},  # the seam: a user's sync rule may be a maximum
-    "core/distributed/reduce/shared_wire.py": {"MAX"},  # asks on a communicator of its own, whatever else is under way
+    "core/distributed/reduce/model_turns.py": {"MAX"},  # asks on a communicator of its own, whatever else is under way
     "core/tensor_parallel/cross_entropy.py": {"MAX"},  # the largest logit, of the loss
     "core/training/job.py": {"gather_object"},  # traces of steps, for rank 0 to draw
     "core/verify/gathered.py": {"gather_object"},  # whole weights, for rank 0 to compute with

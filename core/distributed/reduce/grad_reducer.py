@@ -27,11 +27,11 @@ from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
-from core.distributed.measure.overlap_report import measure_overlap
-from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.overlap import measure_overlap
 from core.distributed.wire.shared_memory import HostChannel
 
 
@@ -86,9 +86,9 @@ class GradReducer:
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
-        self.wires = [SharedWire.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
-        for wire in self.wires:
-            wire.join(self)
+        self.turns = [ModelTurns.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+        for turns in self.turns:
+            turns.join(self)
         self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
         self.state = StepState.ACCUMULATING
         self.next = 0  # index into `buckets` of the bucket to launch next
@@ -132,12 +132,12 @@ class GradReducer:
         """True if the next bucket can be launched now."""
         if self.next == len(self.buckets) or self.buckets[self.next].pending > 0:
             return False
-        return self.wires_are_own and all(chunk.all_launched for chunk in self._earlier_chunks())
+        return self.is_alone and all(chunk.all_launched for chunk in self._earlier_chunks())
 
     @property
-    def wires_are_own(self) -> bool:
+    def is_alone(self) -> bool:
         """True if no other model uses this one's communicators, so that buckets may leave before finalize."""
-        return all(wire.is_own(self.pipeline_chunks()) for wire in self.wires)
+        return all(turns.is_alone(self.pipeline_chunks()) for turns in self.turns)
 
     @property
     def shards_gradients(self) -> bool:
@@ -161,8 +161,8 @@ class GradReducer:
         bucket.launch(self.collectives)
         self.next += 1
         self.launches += 1
-        for wire in self.wires:
-            wire.launches += 1
+        for turns in self.turns:
+            turns.launches += 1
         if self.when is Launches.ONE_BY_ONE:
             bucket.wait()
 
@@ -184,7 +184,7 @@ class GradReducer:
         Raises SyncError on all ranks if some of them end the step instead.
         """
         self.in_microbatch = _call_after_backward(weakref.WeakMethod(self._end_microbatch))
-        if not self.wires_are_own or (self.microbatches and not self.in_microbatch):
+        if not self.is_alone or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):
             if self.microbatches:
@@ -199,14 +199,14 @@ class GradReducer:
         self.state = StepState.LAUNCHING
 
     def _end_microbatch(self) -> None:
-        """A backward has ended: launch what it left. With other models on the wire that waits for finalize."""
+        """A backward has ended: launch what it left. With other models on the communicator that waits for finalize."""
         self.in_microbatch = False
-        if self.open and self.wires_are_own:
+        if self.open and self.is_alone:
             with self.named("backward"):
                 self._launch_rest()
 
     def complete_microbatch(self) -> None:
-        """Launch what backwards have left, because one failed or other models use the wire.
+        """Launch what backwards have left, because one failed or other models use the communicator.
 
         Collective where a backward of this step has run, which then is so on all ranks.
         """
@@ -308,18 +308,18 @@ class GradReducer:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
         if not self.has_new_step or self.pipeline_chunks()[0] is not self:
             return
-        if any(wire.shared for wire in self.wires):
+        if any(turns.shared for turns in self.turns):
             for chunk in self.pipeline_chunks():  # other ranks may wait in backward for what this one has not launched
                 chunk.start(early=True)
-        for wire in self.wires:
-            refusal = wire.unequal_turns(self)
+        for turns in self.turns:
+            refusal = turns.refusal(self)
             if refusal is not None:
                 raise SyncError(refusal)
 
     def start(self, *, force_all_reduce: bool = False, early: bool = False) -> None:
         """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
 
-        early: not where other models use the wires.
+        early: launch nothing where other models use the communicators.
         """
         if not self.open:
             if not self.has_new_step:
@@ -327,7 +327,7 @@ class GradReducer:
             self._refuse_spent()
             self.begin()
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        if self.state is StepState.LAUNCHED or (early and not self.wires_are_own):
+        if self.state is StepState.LAUNCHED or (early and not self.is_alone):
             return
         for chunk in self._earlier_chunks():
             chunk.start(force_all_reduce=force_all_reduce)

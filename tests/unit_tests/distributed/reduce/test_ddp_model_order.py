@@ -12,7 +12,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
-from core.distributed.reduce.shared_wire import SharedWire
+from core.distributed.reduce.model_turns import ModelTurns
 from core.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -86,7 +86,7 @@ def test_reductions_that_were_launched_crosswise_are_told_by_the_agreement(rank:
     """Where ranks cannot ask each other beforehand: no gloo at all."""
     parallel_state.initialize_model_parallel()
     policy, critic = (wrap(Pair(name, 6), share_host_memory=False) for name in ("policy", "critic"))
-    SharedWire.of(policy.groups.require("dp_cp")).living = None
+    ModelTurns.of(policy.groups.require("dp_cp")).living = None
     train(policy, rank), train(critic, rank)
     with pytest.raises(SyncError, match=rf"'{'policy' if rank == 0 else 'critic'}'.*another model.*in one order"):
         finalize_model_grads([policy if rank == 0 else critic])

@@ -1,0 +1,152 @@
+"""ModelTurns: which of several wrapped models on one communicator is reduced now.
+
+A communicator pairs the n-th collective of one rank with the n-th of another. Within one model the reducer keeps one
+order. Between models there is none that backward could follow, because a rank may call them in another order, or leave
+one out. So with several models on a group, backward launches nothing, and each model's buckets leave in its finalize.
+All ranks make that call in the same order: they ask each other whose turn it is. Chunks of one pipeline have an order
+(`link_chunks`) and count as one model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from core.agree import SyncError
+from core.distributed.reduce.step_state import StepState
+from core.distributed.wire.backend import timeout_of
+from core.waiting import waiting
+
+if TYPE_CHECKING:
+    from core.distributed.reduce.grad_reducer import GradReducer
+
+
+class ModelTurns:
+    """The reducers that use one communicator, by the number of their wrap, which is the same on all ranks."""
+
+    # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
+    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, ModelTurns]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self.wraps = 0  # ever, which is the number of the next model
+        self.launches = 0  # of all models, ever; equal on all ranks whenever no step is open
+        # Numbers of the models that no rank had deleted when ranks last asked each other; None before they can.
+        self.living: set[int] | None = None
+        self._reducers: dict[int, weakref.ref[GradReducer]] = {}  # oldest first
+        self._questions: dist.ProcessGroupGloo | None = None  # on which ranks ask each other, and nothing else travels
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ModelTurns:
+        """The one object that all models wrapped with `group` share."""
+        return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
+
+    def join(self, reducer: GradReducer) -> None:
+        """A model was wrapped."""
+        self._reducers[self.wraps] = weakref.ref(reducer)
+        if self.living is not None:
+            self.living.add(self.wraps)
+        self.wraps += 1
+
+    def _alive(self) -> dict[int, GradReducer]:
+        found = {number: reference() for number, reference in self._reducers.items()}
+        return {number: reducer for number, reducer in found.items() if reducer is not None}
+
+    @property
+    def shared(self) -> bool:
+        """True if several models live on all ranks, which then ask each other whose turn it is."""
+        return self.living is not None and len(self.living) > 1
+
+    def is_alone(self, chunks: Sequence[GradReducer]) -> bool:
+        """True if no model but that of these chunks uses the communicator.
+
+        Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
+        model goes at different times on different ranks. So the last answer to the ranks' question counts there.
+        """
+        models = self._alive()
+        agreed = self.living is not None and any(chunk.shards_gradients for chunk in chunks)
+        return all(models.get(number) in chunks for number in (self.living if agreed else models) or ())
+
+    # -- what ranks ask each other ----------------------------------------------------------------------------------
+
+    def settle(self, control: dist.ProcessGroup | None) -> None:
+        """Before the first collective of a wrap: launch the rest of every step that some rank has begun to launch.
+
+        Collective. control: a gloo group of the same ranks. They ask each other beside it, because it may be busy.
+        Without one each rank goes by itself. Raises SyncError on all ranks where a model was deleted in a step whose
+        reductions only some ranks have launched: the next collective would be paired with one of those.
+        """
+        if self.wraps == 0:
+            return
+        models = self._alive()
+        launching = (StepState.LAUNCHING, StepState.LAUNCHED)
+        begun = [int(n in models and models[n].state in launching) for n in range(self.wraps)]
+        if control is not None:
+            if self._questions is None:
+                store = dist.PrefixStore(f"core.model_turns/{control.group_name}", _get_default_store())
+                rank, size = dist.get_rank(control), dist.get_world_size(control)
+                self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
+            begun = self._largest([*begun, *self._gone(models)])
+            self._note_gone(begun[self.wraps :])
+        for number, reducer in models.items():
+            if begun[number] and (self.living is None or number in self.living):
+                reducer.start()
+        if control is not None:
+            most, minus_least = self._largest([self.launches, -self.launches])
+            if most != -minus_least:
+                raise SyncError(
+                    f"a model was deleted in the middle of a step, when ranks {self.ranks} had launched {-minus_least} "
+                    f"to {most} reductions each, so the next one would be mixed with them. Call zero_grad_buffer() on "
+                    "all ranks before you delete a model between backward and finalize_model_grads; restart now"
+                )
+
+    def refusal(self, reducer: GradReducer) -> str | None:
+        """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this
+        one. Collective where several models share the communicator.
+        """
+        if not self.shared:
+            return None
+        models = self._alive()
+        own = next(number for number, other in models.items() if other is reducer)
+        most, minus_least, *gone = self._largest([own, -own, *self._gone(models)])
+        self._note_gone(gone)
+        if most == -minus_least:
+            return None
+        turns = self._largest([own if rank == dist.get_rank() else 0 for rank in self.ranks])
+        found = []
+        for number in dict.fromkeys(turns):
+            whose = f" (that of {models[number].buckets[-1].contracts[-1].name!r})" if number in models else ""
+            ranks = [rank for rank, turn in zip(self.ranks, turns, strict=True) if turn == number]
+            found.append(f"model {number}{whose} on ranks {ranks}")
+        return (
+            f"ranks {self.ranks} are about to reduce different models at the same time: {', '.join(found)}. Nothing "
+            "was reduced. Call finalize_model_grads for all models in one order on every rank"
+        )
+
+    def _gone(self, models: dict[int, GradReducer]) -> list[bool]:
+        return [number not in models for number in range(self.wraps)]
+
+    def _note_gone(self, gone: Sequence[int]) -> None:
+        self.living = {number for number, is_gone in enumerate(gone) if not is_gone}
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        """Each value's maximum over the ranks."""
+        assert self._questions is not None, "settle connects the ranks before anybody asks"
+        told, options = torch.tensor(values, dtype=torch.int64), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        with waiting("the question which model is reduced", self.ranks):
+            self._questions.allreduce([told], options).wait()
+        found: list[int] = told.tolist()
+        return found
+
+
+def link_chunks(reducers: Sequence[GradReducer]) -> None:
+    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first."""
+    chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
+    for reducer in reducers:
+        reducer.chunks = chunks

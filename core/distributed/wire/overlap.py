@@ -1,0 +1,62 @@
+"""What of a step's communication was hidden behind computing: arithmetic over the events of its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.distributed.wire.collective_events import CollectiveEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One kind of communication of one step on this rank, in milliseconds.
+
+    flight_ms: at least one collective was in flight; time in which several were counts once. exposed_ms: the main
+    thread (on CUDA: the model's stream) waited for one. seen_late_ms: by so much at most flight_ms is too long, because
+    the end of a collective that nobody waited for is noticed at the next look (0 on CUDA).
+    """
+
+    flight_ms: float = 0.0
+    exposed_ms: float = 0.0
+    seen_late_ms: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time in flight, the part that nobody waited for; 0 where nothing was in flight."""
+        return _share(self.exposed_ms, self.flight_ms)
+
+    @property
+    def hidden_share_at_least(self) -> float:
+        """The same if every collective had ended right after the last look that found it on its way."""
+        return _share(self.exposed_ms, self.flight_ms - self.seen_late_ms)
+
+
+def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
+    """Add up the collectives of one step; those that were never launched or never ended count nothing."""
+    longest, shortest = [], []
+    for event in events:
+        if event.launched_s is not None and event.done_s is not None:
+            # It cannot have ended before a look that found it on its way. Unlooked at, it may have at once.
+            least = event.done_s if event.end_is_exact else event.in_flight_s or event.launched_s
+            longest.append((event.launched_s, event.done_s))
+            shortest.append((event.launched_s, least))
+    flight_s = covered(longest)
+    return Overlap(
+        flight_ms=1e3 * flight_s,
+        exposed_ms=1e3 * sum(event.exposed_s for event in events),
+        seen_late_ms=1e3 * (flight_s - covered(shortest)),
+    )
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of [start, end) intervals; those that end before they start are empty."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _share(exposed_ms: float, flight_ms: float) -> float:
+    return min(1.0, max(0.0, 1.0 - exposed_ms / flight_ms)) if flight_ms > 0 else 0.0
