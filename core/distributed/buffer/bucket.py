@@ -96,7 +96,7 @@ class Bucket(BucketMemory):
     @property
     def has_late(self) -> bool:
         """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
-        return self.attribute.has_late
+        return any(self.attribute.take(index) is not None for index in range(len(self.params)))
 
     # -- until the reduction ----------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Bucket(BucketMemory):
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
-        self.kept = self.still_in_grad() if keep else bytes(len(self.params))
+        self.kept = self.attribute.kept if keep else bytes(len(self.params))
         self.carried = self._copy_kept() if 1 in self.kept and not self.whole else None
         self.attribute.begin(self.kept)
         self.give_back()
@@ -120,10 +120,6 @@ class Bucket(BucketMemory):
         self.state = BucketState.ACCUMULATING
         self.arrivals = [0] * len(self.params)
         self.pending = len(self.expected) - self.expected.count(0)
-
-    def still_in_grad(self) -> bytes:
-        """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
-        return bytes(len(self.params)) if self.state is BucketState.ACCUMULATING else self.attribute.kept
 
     @torch.no_grad()
     def _copy_kept(self) -> torch.Tensor:
@@ -145,16 +141,18 @@ class Bucket(BucketMemory):
             return self.pending == 0
         return False
 
-    @torch.no_grad()
-    def fill(self, index: int) -> None:
+    def fill(self, pool: BucketPool, index: int) -> None:
         """Move a gradient into borrowed memory as soon as it has come, if there is memory without waiting.
 
         Only for the bucket that is launched next; `collect` moves what is left.
         """
-        assert self.pool is not None, "a bucket without a pool has its memory"
-        if self.views or self.pool.has_room(self.layout.numel):
+        if torch.is_grad_enabled():  # under create_graph
+            return
+        if not self.views:
+            if not pool.has_room(self.layout.numel):
+                return
             self.borrow()
-            self._collect(index)
+        self._collect(index)
 
     @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
     def collect(self) -> None:

@@ -55,11 +55,15 @@ class BucketMemory:
             self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.owned_grad = self.shard_of(memory) if pool is None else memory  # the same memory in every step
         self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket comes to the same two places again
         if pool is None:
             self._lie_in(memory)
 
     def _lie_in(self, memory: torch.Tensor) -> None:
-        self.grad, self.views = memory, views_of(memory, self.layout.slots, self.layout.start)
+        place = memory.data_ptr()
+        if place not in self._views_at:
+            self._views_at[place] = views_of(memory, self.layout.slots, self.layout.start)
+        self.grad, self.views = memory, self._views_at[place]
 
     def borrow(self) -> None:
         """Have memory for whole gradients; what lies between the parameters is zero. Waits for the pool."""
@@ -75,7 +79,8 @@ class BucketMemory:
     def give_back(self) -> None:
         """Return borrowed memory."""
         if self.pool is not None:
-            self.pool.release(self.grad)
+            if not self.pool.release(self.grad):
+                self._views_at.pop(self.grad.data_ptr(), None)
             self.grad, self.views = self.owned_grad[:0], []
 
     @property

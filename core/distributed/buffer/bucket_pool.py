@@ -65,7 +65,9 @@ class BucketPool:
         memory = self.held[end] = self.memory[self.memory.numel() - numel :] if end else self.memory[:numel]
         return memory
 
-    def release(self, memory: torch.Tensor) -> None:
-        """Take back what `acquire` returned; its bucket is not in flight any more."""
+    def release(self, memory: torch.Tensor) -> bool:
+        """Take back what `acquire` returned; its bucket is not in flight any more. True if it is the pool's memory."""
+        is_held = any(held is memory for held in self.held)
         self.held = [None if held is memory else held for held in self.held]
         self.in_flight = deque(bucket for bucket in self.in_flight if bucket.grad is not memory)
+        return is_held

@@ -100,11 +100,6 @@ class GradAttribute:
         self._forget_added()
         return found
 
-    @property
-    def has_late(self) -> bool:
-        """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
-        return any(self.take(index) is not None for index in range(len(self.params)))
-
     # -- once gradients are reduced -----------------------------------------------------------------------------------
 
     def show(self, grads: Sequence[torch.Tensor] | None) -> None:

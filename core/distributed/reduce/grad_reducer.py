@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from core.agree import SyncError
-from core.distributed.buffer.bucket import Bucket, BucketState
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
@@ -123,7 +123,7 @@ class GradReducer:
             self.polled += 1
         complete = bucket.arrive(index)
         if bucket.pool is not None and self.next < len(self.buckets) and bucket is self.buckets[self.next]:
-            bucket.fill(index)
+            bucket.fill(bucket.pool, index)
         if complete or self.next_is_ready:
             self._launch_ready()
 
@@ -257,7 +257,7 @@ class GradReducer:
 
     def _refuse_spent(self) -> None:
         """An optimizer may have multiplied the gradients of its step by its factor, so nothing can be added to them."""
-        if any(bucket.spent and 1 in bucket.still_in_grad() for bucket in self.buckets):
+        if any(bucket.spent and 1 in bucket.attribute.kept for bucket in self.buckets):
             raise SyncError(
                 f"rank {dist.get_rank()}: a new step begins and the gradients of the optimizer's last step() are still "
                 "there. Call optimizer.zero_grad() between its step() and the next backward"
@@ -266,7 +266,7 @@ class GradReducer:
     @property
     def _keeps_whole(self) -> bool:
         """True if a whole reduced gradient is still in `.grad`."""
-        return any(bucket.whole and 1 in bucket.still_in_grad() for bucket in self.buckets)
+        return any(bucket.whole and 1 in bucket.attribute.kept for bucket in self.buckets)
 
     def note_forward(self) -> None:
         """A training forward begins: after a finalized step other ranks may have gradients soon."""
@@ -280,7 +280,7 @@ class GradReducer:
         That is one after the user has dropped all reduced gradients, or after a training forward whose backward may add
         to them.
         """
-        if self.open or not any(1 in bucket.still_in_grad() for bucket in self.buckets):
+        if self.open or not any(1 in bucket.attribute.kept for bucket in self.buckets):
             return True
         return self.state is StepState.AWAITED and not (self.needs_zero and self._keeps_whole)
 
@@ -299,8 +299,7 @@ class GradReducer:
     def _drain(self) -> None:
         """Wait for whatever is in flight, before its memory is used otherwise."""
         for bucket in self.buckets:
-            if bucket.state is BucketState.IN_FLIGHT:
-                bucket.wait()
+            bucket.wait()
 
     # -- the end of a step ------------------------------------------------------------------------------------------
 
