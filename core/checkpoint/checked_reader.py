@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from core.checkpoint.damage import Damage, read_whole
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
-from core.checkpoint.manifest import FileRecord, Manifest, Segment
+from core.checkpoint.index import index_of, read_older_index
+from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest, Segment
 
 
 class CheckedReader(StorageReader):
     """Reads one committed directory."""
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int, index: bytes) -> None:
-        """index: of torch.distributed.checkpoint, as `find_intact` has read and checked it."""
+    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
         self.path = path
-        self._index = index
+        self.manifest = manifest
         self.rank = rank  # that reads, for messages
         self._files = {file.name: file for file in manifest.files}
         self._places: dict[Any, Any] = {}
@@ -40,9 +40,13 @@ class CheckedReader(StorageReader):
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of tensors."""
-        metadata: Metadata = pickle.loads(self._index)
-        return metadata
+        """The index of tensors, from the manifest; from torch's own index where an earlier version has saved."""
+        if self.manifest.tells_boxes:
+            return index_of(self.manifest)
+        data = read_whole(self.path, METADATA_NAME, self.manifest)
+        if isinstance(data, Damage):
+            raise CheckpointDamaged(f"rank {self.rank}: {self.path}: {data}")
+        return read_older_index(data)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the places of the items from the index."""

@@ -7,7 +7,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+from core.checkpoint.bounded_read import crc32_of, inflates, open_regular, read_bytes
 from core.checkpoint.errors import explain
 from core.checkpoint.manifest import (
     COMMIT_NAME,
@@ -21,7 +23,6 @@ from core.checkpoint.manifest import (
 )
 from core.checkpoint.root_directory import Committed
 
-READ_BYTES = 4 << 20
 NAMES_SHOWN = 4
 
 
@@ -50,12 +51,12 @@ def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
     """The commit record and the manifest, both checked; or what is wrong with them."""
     name = COMMIT_NAME
     try:
-        commit = CommitRecord.from_json((directory / COMMIT_NAME).read_bytes())
+        commit = CommitRecord.from_json(read_bytes(directory / COMMIT_NAME))
         by_name = Committed.from_path(directory)
         if by_name is not None and (by_name.step, by_name.sequence) != (commit.step, commit.sequence):
             return Damage(COMMIT_NAME, f"is of step {commit.step}, commit {commit.sequence}, not of this directory")
         name = MANIFEST_NAME
-        return commit, read_manifest(commit, (directory / MANIFEST_NAME).read_bytes())
+        return commit, read_manifest(commit, read_bytes(directory / MANIFEST_NAME))
     except FileNotFoundError:
         if directory.is_dir():
             return Damage(name, "is missing")
@@ -73,13 +74,15 @@ def damage_of(directory: Path, record: FileRecord, others: Iterable[FileRecord] 
     """
     path = directory / record.name
     try:
-        size = os.stat(path).st_size
-        if size != record.size:
-            return _damaged_size(directory, record, size, others)
-        crc32 = checksum(path)
-        if crc32 == record.crc32:
-            return None
-        return _damaged_bytes(path, record, crc32, others)
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != record.size:
+                return _damaged_size(stream, record, size, others)
+            crc32 = crc32_of(stream)
+            if crc32 != record.crc32:
+                return _damaged_bytes(stream, record, crc32, others)
+            inflated = tuple(part.name for part in record.segments if inflates(stream, part.offset, part.length))
+            return _damage(record, "would inflate to more than its bytes", inflated) if inflated else None
     except FileNotFoundError:
         return _damage(record, "is missing", record.names())
     except OSError as error:
@@ -92,26 +95,12 @@ def read_whole(directory: Path, name: str, manifest: Manifest) -> bytes | Damage
     if record is None:
         return Damage(MANIFEST_NAME, f"does not list {name}")
     try:
-        data = (directory / name).read_bytes()
+        data = read_bytes(directory / name)
     except OSError:
         data = b""
     if (len(data), zlib.crc32(data)) == (record.size, record.crc32):
         return data
     return damage_of(directory, record, manifest.files) or _damage(record, "gives other bytes at every reading", ())
-
-
-def checksum(path: Path, start: int = 0, length: int | None = None) -> int:
-    """CRC-32 of a file or of a part of it."""
-    crc32, remaining = 0, length
-    with open(path, "rb", buffering=0) as stream:
-        stream.seek(start)
-        while remaining is None or remaining > 0:
-            data = stream.read(READ_BYTES if remaining is None else min(READ_BYTES, remaining))
-            if not data:
-                break
-            crc32 = zlib.crc32(data, crc32)
-            remaining = None if remaining is None else remaining - len(data)
-    return crc32
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
@@ -125,8 +114,10 @@ def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
     return parts
 
 
-def _damaged_size(directory: Path, record: FileRecord, size: int, others: Iterable[FileRecord]) -> Damage:
-    swapped = _found_in(others, record, size, checksum(directory / record.name))
+def _damaged_size(stream: BinaryIO, record: FileRecord, size: int, others: Iterable[FileRecord]) -> Damage:
+    # A file of another's size may have that one's bytes; one that is larger than all is not read.
+    same_size = any(other.size == size for other in others)
+    swapped = _found_in(others, record, size, crc32_of(stream)) if same_size else None
     if swapped is not None:
         return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
     kind = "is truncated" if size < record.size else "is too long"
@@ -134,11 +125,11 @@ def _damaged_size(directory: Path, record: FileRecord, size: int, others: Iterab
     return _damage(record, f"{kind}: {size} bytes, {record.size} were saved", names)
 
 
-def _damaged_bytes(path: Path, record: FileRecord, crc32: int, others: Iterable[FileRecord]) -> Damage:
+def _damaged_bytes(stream: BinaryIO, record: FileRecord, crc32: int, others: Iterable[FileRecord]) -> Damage:
     swapped = _found_in(others, record, record.size, crc32)
     if swapped is not None:
         return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
-    bad = [part for part in record.segments if checksum(path, part.offset, part.length) != part.crc32]
+    bad = [part for part in record.segments if crc32_of(stream, part.offset, part.length) != part.crc32]
     names = tuple(dict.fromkeys(part.name for part in bad))
     what = f"has other bytes than were saved (checksum {crc32:08x}, saved {record.crc32:08x})"
     return _damage(record, what, names)

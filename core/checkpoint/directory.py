@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
-from core.checkpoint.damage import Damage, damage_of, open_manifest, read_whole, shares
+from core.checkpoint.damage import Damage, damage_of, open_manifest, shares
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, warn_caller
-from core.checkpoint.manifest import METADATA_NAME, Manifest, TensorRecord
+from core.checkpoint.manifest import Manifest, TensorRecord
 from core.checkpoint.root_directory import Committed, list_committed, read_latest
 from core.checkpoint.save_arguments import whole_number
 
@@ -34,7 +34,6 @@ class CheckpointDirectory:
     step: int
     manifest: Manifest
     rank: int  # of this process among those that load
-    index: bytes  # torch.distributed.checkpoint's, checked: read once, so that no rank can fail to read it later
     skipped: tuple[str, ...] = ()  # newer checkpoints that were refused, and why
 
     @property
@@ -56,7 +55,7 @@ class CheckpointDirectory:
         """What `dcp.load` reads from; it checks each item once more."""
         from core.checkpoint.checked_reader import CheckedReader
 
-        return CheckedReader(self.path, self.manifest, self.rank, self.index)
+        return CheckedReader(self.path, self.manifest, self.rank)
 
 
 def list_steps(root: Root) -> list[int]:
@@ -121,12 +120,12 @@ def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> 
     skipped: list[str] = []
     has_vanished = False
     for candidate in wanted:
-        manifest, index, damages = _check(candidate, ranks)
+        manifest, damages = _check(candidate, ranks)
         if not damages:
-            assert manifest is not None and index is not None, "no damage means that they were read"
+            assert manifest is not None, "no damage means that it was read"
             if skipped:
                 _warn(ranks, f"{' '.join(skipped)} Loading step {candidate.step} from {candidate.path} instead.")
-            return CheckpointDirectory(candidate.path, candidate.step, manifest, ranks.rank, index, tuple(skipped))
+            return CheckpointDirectory(candidate.path, candidate.step, manifest, ranks.rank, tuple(skipped))
         if not ranks.on_first(candidate.path.exists):
             has_vanished = True  # deleted while we looked: no damage
             continue
@@ -149,29 +148,19 @@ def check_directory(path: Path) -> list[Damage]:
     return [damage for file in manifest.files if (damage := damage_of(path, file, manifest.files)) is not None]
 
 
-def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, bytes | None, list[tuple[int, Damage]]]:
-    """(manifest, index, [(rank that found it, damage)]), the damages the same on every rank."""
+def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, list[tuple[int, Damage]]]:
+    """(manifest, [(rank that found it, damage)]), the damages the same on every rank."""
     opened = open_manifest(candidate.path)
     manifest: Manifest | None = None
-    index: bytes | None = None
     found: list[Damage] = []
     if isinstance(opened, Damage):
         found = [opened]
     else:
         _, manifest = opened
-        data_files = [file for file in manifest.files if file.name != METADATA_NAME]
-        share = shares(data_files, ranks.world)[ranks.rank]
+        share = shares(manifest.files, ranks.world)[ranks.rank]
         found = [damage for file in share if (damage := damage_of(candidate.path, file, manifest.files)) is not None]
-        index_or_damage = read_whole(candidate.path, METADATA_NAME, manifest)  # every rank needs it
-        if isinstance(index_or_damage, Damage):
-            found.append(index_or_damage)
-        else:
-            index = index_or_damage
-    return (
-        manifest,
-        index,
-        [(ranks.global_rank(rank), damage) for rank, damages in enumerate(ranks.gather(found)) for damage in damages],
-    )
+    everybody = ranks.gather(found)
+    return manifest, [(ranks.global_rank(rank), damage) for rank, theirs in enumerate(everybody) for damage in theirs]
 
 
 def _refusal(candidate: Committed, damages: list[tuple[int, Damage]]) -> str:

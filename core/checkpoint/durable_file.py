@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.checkpoint.manifest import FileRecord, Segment
+from core.checkpoint.manifest import Box, FileRecord, Segment
 from core.checkpoint.save_points import reach
 
 Bytes = bytes | bytearray | memoryview
@@ -56,11 +56,11 @@ class DurableFile:
         """Nothing: torch.save flushes after every tensor, and what counts is the fsync at the end."""
 
     @contextlib.contextmanager
-    def segment(self, name: str) -> Iterator[None]:
-        """What is written inside is the item `name`."""
+    def segment(self, name: str, box: Box | None = None) -> Iterator[None]:
+        """What is written inside is the item `name`, or that box of it."""
         start, self._segment_crc32 = self.size, 0
         yield
-        self._segments.append(Segment(name, start, self.size - start, self._segment_crc32))
+        self._segments.append(Segment(name, start, self.size - start, self._segment_crc32, box))
 
     def finish(self) -> FileRecord:
         """Bring the file to the disk and close it."""

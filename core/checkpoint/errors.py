@@ -39,7 +39,7 @@ def free_bytes(path: Path) -> int | None:
 def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
     """One sentence on a failed call of the file system: which file, why, and for a full disk how full."""
     where = error.filename if isinstance(error.filename, str) else str(path)
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = error.strerror or str(error)
     if error.errno in NO_SPACE:
         free = free_bytes(path)
         needed = "" if needed_bytes is None else f"; {amount(needed_bytes)} are needed"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from core.checkpoint.bounded_read import read_bytes
 from core.checkpoint.damage import Damage, open_manifest
 from core.checkpoint.directory import check_directory
 from core.checkpoint.errors import CheckpointNotFound, amount
@@ -137,7 +138,7 @@ def _print_files(directory: Path, manifest: Manifest, print_line: Print, with_fi
 
 def _unvouched(directory: Path) -> Manifest | None:
     try:
-        return Manifest.from_json((directory / MANIFEST_NAME).read_bytes())
+        return Manifest.from_json(read_bytes(directory / MANIFEST_NAME))
     except (OSError, ManifestError):
         return None
 

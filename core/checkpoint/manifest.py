@@ -23,12 +23,15 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+import torch
+
+from core.checkpoint.bounded_read import file_name, parse_json
+
 FORMAT = 1
 COMMIT_NAME = "commit.json"
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"  # torch.distributed.checkpoint's own name for its index
-DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4}
-DTYPE_BYTES |= {"uint64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}  # anything else is one byte wide
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of what an item holds of its tensor
 
 
 class ManifestError(ValueError):
@@ -43,6 +46,7 @@ class Segment:
     offset: int
     length: int
     crc32: int
+    box: Box | None = None  # of its tensor; None for an object, and in manifests of earlier versions
 
     @property
     def end(self) -> int:
@@ -89,7 +93,7 @@ class TensorRecord:
     @property
     def bytes(self) -> int:
         """Bytes of the elements, without what a file format adds."""
-        return self.numel * DTYPE_BYTES.get(self.dtype, 1)
+        return self.numel * _itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,11 @@ class Manifest:
     def total_bytes(self) -> int:
         """Bytes of all files listed."""
         return sum(file.size for file in self.files)
+
+    @property
+    def tells_boxes(self) -> bool:
+        """False for a manifest of an earlier version."""
+        return all(part.box is not None for file in self.files for part in file.segments if part.name in self.tensors)
 
     def file(self, name: str) -> FileRecord | None:
         """The record of one file."""
@@ -128,13 +137,18 @@ class Manifest:
         """Read manifest.json; ManifestError when it is not what `to_json` writes."""
         tree = _object(data)
         try:
-            return Manifest(
-                step=int(tree["step"]),
-                world_size=int(tree["world_size"]),
+            manifest = Manifest(
+                step=_whole(tree["step"]),
+                world_size=_whole(tree["world_size"]),
                 files=tuple(_file_from(file) for file in tree["files"]),
-                tensors={name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in tree["tensors"].items()},
-                meta=tree["meta"],
+                tensors={
+                    name: TensorRecord(_whole_numbers(shape), dtype) for name, (shape, dtype) in tree["tensors"].items()
+                },
+                meta=dict(tree["meta"]),
             )
+            if manifest.tells_boxes:
+                _check_boxes(manifest)
+            return manifest
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ManifestError(f"has a field that is missing or of another kind ({error!r})") from error
 
@@ -171,12 +185,12 @@ class CommitRecord:
     def from_json(data: bytes) -> CommitRecord:
         """Read commit.json; ManifestError when a bit of it has changed."""
         fields = _object(data)
-        if fields.pop("crc32", None) != _crc_of(fields):
-            raise ManifestError("does not have the checksum that it states of itself")
-        fields.pop("format")
         try:
+            if fields.pop("crc32", None) != _crc_of(fields):
+                raise ManifestError("does not have the checksum that it states of itself")
+            fields.pop("format")
             return CommitRecord(**fields)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             raise ManifestError(f"has other fields than expected ({error})") from error
 
 
@@ -200,8 +214,8 @@ def _crc_of(fields: Mapping[str, Any]) -> int:
 def _object(data: bytes) -> dict[str, Any]:
     """A JSON object of our format."""
     try:
-        tree = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        tree = parse_json(data)
+    except ValueError as error:
         raise ManifestError(f"is no JSON ({error})") from error
     if not isinstance(tree, dict) or not isinstance(tree.get("format"), int):
         raise ManifestError("is JSON of another kind")
@@ -212,12 +226,59 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _file_tree(file: FileRecord) -> dict[str, Any]:
     segments = [[part.name, part.offset, part.length, f"{part.crc32:08x}"] for part in file.segments]
-    return {"name": file.name, "rank": file.rank, "size": file.size, "crc32": f"{file.crc32:08x}", "segments": segments}
+    boxes = [part.box for part in file.segments]
+    tree = {"name": file.name, "rank": file.rank, "size": file.size, "crc32": f"{file.crc32:08x}", "segments": segments}
+    return tree | ({"boxes": boxes} if any(boxes) else {})  # beside the segments: earlier versions read on
 
 
 def _file_from(tree: dict[str, Any]) -> FileRecord:
-    segments = tuple(Segment(name, int(at), int(length), int(crc, 16)) for name, at, length, crc in tree["segments"])
-    name = str(tree["name"])
-    if "/" in name or name in ("", ".", ".."):  # a manifest names files of its own directory only
-        raise ValueError(f"file name {name!r}")
-    return FileRecord(name, int(tree["rank"]), int(tree["size"]), int(tree["crc32"], 16), segments)
+    size, end, segments = _whole(tree["size"]), 0, []
+    boxes = tree.get("boxes", [None] * len(tree["segments"]))
+    for (name, offset, length, crc), box in zip(tree["segments"], boxes, strict=True):
+        part = Segment(str(name), _whole(offset), _whole(length), int(crc, 16), box and tuple(map(_whole_numbers, box)))
+        if part.offset < end or part.end > size:
+            raise ValueError(f"{name!r} lies at bytes {part.offset} to {part.end} of a file of {size}")
+        end = part.end
+        segments.append(part)
+    return FileRecord(file_name(tree["name"]), _whole(tree["rank"]), size, int(tree["crc32"], 16), tuple(segments))
+
+
+def _check_boxes(manifest: Manifest) -> None:
+    """ValueError where boxes are not all of their tensors, or hold more than the bytes of their items."""
+    missing = {name: tensor.numel for name, tensor in manifest.tensors.items()}
+    for part in (part for file in manifest.files for part in file.segments):
+        if part.box is None:
+            continue
+        offset, size = part.box
+        tensor = manifest.tensors[part.name]
+        ends = [first + length for first, length in zip(offset, size, strict=True)]
+        if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+            raise ValueError(f"a part of {part.name!r} at {offset} of size {size} is not within {tensor.shape}")
+        if prod(size) * _itemsize(tensor.dtype) > part.length:
+            raise ValueError(f"{part.length} bytes hold no {size} elements of {part.name!r}")
+        missing[part.name] -= prod(size)
+    odd = [name for name, numel in missing.items() if numel]
+    if odd:
+        raise ValueError(f"the parts of {odd[0]!r} are not all of it")
+
+
+def _tensor_from(shape: Any, dtype: Any) -> TensorRecord:
+    _itemsize(dtype)
+    return TensorRecord(_whole_numbers(shape), dtype)
+
+
+def _itemsize(dtype: str) -> int:
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype of this version of torch")
+    return known.itemsize
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no size, place or number")
+    return value
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_whole, values))

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from core.checkpoint.bounded_read import read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
 from core.checkpoint.errors import CheckpointError, explain
 from core.checkpoint.save_points import reach
@@ -36,6 +37,7 @@ LATEST, LOCK, TOKEN = "latest", ".lock", ".token"
 SAVING, DELETING = ".saving-", ".deleting-"
 COMMITTED = re.compile(r"step_(\d{8,})\.(\d{4,})")
 RETRY_S = 0.05
+LONGEST_NAME = 4096  # bytes that are read of `latest` and of a lock
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -247,8 +249,8 @@ class RootDirectory:
 def read_latest(root: Path) -> str | None:
     """What `latest` says; None where there is none."""
     try:
-        return (root / LATEST).read_text().strip()
-    except (FileNotFoundError, UnicodeDecodeError):
+        return read_bytes(root / LATEST, LONGEST_NAME).decode().strip()
+    except (OSError, UnicodeDecodeError):
         return None
 
 

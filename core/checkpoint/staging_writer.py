@@ -26,12 +26,12 @@ from torch.futures import Future
 
 from core.checkpoint.durable_file import DurableFile, sync_directory
 from core.checkpoint.errors import CheckpointError, explain
-from core.checkpoint.manifest import FileRecord, TensorRecord
+from core.checkpoint.manifest import Box, FileRecord, TensorRecord
 from core.checkpoint.save_points import reach
 from core.checkpoint.snapshot import SnapshotMemory, with_own_storage
 
 ITEM_OVERHEAD_BYTES = 2048  # what torch.save adds to a tensor
-Item = tuple[str, torch.Tensor | io.BytesIO]  # name, content
+Item = tuple[tuple[str, Box | None], torch.Tensor | io.BytesIO]  # name and box, content
 
 
 class StagingWriter(StorageWriter):
@@ -94,7 +94,7 @@ class StagingWriter(StorageWriter):
         """Write this rank's items, or copy them for later."""
         self.bytes = planned_bytes(plan.items)
         data = [planner.resolve_data(item) for item in plan.items]
-        names = [item.index.fqn for item in plan.items]
+        names = [(item.index.fqn, _box_of(item)) for item in plan.items]
         tensors = [value for value in data if isinstance(value, torch.Tensor)]
         limit = self._snapshot_limit_bytes
         fits = limit is None or SnapshotMemory.bytes_for(tensors) <= limit
@@ -135,7 +135,7 @@ class StagingWriter(StorageWriter):
         remaining = sum(_size(data) for _, data in items)
         file: DurableFile | None = None
         try:
-            for name, data in items:
+            for (name, box), data in items:
                 if self.cancelled.is_set():
                     raise CheckpointError("the save was given up because another rank failed")
                 if file is not None and file.size >= self._file_bytes:
@@ -145,7 +145,7 @@ class StagingWriter(StorageWriter):
                 if file is None:
                     path = self.saving / data_file_name(self.rank, len(self.records))
                     file = DurableFile(path, self.rank, expected_bytes=min(remaining, self._file_bytes))
-                with file.segment(name):
+                with file.segment(name, box):
                     _write_item(file, data)
                 remaining -= _size(data)
             if file is not None:
@@ -193,6 +193,12 @@ def _size(data: torch.Tensor | io.BytesIO) -> int:
     if isinstance(data, torch.Tensor):
         return data.numel() * data.element_size() + ITEM_OVERHEAD_BYTES
     return data.getbuffer().nbytes
+
+
+def _box_of(item: WriteItem) -> Box | None:
+    if item.tensor_data is None:
+        return None
+    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
 
 
 def _planned_size(item: WriteItem) -> int:

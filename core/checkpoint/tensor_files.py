@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from core.checkpoint.bounded_read import crc32_of, file_name, open_regular, parse_json, read_bytes
+from core.checkpoint.bounded_read import crc32_of, file_name, inflates, open_regular, parse_json, read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError
 
@@ -76,8 +75,9 @@ def check(path: Path) -> None:
         place = _place_of_digits(stream)
         if place is not None and (found := _crc32(stream, place)) != _bytes_at(stream, place, len(DIGITS)):
             raise CheckpointDamaged(f"{path} has other bytes than were saved (checksum {found.decode()})")
-        if _bytes_at(stream, 0, 2) == b"PK":
-            _check_zip(path, stream)
+        size = os.fstat(stream.fileno()).st_size
+        if inflates(stream, 0, size):
+            raise CheckpointDamaged(f"{path} is cut, or would inflate to more than its {size} bytes")
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
@@ -207,14 +207,3 @@ def _crc32(stream: BinaryIO, place: int) -> bytes:
     """The digits of the CRC-32 of a file whose own digits, at `place`, count as zeros."""
     before = zlib.crc32(DIGITS, crc32_of(stream, 0, place))
     return f"{crc32_of(stream, place + len(DIGITS), crc32=before):08x}".encode()
-
-
-def _check_zip(path: Path, stream: BinaryIO) -> None:
-    size = os.fstat(stream.fileno()).st_size
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        raise CheckpointDamaged(f"{path} is no whole file of torch.save: {error}") from None
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
-        raise CheckpointDamaged(f"{path} would inflate to more than its {size} bytes, which torch.save never does")
