@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from core.checkpoint.directory import check_directory
 from core.checkpoint.durable_file import sync_directory, write_durably
-from core.checkpoint.errors import CheckpointError
+from core.checkpoint.errors import CheckpointError, explain, warn_caller
 from core.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -73,10 +74,12 @@ def commit_save(
     results: Sequence[Sequence[WriteResult]],
     meta: Mapping[str, Any],
     keep_last: int | None,
+    known: KnownIntact,
 ) -> Committed:
     """Write the index, the manifest and the commit record, each durable before the next; then give the name.
 
-    What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint.
+    What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint: a
+    warning says so.
     """
     records = [record for part in parts for record in part]
     for record in records:
@@ -96,8 +99,45 @@ def commit_save(
         part_path(saving, rank).unlink()
     (saving / TOKEN).unlink()
     sync_directory(saving)
-    root.commit(saving, target, keep_last)
+    root.commit(saving, target)
+    try:
+        root.move_latest(target)
+        if keep_last is not None:
+            known.add(target.path)
+            root.prune(keep_last, known.is_intact)
+    except OSError as error:
+        warn_caller(
+            f"Step {step} is saved, as {target.path}. What comes after a save has failed: {explain(error, root.path)}. "
+            "The next save tries again.",
+            RuntimeWarning,
+        )
     return target
+
+
+class KnownIntact:
+    """Which directories this process has written or checked, by the sizes and times of their files.
+
+    So a checkpoint's bytes are read once more only if somebody may have changed them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, list[tuple[str, int, int]]] = {}
+
+    def add(self, directory: Path) -> None:
+        """It was written a moment ago."""
+        self._seen[directory] = _sizes_and_times(directory)
+
+    def is_intact(self, directory: Path) -> bool:
+        """True if every byte is as it was saved."""
+        now = _sizes_and_times(directory)
+        if self._seen.get(directory) != now and check_directory(directory):
+            return False
+        self._seen[directory] = now
+        return True
+
+
+def _sizes_and_times(directory: Path) -> list[tuple[str, int, int]]:
+    return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in os.scandir(directory))
 
 
 def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> dict[Any, _StorageInfo]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.commit import Part, commit_save, wait_for_parts, write_part
+from core.checkpoint.commit import KnownIntact, Part, commit_save, wait_for_parts, write_part
 from core.checkpoint.errors import explain
 from core.checkpoint.root_directory import Committed, RootDirectory, SharedHold
 from core.checkpoint.staging_writer import StagingWriter
@@ -46,6 +46,7 @@ class PendingSave:
     meta: dict[str, Any]
     keep_last: int | None
     timeout_s: float
+    known: KnownIntact
     waited_s: float = 0.0
     snapshot_s: float = 0.0
     write_s: float = 0.0
@@ -92,14 +93,19 @@ class PendingSave:
         self.thread.start()
 
     def finish_alone(self) -> None:
-        """After an exception in training, when nobody knows which ranks are left: end what can be ended without them.
+        """After an exception in training, when nobody knows which ranks are left. Returns at once.
 
-        This rank's files are written; rank 0 waits for those of the others as long as they grow, and commits.
+        The thread goes on: this rank's files are written; rank 0 waits for those of the others as long as they grow,
+        and commits. Then another job may save here. The interpreter does not end before.
         """
         self._alone_since_s = time.monotonic()
+        threading.Thread(target=self._close_when_ended, name=f"end of the save of step {self.step}").start()
+
+    def _close_when_ended(self) -> None:
         if self.thread is not None:
-            self.thread.join(self.timeout_s)
+            self.thread.join()
         self.hold.release()
+        self.root.unlock()
 
     def cancel(self, limit_s: float) -> bool:
         """Stop writing as soon as possible and let go of the directory; False if the thread is stuck in a write."""
@@ -114,7 +120,9 @@ class PendingSave:
     def _commit(self, parts: list[Part]) -> Committed:
         metadata, results = self.writer.metadata, self.writer.results
         assert metadata is not None, "dcp.save has called `finish` on rank 0"
-        return commit_save(self.root, self.saving, self.step, parts, metadata, results, self.meta, self.keep_last)
+        return commit_save(
+            self.root, self.saving, self.step, parts, metadata, results, self.meta, self.keep_last, self.known
+        )
 
     def _why_wait_no_longer(self) -> str | None:
         if self.writer.cancelled.is_set():

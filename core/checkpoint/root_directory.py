@@ -24,6 +24,7 @@ import shutil
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -115,7 +116,7 @@ class RootDirectory:
         path = self.path / LOCK
         until = time.monotonic() + timeout_s
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self._unwritable(error) from error
         while True:
@@ -180,26 +181,36 @@ class RootDirectory:
         sequence = self._next_sequence()
         return Committed(sequence, step, self.path / committed_name(step, sequence))
 
-    def commit(self, saving: Path, target: Committed, keep_last: int | None) -> None:
-        """Give a save, whole and durable, its name; move `latest`; only then delete what is surplus."""
+    def commit(self, saving: Path, target: Committed) -> None:
+        """Give a save, whole and durable, its name."""
         reach("before rename", 0)
         os.rename(saving, target.path)
         reach("after rename", 0)
         sync_directory(self.path)
+
+    def move_latest(self, target: Committed) -> None:
+        """Let `latest` name a commit."""
         reach("before latest", 0)
         write_durably(self.path / LATEST, f"{target.path.name}\n".encode(), 0, half_point="half a latest")
-        if keep_last is not None:
-            reach("before deletion", 0)
-            self.prune(keep_last)
 
-    def prune(self, keep_last: int) -> None:
-        """Delete all but the newest `keep_last` checkpoints, oldest first."""
-        for surplus in list_committed(self.path)[:-keep_last]:
-            doomed = self.path / f"{DELETING}{surplus.path.name}"
-            if doomed.exists():  # from a crash, under the same name after a root was copied back
-                shutil.rmtree(doomed)
+    def prune(self, keep_last: int, is_intact: Callable[[Path], bool]) -> None:
+        """Delete what is older than the newest `keep_last` checkpoints that are intact, oldest first.
+
+        A step that is a link to somewhere else is no part of this root: it is not counted and not deleted.
+        """
+        reach("before deletion", 0)
+        kept = 0
+        surplus: list[Committed] = []
+        for found in reversed([found for found in list_committed(self.path) if not found.path.is_symlink()]):
+            if kept == keep_last:
+                surplus.insert(0, found)
+            elif is_intact(found.path):
+                kept += 1
+        for found in surplus:
+            doomed = self.path / f"{DELETING}{found.path.name}"
+            _remove(doomed)  # from a crash, under the same name after a root was copied back
             # Without its name it is no checkpoint any more, so no reader meets it half deleted.
-            os.rename(surplus.path, doomed)
+            os.rename(found.path, doomed)
             sync_directory(self.path)
             reach("between deletions", 0)
             _delete(doomed)
@@ -209,7 +220,8 @@ class RootDirectory:
         cleaned = []
         for entry in sorted(self.path.iterdir()):
             if entry.name.startswith(DELETING) or (entry.name.startswith(SAVING) and _is_abandoned(entry)):
-                shutil.rmtree(entry, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(entry)
             elif entry.name.startswith(f"{TOKEN}-") or entry.name == f"{LATEST}.tmp":
                 entry.unlink(missing_ok=True)
             else:
@@ -280,8 +292,16 @@ def _delete(directory: Path) -> None:
     for number, file in enumerate(files):
         if number == (len(files) + 1) // 2:
             reach("during deletion", 0)
-        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        _remove(file)
     directory.rmdir()
+
+
+def _remove(path: Path) -> None:
+    """Delete what has this name, if anything has; a link, and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _forget_locks_in_child() -> None:

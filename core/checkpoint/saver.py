@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from core.checkpoint.agreement import Ranks
+from core.checkpoint.commit import KnownIntact
 from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes, warn_caller
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
@@ -84,6 +85,7 @@ class CheckpointSaver:
         self.snapshot_limit_bytes = snapshot_limit_bytes
         self.file_bytes = file_bytes
         self._snapshot = SnapshotMemory()
+        self._known_intact = KnownIntact()
         self._in_flight: PendingSave | None = None
         try:
             self.ranks.on_first(self._open_root)
@@ -181,7 +183,8 @@ class CheckpointSaver:
         if self._in_flight is not None:
             self._in_flight.finish_alone()
             self._in_flight = None
-        self.root.unlock()
+        else:
+            self.root.unlock()
 
     # --- the steps of it ---
 
@@ -231,7 +234,7 @@ class CheckpointSaver:
         )
         return PendingSave(
             step, self.ranks.rank, self.ranks.world, self.root, saving, hold, writer, meta, self.keep_last,
-            self.timeout_s, waited_s,
+            self.timeout_s, self._known_intact, waited_s,
         )  # fmt: skip
 
     def _new_directory(self, step: int) -> str:

@@ -94,8 +94,10 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
             checkpoints.run = run.path.name
         if dist.get_rank() != 0:
             return run_steps(trainer, None, checkpoints)
-        (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
-        (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+        reporter = Reporter(config, plan, run.path, after_step=trainer.step)
+        with reporter.disk.forgiven():
+            (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
+            (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
         numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
         print(plan.describe(config))
         print(tokens.header.describe())
@@ -104,7 +106,7 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
         )
         if resumed is not None:
             print(resumed, flush=True)
-        return run_steps(trainer, Reporter(config, plan, run.path, after_step=trainer.step), checkpoints)
+        return run_steps(trainer, reporter, checkpoints)
 
 
 def claim_directory(config: JobConfig, saved: str | None) -> RunDirectory:
@@ -145,7 +147,8 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
 def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheckpoints | None = None) -> JobResult:
     """Every step, then the validation loss. Collective; `reporter` on rank 0 alone.
 
-    A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation.
+    A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation; in
+    the validation it ends that.
     Whatever ends it, an error too, the reporter writes what there is.
     """
     config = trainer.config
@@ -168,7 +171,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             checkpoints.save()
         seconds = time.perf_counter() - started_s
         if not stopped:
-            validation_loss = trainer.validation_loss()
+            validation_loss = trainer.validation_loss(signals.agreed)
+            stopped = signals.reason is not None
         all_traces = gather_traces(traces) if config.logging.trace else []
         if reporter is not None:
             reporter.show_end(validation_loss, all_traces, stopped=stopped)
@@ -198,7 +202,7 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
     found = agree.first(None if failure is None else (dist.get_rank(), failure), None, "the text")
     if found is not None:
         raise ConfigError(f"rank {found[0]} could not prepare the text: {found[1]}")
-    path = path if path is not None else prepare_token_file(config.data)  # there by now
+    path = path if path is not None else prepare_token_file(config.data, is_checked=True)  # there by now
     tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
     if num_windows(tokens.train, config.model.sequence_length) == 0:
         raise ConfigError(

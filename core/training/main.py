@@ -15,6 +15,7 @@ from core.training.extras import MissingExtra, require_installed
 from core.training.launch import Launch, find_launch
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
+from core.training.run_directory import check_writable
 from core.training.threads import available_cores, intra_op_threads
 
 FAILURE = 1
@@ -78,6 +79,9 @@ def check_extras(config: JobConfig) -> None:
 
 def check_places(config: JobConfig) -> None:
     """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+    check_writable(config.run.directory, "--run.directory")
+    if config.checkpoint.dir is not None:
+        check_writable(config.checkpoint.dir, "--checkpoint.dir")
     check_root(config.checkpoint)
     tokenizer = config.data.tokenizer
     if tokenizer not in ("bytes", "bpe") and not Path(tokenizer).is_file():

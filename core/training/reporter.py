@@ -27,6 +27,7 @@ class Reporter:
         self.directory = directory
         self.after_step = after_step
         self.log = StepLog(directory, tensorboard=config.logging.tensorboard, after_step=after_step)
+        self.disk = self.log.disk
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
         self.last_trace: StepTrace | None = None
@@ -63,9 +64,10 @@ class Reporter:
         """The run ended by itself or was asked to stop."""
         self.validation_loss = validation_loss
         if traces:
-            write_trace(self.directory / "trace.json", traces)
-            if self.config.logging.plots:
-                draw_schedule(self.directory / "schedule.png", traces)
+            with self.disk.forgiven():
+                write_trace(self.directory / "trace.json", traces)
+                if self.config.logging.plots:
+                    draw_schedule(self.directory / "schedule.png", traces)
         records = self.log.records
         summary = {
             "steps": records[-1].step if records else 0,
@@ -75,7 +77,8 @@ class Reporter:
             "validation_loss": validation_loss,
             "seconds": self._seconds(),
         }
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        with self.disk.forgiven():
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def __enter__(self) -> Reporter:
         self.log.__enter__()
@@ -92,10 +95,11 @@ class Reporter:
         if records:
             print(self._last_words(ended_by=kind))
         if records and self.config.logging.plots:
-            draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
-            if self.last_trace is not None:
-                self.last_trace.settle()
-                draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
+            with self.disk.forgiven():
+                draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
+                if self.last_trace is not None:
+                    self.last_trace.settle()
+                    draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
 
     def _seconds(self) -> float:
         """Of the steps of this run, not of those before it went on."""

@@ -7,11 +7,14 @@ runs/default/run.lock   locked by the process that writes there, for as long as 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
 import re
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -75,6 +78,32 @@ class RunDirectory:
     ) -> None:
         if self.lock is not None:
             os.close(self.lock)
+
+
+class RunDisk:
+    """What is written to a run's directory while it trains: where the disk refuses, training goes on without."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.has_failed = False
+
+    @contextlib.contextmanager
+    def forgiven(self) -> Iterator[None]:
+        """The first OSError is told on stderr, the others are not."""
+        try:
+            yield
+        except OSError as error:
+            if not self.has_failed:
+                self.has_failed = True
+                words = f"warning: {self.directory} cannot be written ({error}); training goes on without these files"
+                print(words, file=sys.stderr, flush=True)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """ConfigError where a directory cannot be made at `path`, or written to. Makes nothing."""
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path}: {place} is no directory that this user may write to")
 
 
 def _lock(path: Path) -> int | None:

@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from core.training.extras import require
+from core.training.run_directory import RunDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class StepLog:
 
     def __init__(self, directory: Path, *, tensorboard: bool, after_step: int = 0) -> None:
         """after_step: the step that the run goes on from; the file's records up to it stay, later ones do not."""
+        self.disk = RunDisk(directory)
         path = directory / "steps.jsonl"
         self.records = [record for record in read_records(path) if record.step <= after_step]
         self._writer: Any = None
@@ -54,12 +56,16 @@ class StepLog:
             require("tensorboard", "--logging.tensorboard")
             module = require("torch.utils.tensorboard", "--logging.tensorboard")
             self._writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=after_step + 1)
-        self._file = path.open("w", buffering=1)  # line buffered: readable while running
+        self._file: TextIO | None = None
+        with self.disk.forgiven():
+            self._file = path.open("w", buffering=1)  # line buffered: readable while running
         for record in self.records:
             self._write(record)
 
     def _write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        if self._file is not None:
+            with self.disk.forgiven():
+                self._file.write(json.dumps(asdict(record)) + "\n")
 
     def add(self, record: StepRecord) -> None:
         """Write one step."""
@@ -69,7 +75,8 @@ class StepLog:
             for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms"):
                 value = getattr(record, name)
                 if value is not None:
-                    self._writer.add_scalar(name, value, record.step)
+                    with self.disk.forgiven():
+                        self._writer.add_scalar(name, value, record.step)
 
     def __enter__(self) -> StepLog:
         return self
@@ -77,6 +84,7 @@ class StepLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        for file in (self._file, self._writer):
+            if file is not None:
+                with self.disk.forgiven():
+                    file.close()

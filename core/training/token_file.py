@@ -14,6 +14,7 @@ from core.training.config import DataOptions
 from core.training.text import Text, open_text
 from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
 
+READ_BYTES = 4 << 20
 FORMAT = 2  # changes whenever the same text and tokenizer would give another file
 
 
@@ -51,19 +52,33 @@ class TokenFile:
     validation: np.ndarray  # [tokens]
 
 
-def prepare_token_file(options: DataOptions) -> Path:
-    """Make the token file of these options unless it is there; its path without a suffix.
+def prepare_token_file(options: DataOptions, *, is_checked: bool = False) -> Path:
+    """Make the token file of these options unless it is there, whole; its path without a suffix.
 
     Safe to call from several processes: files appear whole, under a name that their content decides.
+    is_checked: another process has made or checked the file, and only its path is needed.
     """
     text = open_text(options.text)
     text_digest = text.digest()
     tokenizer = make_tokenizer(options, text, text_digest)
     key = hashlib.sha256(f"{FORMAT}\0{text_digest}\0{tokenizer.identity}".encode()).hexdigest()[:16]
     path = options.cache / key
-    if not path.with_suffix(".json").is_file():  # written last
+    if not is_checked and not is_whole(path):
         write_token_file(path, text, tokenizer)
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """True if the tokens are those that the header beside them tells: as many, with the same digest."""
+    try:
+        header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_bytes()))  # written last
+        digest = hashlib.sha256(header.dtype.encode())
+        with path.with_suffix(".tokens").open("rb") as file:
+            while data := file.read(READ_BYTES):
+                digest.update(data)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+    return digest.hexdigest() == header.digest
 
 
 def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokenizer:
@@ -73,10 +88,16 @@ def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokeni
     if options.tokenizer != "bpe":
         return read_tokenizer(Path(options.tokenizer))
     path = options.cache / f"bpe-{options.bpe_vocab_size}-{text_digest[:16]}.tokenizer"
-    if not path.is_file():
+    told = path.with_suffix(".sha256")  # of the tokenizer
+    if not told.is_file() or not path.is_file() or _sha256(path) != told.read_bytes():
         tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
         _write_whole(path, tokenizer.tokenizer.to_str().encode())
+        _write_whole(told, _sha256(path))
     return read_tokenizer(path)
+
+
+def _sha256(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -123,8 +123,11 @@ class Trainer:
         return outcome.loss * sum(labels.numel() for _, labels in batches)
 
     @torch.no_grad()
-    def validation_loss(self) -> float | None:
-        """Mean nats per byte over windows spread evenly over the validation text; None when it holds no window."""
+    def validation_loss(self, stop: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean nats per byte over windows spread evenly over the validation text; None when it holds no window.
+
+        stop: asked before each batch, with the same answer on all ranks; True ends the validation without a loss.
+        """
         available = num_windows(self.tokens.validation, self.config.model.sequence_length)
         count = min(available, self.config.run.validation_windows)
         if count == 0:
@@ -134,19 +137,23 @@ class Trainer:
         size = self.plan.micro_batch_size
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rank_tokens = 0
+        loss: float | None = None
         for chunk in self.chunks:
             chunk.eval()
         # Experts are shared by data ranks: all of them run as many forwards, the last of some with a window for show.
         for start in range(0, -(-count // self.plan.dp), size):
+            if stop():
+                break
             part = mine[start : start + size]
             inputs, labels = self.batch(self.tokens.validation, part if len(part) else indices[:1])
             losses = self._token_losses(inputs, labels)
             if len(part):
                 total += losses
                 rank_tokens += labels.numel()
+        else:
+            loss, _ = self._mean_over_ranks(total, rank_tokens, False)
         for chunk in self.chunks:
             chunk.train()
-        loss, _ = self._mean_over_ranks(total, rank_tokens, False)
         return loss
 
     def _token_losses(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,48 @@ def test_the_last_n_are_kept_in_the_order_of_commits(tmp_path: Path) -> None:
     assert names(tmp_path) == [".lock", "latest", "step_00000030.0003", "step_00000035.0004"]
 
 
+def test_a_damaged_checkpoint_is_not_counted_and_the_intact_one_stays(tmp_path: Path) -> None:
+    with CheckpointSaver(tmp_path, keep_last=2) as two:
+        for step in (1, 2):
+            save_step(two, step)
+        data = bytearray((list_committed(tmp_path)[1].path / "rank_00000_000.distcp").read_bytes())
+        data[1000] ^= 4
+        (list_committed(tmp_path)[1].path / "rank_00000_000.distcp").write_bytes(data)
+        save_step(two, 3)
+        assert list_steps(tmp_path) == [1, 2, 3], "steps 1 and 3 are the newest two that are intact"
+    with CheckpointSaver(tmp_path, keep_last=2) as again:  # which has written none of them
+        save_step(again, 4)
+        assert list_steps(tmp_path) == [3, 4]
+    os.truncate(list_committed(tmp_path)[0].path / "rank_00000_000.distcp", 10)
+    with CheckpointSaver(tmp_path, keep_last=1) as one:
+        save_step(one, 5)
+    assert list_steps(tmp_path) == [5]
+
+
+def test_a_linked_archive_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    archive, root = tmp_path / "archive", tmp_path / "root"
+    save_alone(archive, 1)
+    kept = contents(list_committed(archive)[0].path)
+    save_alone(root, 5)
+    (root / "step_00000001.0000").symlink_to(list_committed(archive)[0].path)
+    (root / ".deleting-step_00000003.0001").symlink_to(list_committed(archive)[0].path)
+    (root / "step_00000005.0001" / "notes").symlink_to(archive)
+    with CheckpointSaver(root, keep_last=1) as one:
+        for step in (6, 7):
+            save_step(one, step)
+    assert list_steps(root) == [1, 7]
+    assert contents(list_committed(archive)[0].path) == kept
+
+
+def test_a_lock_that_leads_elsewhere_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("not a lock")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match="Checkpoints cannot be saved to"):
+        CheckpointSaver(tmp_path / "root")
+    assert (tmp_path / "precious").read_text() == "not a lock"
+
+
 def test_everything_is_on_the_disk_before_the_name_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is synced after its last write, each directory after its last entry, in the order of the commit."""
     log: list[tuple[str, str]] = []

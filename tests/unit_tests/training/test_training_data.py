@@ -107,6 +107,25 @@ def test_bpe_tokens_decode_to_the_text_and_are_fewer(tmp_path: Path) -> None:
     assert prepare_token_file(again) == prepare_token_file(options), "the same tokenizer from its file"
 
 
+def test_damaged_tokens_and_a_damaged_tokenizer_are_made_anew(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("a text that is long enough, a text that is long enough " * 20)
+    options = DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpe", bpe_vocab_size=300, cache=tmp_path / "cache")
+    path = prepare_token_file(options)
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
+    assert len(whole) == 4
+    for name, intact in whole.items():
+        file = tmp_path / "cache" / name
+        for place in (len(intact) // 2, len(intact) - 3):
+            damaged = bytearray(intact)
+            damaged[place] ^= 1
+            for data in (bytes(damaged), intact[:place], b""):
+                file.write_bytes(data)
+                assert prepare_token_file(options) == path
+                now = {each.name: each.read_bytes() for each in (tmp_path / "cache").iterdir()}
+                assert now.keys() == whole.keys() and now[name] == intact, name
+
+
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(FileNotFoundError, match="'bpee': not 'bytes', not 'bpe', and no such file"):

@@ -27,6 +27,7 @@ from core.training.checkpoints import as_json, check_text, compare_configuration
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
 from core.training.job import JobResult, train
+from core.training.main import check_places
 from core.training.plan import plan_job
 from core.training.trainer import Trainer
 from tests.unit_tests.ranks import ranks
@@ -178,6 +179,52 @@ def test_sigterm_to_one_rank_ends_the_run_of_all_ranks_with_a_checkpoint(
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, len(steps))
     assert len(set(everybody)) == 1
+
+
+@ranks(2)
+def test_sigterm_in_the_last_validation_ends_it(rank: int, world: int, tmp_path: Path, text_flags: list[str]) -> None:
+    flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
+    config = load_config([*flags, "--run.steps", "1", "--run.validation-windows", "16", "--run.micro-batch-size", "1"])
+    token_losses, batches = Trainer._token_losses, []
+
+    def signalled_in_batch_2(trainer: Trainer, *arguments: Any) -> Any:
+        batches.append(trainer.step)
+        if len(batches) == 2 and rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return token_losses(trainer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_token_losses", signalled_in_batch_2)
+        result = train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
+    assert result.stopped and result.validation_loss is None and len(result.losses) == 1
+    assert len(batches) in (2, 3), "of eight"
+
+
+@ranks(1)
+def test_a_full_disk_under_the_run_ends_no_training(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    flags = [*SHORT, *text_flags, "--tp", "1", "--run.directory", str(tmp_path), "--run.name", "full"]
+    config = load_config([*flags, "--run.steps", "3", "--logging.trace"])
+    (tmp_path / "full").mkdir()
+    for name in ("steps.jsonl", "summary.json", "gradients.txt", "loss.png", "trace.json", "buckets.png"):
+        (tmp_path / "full" / name).symlink_to("/dev/full")
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        result = train(config, plan_job(config, world), CPU, prepares_data=True)
+    assert len(result.losses) == 3 and result.validation_loss is not None
+    assert heard.getvalue().count("training goes on without these files") == 1, heard.getvalue()
+    assert "No space left on device" in heard.getvalue()
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for flag in ("--run.directory", "--checkpoint.dir"):
+        config = load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / "file" / "below")])
+        with pytest.raises(ConfigError, match=rf"{flag} .*file is no directory that this user may write to"):
+            check_places(config)
+        check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / "new" / "deep")]))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.nightly
