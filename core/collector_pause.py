@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """No cyclic collection inside; afterwards it is on or off as it was.
 
-    A model of 100 000 parameters gets a million objects when it is wrapped, and none of them is garbage. The collector
-    would go over all of them, and all else that lives in the process, at every quarter more.
+    A model of 100 000 parameters gets a million objects when it is wrapped, and none of them is garbage. Whenever a
+    quarter more objects exist, the collector would look at all objects of the process again.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -107,17 +107,20 @@ def declare_gradient(
 
 
 def data_group_of(param: nn.Parameter) -> str:
-    """The data-parallel group of a parameter: experts carry `allreduce = False` and have one of their own."""
+    """The data-parallel group of a parameter: experts carry `allreduce = False` and have a group of their own."""
     return DATA_KINDS[0] if getattr(param, "allreduce", True) else DATA_KINDS[1]
 
 
 def divisor_of(groups: ProcessGroups, config: Any) -> int:
-    """What the sum of a gradient over its data group is divided by: the whole data group, for experts too.
+    """The number that a gradient's sum over its data group is divided by: the size of 'dp_cp', for experts too.
 
     An expert's gradient is a sum over the tokens of all expert-parallel ranks, though fewer ranks hold a copy of it.
-    With `calculate_per_token_loss` nothing: finalize_model_grads divides by the number of tokens.
+    With `calculate_per_token_loss` the number is 1: finalize_model_grads divides by the number of tokens.
     """
     return 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
+
+
+UNTAGGED = Tags(False, False, False, False, None, None, ())
 
 
 def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
@@ -143,6 +146,8 @@ def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> 
 
 def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
     """Megatron's parameter attributes, read in this one place; embeddings: of `embeddings_of`."""
+    if type(param) is nn.Parameter and not vars(param) and id(param) not in embeddings:
+        return UNTAGGED  # most parameters of most models: half of the time of reading a contract
     sequence_parallel = getattr(param, "sequence_parallel", None)
     return Tags(
         data_group_of(param) == "expt_dp",

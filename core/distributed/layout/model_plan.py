@@ -261,7 +261,7 @@ def _copies(
 ) -> dict[str, list[str]]:
     """`ModelPlan.copies`: frozen parameters are weights too, and what a rule of the user's makes equal is a copy."""
     rules = [rule for rule in rules if groups.size(rule.group) > 1]
-    embeddings = embeddings_of(modules.values())
+    embeddings = embeddings_of(modules.values()) if len(contracts) < len(named) else {}  # for frozen parameters
     copies: dict[str, list[str]] = {}
     for name, param in named.items():
         contract = contracts.get(name)
