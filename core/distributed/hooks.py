@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from core.agree import SyncError
 from core.distributed.assemble import Engine
-from core.distributed.buffer.bucket import Bucket
 from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
 from core.distributed.reduce.grad_reducer import GradReducer
 
@@ -42,18 +41,24 @@ def hook(engine: Engine) -> None:
         module.register_state_dict_pre_hook(_finish_gathers),
         module.register_load_state_dict_pre_hook(_finish_gathers),
     ]
-    for bucket in engine.buckets:
+    # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
+    # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
+    reducer = weakref.ref(engine.reducer)
+    for number, bucket in enumerate(engine.buckets):
         for index, param in enumerate(bucket.params):
             if "grad_added_to_main_grad" in param.__dict__:
                 ignore_dummies(param, bucket.contracts[index].name)
-            call = partial(arrived, engine.reducer, bucket, index)
-            hooks.append(param.register_post_accumulate_grad_hook(call))
+            hooks.append(param.register_post_accumulate_grad_hook(partial(arrived, reducer, number, index)))
     weakref.finalize(engine, _remove, hooks).atexit = False
     _ENGINES.add(engine)
 
 
-def arrived(reducer: GradReducer, bucket: Bucket, index: int, param: torch.Tensor) -> None:
-    """Autograd has added to the gradient of `bucket.params[index]`."""
+def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
+    """Autograd has added to the gradient of parameter `index` of bucket `number`."""
+    reducer = reducer_of()
+    if reducer is None:
+        return
+    bucket = reducer.buckets[number]
     if param.__dict__.get("grad_added_to_main_grad"):
         check_declared(param, bucket.contracts[index].name)
     reducer.arrive(bucket, index)
