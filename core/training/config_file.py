@@ -15,11 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from core.checkpoint.bounded_read import read_bytes
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
 from core.training.limits import flag
+
+LONGEST_TOML = 1 << 20  # bytes
 
 Config = TypeVar("Config")
 
@@ -151,11 +154,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         tomllib = require("tomli", "reading TOML on Python 3.10")
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_bytes(path, LONGEST_TOML).decode())
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path} (working directory {Path.cwd()})") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, or of text that is no UTF-8
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 

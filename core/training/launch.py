@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from core.training.errors import ConfigError
 
+PORTS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -40,7 +42,9 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _torchrun_launch(environment)
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a step of one task is a shell, or srun without -n
+    if (
+        _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1, default=1) > 1
+    ):  # a step of one task is a shell, or srun without -n
         return _slurm_launch(environment)
     return None
 
@@ -52,16 +56,38 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
             f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set and {', '.join(missing)} "
             "not; start with torchrun, or unset RANK to let this program start its own ranks"
         )
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    world_size = _number(environment, "WORLD_SIZE", at_least=1)
+    rank = _number(environment, "RANK", below=world_size)
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", at_least=1, below=world_size + 1, default=world_size)
     return Launch(
         rank=rank,
         world_size=world_size,
-        local_rank=int(environment.get("LOCAL_RANK", rank)),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        local_rank=_number(environment, "LOCAL_RANK", below=local_world_size, default=rank),
+        local_world_size=local_world_size,
         master_addr=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
+        master_port=_number(environment, "MASTER_PORT", at_least=1, below=PORTS),
         launcher="torchrun",
     )
+
+
+def _number(
+    environment: Mapping[str, str],
+    name: str,
+    *,
+    at_least: int = 0,
+    below: int | None = None,
+    default: int | None = None,
+) -> int:
+    """A variable as a whole number. ConfigError, naming it, for anything else and for one out of its range."""
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    wanted = f"a whole number of at least {at_least}" + ("" if below is None else f" and below {below}")
+    if text is None:
+        raise ConfigError(f"{name} is not set; a launcher sets it to {wanted}")
+    if re.fullmatch(r"[0-9]{1,9}", text) is None or int(text) < at_least or (below is not None and int(text) >= below):
+        raise ConfigError(f"{name} is {text!r}; expected {wanted}")
+    return int(text)
 
 
 def _slurm_launch(environment: Mapping[str, str]) -> Launch:
@@ -73,15 +99,17 @@ def _slurm_launch(environment: Mapping[str, str]) -> Launch:
 
     tasks_per_node = expand_counts(read("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     hosts = read("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    job = int(environment.get("SLURM_JOB_ID", 0))
+    job = _number(environment, "SLURM_JOB_ID", default=0)
+    world_size = _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1)
+    node = _number(environment, "SLURM_NODEID", below=len(tasks_per_node), default=0)
     return Launch(
-        rank=int(read("SLURM_PROCID")),
-        world_size=int(read("SLURM_STEP_NUM_TASKS")),
-        local_rank=int(read("SLURM_LOCALID")),
-        local_world_size=tasks_per_node[int(environment.get("SLURM_NODEID", 0))],
+        rank=_number(environment, "SLURM_PROCID", below=world_size),
+        world_size=world_size,
+        local_rank=_number(environment, "SLURM_LOCALID", below=tasks_per_node[node]),
+        local_world_size=tasks_per_node[node],
         master_addr=environment.get("MASTER_ADDR", first_host(hosts)),
         # the same port on every node without asking anybody, another one for another job
-        master_port=int(environment.get("MASTER_PORT", 20000 + job % 20000)),
+        master_port=_number(environment, "MASTER_PORT", at_least=1, below=PORTS, default=20000 + job % 20000),
         launcher="slurm",
     )
 
@@ -90,7 +118,7 @@ def expand_counts(text: str) -> list[int]:
     """SLURM's tasks per node, '4(x2),3', as [4, 4, 3]."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
         if match is None:
             raise ConfigError(f"cannot read the number of tasks a node from {text!r}; e.g. '4(x2),3'")
         counts.extend([int(match[1])] * int(match[2] or 1))
@@ -99,7 +127,7 @@ def expand_counts(text: str) -> list[int]:
 
 def first_host(hosts: str) -> str:
     """The first host of a SLURM host list: 'gpu[003-006,9],login' is 'gpu003'."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", hosts)
+    match = re.match(r"([^,\[\]\s]+)(?:\[([\d,-]+)\]([^,\[\]\s]*))?(?=,|$)", hosts)
     if match is None:
         raise ConfigError(f"cannot read the first host from {hosts!r}; expected something like 'node[001-004]'")
     stem, ranges, tail = match[1], match[2], match[3]

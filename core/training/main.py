@@ -17,6 +17,7 @@ from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
 from core.training.run_directory import check_writable
 from core.training.threads import available_cores, intra_op_threads
+from core.training.tokenizer import read_tokenizer
 
 FAILURE = 1
 USAGE_ERROR = 2
@@ -83,11 +84,13 @@ def check_places(config: JobConfig) -> None:
     if config.checkpoint.dir is not None:
         check_writable(config.checkpoint.dir, "--checkpoint.dir")
     check_root(config.checkpoint)
-    tokenizer = config.data.tokenizer
-    if tokenizer not in ("bytes", "bpe") and not Path(tokenizer).is_file():
-        raise ConfigError(f"--data.tokenizer is {tokenizer!r}: not 'bytes', not 'bpe', and no such file")
+    if config.data.tokenizer not in ("bytes", "bpe"):
+        try:
+            read_tokenizer(Path(config.data.tokenizer))
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
     for path in config.data.text:
-        if not path.exists():
+        if not path.is_file() and not path.is_dir():  # a FIFO would be waited for, a device never ends
             raise ConfigError(f"--data.text {path} is neither a file nor a directory (from {Path.cwd()})")
 
 

@@ -22,9 +22,9 @@ def start_ranks(ranks: int) -> int:
 
     The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
     """
-    from torch.distributed import TCPStore
+    from core.local_store import local_store
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     processes: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -38,6 +38,8 @@ def start_ranks(ranks: int) -> int:
             launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", store.port, "own")
             environment = {**os.environ, **launch.environment(), STARTED_BY_US: str(os.getpid())}
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to our store, and holds none
+            if sys.platform == "linux":  # the ports of ranks are reached from this machine only
+                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             # a session of its own: a terminal's Ctrl-C reaches a rank once, through us
             command = [sys.executable, *sys.orig_argv[1:]]
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True))

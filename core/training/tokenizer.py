@@ -78,4 +78,9 @@ def read_tokenizer(path: Path) -> FileTokenizer:
     """The tokenizer of a `tokenizer.json`."""
     if not path.is_file():
         raise FileNotFoundError(f"--data.tokenizer is {str(path)!r}: not 'bytes', not 'bpe', and no such file")
-    return FileTokenizer(path.read_text(encoding="utf-8"))
+    try:
+        return FileTokenizer(path.read_text(encoding="utf-8"))
+    except ImportError:
+        raise
+    except Exception as error:  # the package raises bare Exceptions
+        raise ValueError(f"--data.tokenizer {path} is no tokenizer of the package 'tokenizers': {error}") from None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.local_store import local_store
 
 START_LIMIT_S = 180.0
 GRACE_S = 5.0  # after one rank has failed, the others get this long to say what they know
@@ -73,7 +74,7 @@ class RankPool:
         self.context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self.context.set_forkserver_preload(["torch", "torch.distributed", "core.verify"])
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = local_store()
         self.workers: dict[int, _Worker] = {}  # each of one rank all its life: torch keeps what it found for a mesh
         self.tasks = 0
 

@@ -63,6 +63,33 @@ def test_half_an_environment_is_refused_by_name() -> None:
         find_launch({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"})
 
 
+TORCHRUN_ALL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("start", "name", "value"),
+    [
+        *((TORCHRUN_ALL, "RANK", value) for value in ("x", "", "-1", "2", "1.0", "1" * 5000, "\u0661")),
+        *((TORCHRUN_ALL, "WORLD_SIZE", value) for value in ("0", "many", "1e3")),
+        *((TORCHRUN_ALL, "MASTER_PORT", value) for value in ("http", "0", "65536", "-5")),
+        *((TORCHRUN_ALL, "LOCAL_RANK", value) for value in ("x", "2")),
+        *((TORCHRUN_ALL, "LOCAL_WORLD_SIZE", value) for value in ("0", "3")),
+        *((SLURM, "SLURM_PROCID", value) for value in ("x", "99")),
+        *((SLURM, "SLURM_STEP_NUM_TASKS", value) for value in ("x", "0", "-4")),
+        *((SLURM, "SLURM_LOCALID", value) for value in ("99", "")),
+        *((SLURM, "SLURM_NODEID", value) for value in ("99", "a")),
+        *((SLURM, "SLURM_JOB_ID", value) for value in ("job", "-1")),
+        *((SLURM, "SLURM_STEP_NODELIST", value) for value in ("", ",", "[1-2]", "gpu[", "gpu[]", "gpu[a]", "a b")),
+        *((SLURM, "SLURM_STEP_TASKS_PER_NODE", value) for value in ("", "x2", "4(x0)", "4(", "9" * 5000)),
+    ],
+)
+def test_a_variable_that_is_wrong_is_refused_in_one_line(start: dict[str, str], name: str, value: str) -> None:
+    find_launch(start)
+    with pytest.raises(ConfigError) as error:
+        find_launch({**start, name: value})
+    assert "\n" not in str(error.value) and len(str(error.value)) < 6000
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("node7", "node7"), ("a-1,a-2", "a-1"), ("gpu[003-006,9]", "gpu003"), ("r[2,4]n", "r2n"), ("x[10-12],y", "x10")],

@@ -217,6 +217,22 @@ def test_a_full_disk_under_the_run_ends_no_training(
     assert "No space left on device" in heard.getvalue()
 
 
+def test_what_is_to_be_read_and_cannot_be_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "no.json").write_text('{"model": 3}')
+    os.mkfifo(tmp_path / "fifo")
+    for flag, name in (("--data.tokenizer", "no.json"), ("--data.tokenizer", "fifo"), ("--data.text", "fifo")):
+        with pytest.raises(ConfigError, match=flag):
+            check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / name)]))
+    for name, content in (("latin.toml", b"name = '\xe9'"), ("deep.toml", b"a = " + b"[" * 10**5), ("fifo", None)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            load_config(["--config", str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(["--config", str(tmp_path)])
+
+
 def test_a_directory_that_cannot_be_written_is_refused_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for flag in ("--run.directory", "--checkpoint.dir"):

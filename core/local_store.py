@@ -1,0 +1,17 @@
+"""The store at which processes of one machine meet."""
+
+from __future__ import annotations
+
+import socket
+
+from torch.distributed import TCPStore
+
+
+def local_store() -> TCPStore:
+    """A store of this process that other machines cannot reach: it listens on the loopback interface, at a free port.
+
+    TCPStore would bind to all interfaces by itself, whatever its host name is.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
