@@ -12,7 +12,7 @@ class GlobalMemoryBuffer:
     """Named scratch memory: one flat tensor a (name, dtype, device), grown when a larger one is asked for."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     def get_tensor(
         self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, device: torch.device | str | None = None
@@ -23,7 +23,7 @@ class GlobalMemoryBuffer:
         """
         place = torch.device(device) if device is not None else torch.get_default_device()
         key, numel = (name, dtype, place), math.prod(tensor_shape)
-        flat = self._buffers.get(key)
+        flat = self._memory.get(key)
         if flat is None or flat.numel() < numel:
-            flat = self._buffers[key] = torch.empty(numel, dtype=dtype, device=place, requires_grad=False)
+            flat = self._memory[key] = torch.empty(numel, dtype=dtype, device=place, requires_grad=False)
         return flat[:numel].view(*tensor_shape)

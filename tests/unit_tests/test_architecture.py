@@ -74,7 +74,6 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_active_ddp_module",
         "_amp_stash",
         "_backward_hooks",
-        "_buffers",
         "_execution_engine",
         "_foreach_add_",
         "_foreach_copy_",

@@ -17,18 +17,17 @@ def params_beside_split_layers(modules: Iterable[nn.Module]) -> set[int]:
     """Ids of replicated vectors, in layers beside split ones, that are not as wide as these layers' whole sides."""
     found: set[int] = set()
     for parent in modules:
-        layers = [layer for layer in parent._modules.values() if layer is not None]
-        split = [weight for layer in layers for weight in layer._parameters.values() if _is_split_matrix(weight)]
-        widths = {weight.shape[1 - weight.partition_dim] for weight in split if weight is not None}
+        layers = [list(layer.parameters(recurse=False)) for layer in parent.children()]
+        split = [weight for params in layers for weight in params if _is_split_matrix(weight)]
+        widths = {weight.shape[1 - weight.partition_dim] for weight in split}
         if not widths:
             continue
-        for layer in layers:
-            params = [param for param in layer._parameters.values() if param is not None]
+        for params in layers:
             if not any(getattr(param, "tensor_model_parallel", False) for param in params):
                 found.update(id(param) for param in params if param.dim() == 1 and len(param) not in widths)
     return found
 
 
-def _is_split_matrix(weight: nn.Parameter | None) -> bool:
-    tagged = weight is not None and weight.dim() == 2 and getattr(weight, "tensor_model_parallel", False)
+def _is_split_matrix(weight: nn.Parameter) -> bool:
+    tagged = weight.dim() == 2 and getattr(weight, "tensor_model_parallel", False)
     return tagged and getattr(weight, "partition_dim", None) in (0, 1)

@@ -105,12 +105,12 @@ def _others(
     for name, param in frozen.items():
         yield f"frozen parameter {name!r}", param
     for path, module in modules.items():
-        for kind, table in (("buffer", module._buffers), ("attribute", vars(module))):
+        for kind, table in (("buffer", dict(module.named_buffers(recurse=False))), ("attribute", vars(module))):
             for name, value in table.items():
                 if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
                     continue
                 # Beside `weight_orig` a `weight` is made anew in each forward (torch's spectral_norm, prune).
-                if id(value) not in own and f"{name}_orig" not in module._parameters:
+                if id(value) not in own and not hasattr(module, f"{name}_orig"):
                     yield f"{kind} {f'{path}.{name}'.lstrip('.')!r}", value
 
 
