@@ -242,7 +242,7 @@ class Bucket(BucketMemory):
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
         """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
-        self._expect(BucketState.IN_FLIGHT, "joined")
+        self._expect(BucketState.IN_FLIGHT, "added up over the optimizer instances")
         if self.groups.replica is not None:
             self.wait()
             name = f"{self.name} across instances"

@@ -420,8 +420,7 @@ class GradReducer:
 
     def pipeline_chunks(self) -> list[GradReducer]:
         """The chunks of the pipeline on this rank, in launch order; this reducer alone if it is no part of one."""
-        chunks = [chunk for chunk in (reference() for reference in self.chunks) if chunk is not None]
-        return chunks or [self]
+        return [chunk for reference in self.chunks if (chunk := reference()) is not None] or [self]
 
     def _earlier_chunks(self) -> list[GradReducer]:
         chunks = self.pipeline_chunks()
