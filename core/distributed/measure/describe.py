@@ -28,7 +28,7 @@ def describe_model(
             + (", in memory that these ranks map from each other" if buffer.channels else "")
         )
         if buffer.pool is not None:
-            lines += _streamed(buffer, nbytes, reduce_microbatches)
+            lines += _sharded_gradients(buffer, nbytes, reduce_microbatches)
         for bucket in buffer.buckets:
             layout = bucket.layout
             padding = layout.numel - layout.numel_unpadded
@@ -46,7 +46,7 @@ def describe_model(
     return "\n".join(lines)
 
 
-def _streamed(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
+def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
     """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
     kept = buffer.grad_data.numel() * buffer.grad_data.element_size()
     pool = 0 if buffer.pool is None else buffer.pool.nbytes
