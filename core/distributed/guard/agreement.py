@@ -69,6 +69,7 @@ def agree_on_step(
     data group if one has a problem, or if they are at different steps. Collective over the data groups.
     """
     answer = StepAnswer(set(), set())
+    found: SyncError | None
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
     for entry in control:
         trains = used = b""
@@ -94,14 +95,17 @@ def agree_on_step(
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
         low, high = (dict(zip(mine, found, strict=False)) for found in (least, largest))
         if low["moment"] != high["moment"]:  # what else differs follows from it
-            failure = failure or _unequal_backwards(entry, moment, backwards)
+            found = _unequal_backwards(entry, moment, backwards)
+            failure = failure or found
             continue
+        found = None  # by a collective, which a rank that has a failure already makes too
         if low["trains"] != high["trains"]:
-            failure = failure or unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
+            found = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
         elif high["problem"]:
-            failure = failure or _reported(entry, problems)
+            found = _reported(entry, problems)
         elif (text := _contradiction(entry, low, high)) is not None:
-            failure = failure or SyncError(text)
+            found = SyncError(text)
+        failure = failure or found
         if high["unused"]:
             share_used(members_of(entry.buckets), entry.group)
         if high["wants whole"]:
