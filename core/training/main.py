@@ -16,6 +16,7 @@ from core.training.launch import Launch, find_launch
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
 from core.training.run_directory import check_writable
+from core.training.sizes import check_memory
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
 
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments)
         plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
         check_extras(config)
+        if config.run.device == "cpu" or not Path("/dev/nvidia0").exists():
+            ranks_here = config.run.ranks if launch is None else launch.local_world_size
+            check_memory(config, ranks_here, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
             check_places(config)
     except (ConfigError, MissingExtra) as error:

@@ -161,5 +161,39 @@ def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
     return vocab_size
 
 
+def check_memory(config: JobConfig, ranks_here: int, memory_bytes: int) -> None:
+    """ConfigError where the parameters and gradients of a machine's ranks are more than its memory, told by the sizes.
+
+    Optimizer state and activations come on top, so that a model which passes may still be too large.
+    """
+    model, parallel = config.model, config.parallel
+    count = count_parameters(model)
+    gradients = 0 if config.ddp.shards_gradients else 1
+    itemsize = {"float64": 8, "float32": 4}.get(model.dtype, 2)
+    shared_by = parallel.tp * parallel.pp * (1 if model.num_experts is None else parallel.ep)
+    needed = ranks_here * count * itemsize * (1 + gradients) // shared_by
+    if needed > memory_bytes:
+        raise ConfigError(
+            f"the model has about {count:,} parameters; with their gradients {ranks_here} ranks of this machine hold "
+            f"{needed / 2**30:,.0f} GiB, and it has {memory_bytes / 2**30:,.0f} GiB; use a smaller --model.hidden-size "
+            "or --model.num-layers, or share the model among more machines (--tp, --pp)"
+        )
+
+
+def count_parameters(model: ModelOptions) -> int:
+    """Parameters of the whole model, without biases and norms."""
+    hidden = model.hidden_size
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // model.num_attention_heads) * model.query_groups
+    matrices = 3 if model.activation == "swiglu" else 2
+    dense = matrices * hidden * model.ffn_width
+    with_experts = 0
+    experts = 0
+    if model.num_experts is not None:
+        with_experts = math.ceil(model.num_layers / model.moe_layer_freq)
+        experts = model.num_experts * matrices * hidden * model.expert_width
+    embedding = (model.vocab_size or 0) * hidden
+    return embedding + model.num_layers * attention + (model.num_layers - with_experts) * dense + with_experts * experts
+
+
 def _fills_every_rank(vocab_size: int, tp: int) -> bool:
     return padded_vocab_size(vocab_size, tp) // tp * (tp - 1) < vocab_size

@@ -8,11 +8,20 @@ import pytest
 
 pytest.importorskip("tyro")
 
+from core.models import GPTModel
+from core.process_groups import ProcessGroups
 from core.training.config import JobConfig, ModelOptions
 from core.training.config_file import ConfigError, load_config
 from core.training.main import main
+from core.training.model_config import transformer_config
 from core.training.plan import plan_job
-from core.training.sizes import check_vocabulary, nearest_divisors, nearest_multiples
+from core.training.sizes import (
+    check_memory,
+    check_vocabulary,
+    count_parameters,
+    nearest_divisors,
+    nearest_multiples,
+)
 
 # (what it shows, flags, what the message must say, flags that follow its advice)
 REFUSED = [
@@ -256,3 +265,28 @@ def test_a_pipeline_has_several_microbatches_a_stage_unless_they_are_given(flags
 def test_the_default_configuration_fits_its_ranks() -> None:
     plan = plan_job(JobConfig(), JobConfig().run.ranks)
     assert (plan.dp, plan.num_microbatches) == (2, 1)
+
+
+def test_a_model_that_no_machine_holds_is_told_from_its_sizes() -> None:
+    flags = ["--model.num-layers", "100", "--model.hidden-size", "16384", "--model.num-attention-heads", "128"]
+    with pytest.raises(ConfigError, match=r"about 322,122,547,200 parameters; .* hold 4,800 GiB, and it has 16 GiB"):
+        check_memory(load_config(flags), 4, 16 << 30)  # fp32, with gradients, over tp 2
+    check_memory(load_config([*flags, "--tp", "16", "--pp", "20"]), 1, 16 << 30)
+    check_memory(load_config([]), 4, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--model.activation", "swiglu", "--model.num-query-groups", "2"],
+        ["--model.num-experts", "4", "--model.moe-layer-freq", "2", "--model.num-layers", "3"],
+    ],
+)
+def test_parameters_are_counted_as_the_model_has_them(flags: list[str]) -> None:
+    config = load_config(["--tp", "1", "--model.hidden-size", "64", "--model.vocab-size", "256", *flags])
+    model = GPTModel(transformer_config(config, 256), ProcessGroups())
+    matrices = sum(
+        param.numel() for name, param in model.named_parameters() if param.dim() > 1 and "router" not in name
+    )
+    assert count_parameters(config.model) == matrices
