@@ -303,7 +303,7 @@ OTHERS = {
     "auxiliary: a rank's own load": Case(
         replace(EXPERTS, tp=2, etp=1, ep=2), loads_of_a_rank, "", ("backward is wrong before any reduction",), True
     ),
-    "bias: own counts": Case(BIAS, over("tp_dp_cp", None, counts=True), "expert_bias", ("not added over dp and tp",)),
+    "bias: own counts": Case(BIAS, over("tp_dp_cp", None, counts=True), "expert_bias", ("not added over tp and dp",)),
     "bias: counts of dp": Case(BIAS, over("tp_dp_cp", "dp", counts=True), "expert_bias", ("added over tp",), True),
     "bias: counts of tp": Case(BIAS, over("tp_dp_cp", "tp", counts=True), "expert_bias", ("added over dp",), True),
     "bias: rate": Case(BIAS, bias_moves(2.0), "expert_bias", ("2 times as far",), True),
