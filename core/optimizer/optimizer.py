@@ -68,6 +68,7 @@ class MegatronOptimizer:
                 config,
                 scratch_numel=None if config.optimizer_cpu_offload else scratch_numel(bucket.grad.device),
                 needs_shape=shaped.__getitem__,
+                only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
             for bucket in buckets_of(model_chunks)
         ]

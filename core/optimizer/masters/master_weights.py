@@ -6,7 +6,8 @@ torch sees few long tensors instead of many short ones.
 Parameters in full precision are their own masters. They are stepped where they lie: in the bucket's one tensor (for a
 replicated bucket flat_parameters.py makes it), or each by itself where parameters cannot move. master_storage.py lists
 the storages of all other masters. A segment whose master, gradients or moments are not kept in full precision is
-stepped through scratch memory (scratch.py), in pieces that fit there.
+stepped through scratch memory (scratch.py), in pieces that fit there; but where it lies if all of them are kept in one
+16-bit dtype that torch's kernel takes (`steps_16_bits`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
+from core.optimizer.algorithms.backends import choose
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
 from core.optimizer.masters.param_shards import ParamShard, cut_shards, join_shards, owned_shards
@@ -45,7 +47,7 @@ class Segment:
     in_scratch: bool = False
     wave: int = 0  # segments of a bucket with equal numbers are in scratch at the same time
     at: int = 0  # where in the scratch memory
-    storage: ParameterStorage | None = None  # None: the parameters, in full precision, are the master
+    storage: ParameterStorage | None = None  # None: the parameters are the master, and are stepped where they lie
     moments: dict[str, torch.Tensor] = field(default_factory=dict)  # [numel], those that are kept in 16 bits
     live: bool = True  # False while its parameters are frozen, or have no gradient on any rank
 
@@ -86,11 +88,23 @@ def storage_of(
     return RemainderStorage if dtype == torch.bfloat16 and config.store_param_remainders else CopyStorage
 
 
+def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
+    """True if torch's fused Adam can step parameters, gradients and moments, all of one 16-bit dtype, where they lie.
+
+    Its CPU kernel computes in fp32 and rounds once, as a step through scratch does.
+    """
+    kept = {grad_dtype, config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
+    if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu" or config.optimizer_cpu_offload:
+        return False
+    return choose("adam", device, dtype, config.optimizer_backend)[0] == "fused"
+
+
 class BucketMasters:
     """The master weights of one bucket's owned range, and the gradients that update them.
 
     scratch_numel: the longest segment that is stepped through scratch; None for any length.
     needs_shape: True for a param group whose algorithm needs whole parameters in their shape.
+    only_adam: True if our Adam steps every param group.
     """
 
     def __init__(
@@ -101,6 +115,7 @@ class BucketMasters:
         *,
         scratch_numel: int | None = None,
         needs_shape: Callable[[int], bool] = lambda group: False,
+        only_adam: bool = False,
     ) -> None:
         self.bucket = bucket
         self.needs_shape = needs_shape
@@ -125,6 +140,9 @@ class BucketMasters:
         moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         in_place = self.storage in (None, CopyStorage)
         self.in_scratch = not in_place or self.grad.dtype != self.dtype or moments != {torch.float32}
+        in_16_bits = only_adam and self.storage is ParameterStorage and self.param_data is not None
+        if in_16_bits and steps_16_bits(config, dtype, self.grad.dtype, self.grad.device):
+            self.storage, self.in_scratch = None, False
         one_a_param = config.optimizer_cpu_offload or (self.storage is None and self.param_data is None)
         self.segments: list[Segment] = []
         for shards in join_shards(self.shards, lambda group: one_a_param or needs_shape(group)):

@@ -19,7 +19,7 @@ import torch
 
 from core.optimizer.algorithms.names import label
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
-from core.optimizer.masters.master_weights import storage_of
+from core.optimizer.masters.master_weights import steps_16_bits, storage_of
 from core.optimizer.masters.scratch import CPU_NUMEL, DEVICE_NUMEL, kept_dtype
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -78,6 +78,9 @@ def scratch_bytes(
     config: OptimizerConfig, *, param_dtype: torch.dtype, grad_dtype: torch.dtype, on_cpu: bool = False
 ) -> int:
     """Bytes of the scratch memory, once the segments of the model fill it."""
+    device = torch.device("cpu" if on_cpu else "cuda")
+    if label(config.optimizer) == "adam" and steps_16_bits(config, param_dtype, grad_dtype, device):
+        return 0
     dtype = _computed_in(param_dtype)
     moments = sum(kept_dtype(key, config) is not None for key in _moments(config))
     storage = storage_of(config, param_dtype)

@@ -32,7 +32,11 @@ class InnerStep:
         self._numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Factors], scratch: Scratch) -> None:
-        """Step the masters of some buckets, and store them: first, in one call, all that need no scratch memory."""
+        """Step the masters of some buckets, and store them: first all that need no scratch memory.
+
+        They are stepped in one call, and 16-bit gradients in one for each factor: multiplied by hand they would be
+        rounded once more.
+        """
         pairs = list(zip(buckets, factors, strict=True))
         here = [
             (segment, factor[segment.norm_group])
@@ -40,7 +44,11 @@ class InnerStep:
             for segment in masters.segments
             if segment.live and not segment.in_scratch
         ]
-        self.step_segments([segment for segment, _ in here], [factor for _, factor in here])
+        calls: dict[float | None, list[tuple[Segment, float]]] = {}
+        for segment, one in here:
+            calls.setdefault(one if segment.grad.itemsize == 2 else None, []).append((segment, one))
+        for call in calls.values():
+            self.step_segments([segment for segment, _ in call], [factor for _, factor in call])
         for segment, _ in here:
             if segment.storage is not None:
                 segment.storage.write(segment.master.data.view(-1))
@@ -61,7 +69,7 @@ class InnerStep:
             return
         # The kernels' divisor is an fp32 number, so fp64 gradients are multiplied by hand.
         by_kernel = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        by_kernel = by_kernel and all(segment.grad.dtype == torch.float32 for segment in segments)
+        by_kernel = by_kernel and all(segment.grad.dtype != torch.float64 for segment in segments)
         common = _apply(segments, factors, by_kernel=by_kernel)
         if common != 1.0:
             grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=segments[0].grad.device)

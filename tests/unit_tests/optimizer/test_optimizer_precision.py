@@ -6,8 +6,10 @@ the parameters have travelled.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.masters import scratch
+from core.optimizer.masters import master_weights, scratch
 from core.optimizer.masters.master_storage import CopyStorage
 from tests.unit_tests.optimizer.test_optimizer import ALGORITHMS
 from tests.unit_tests.optimizer.test_optimizer_fp16 import assert_bit_equal
@@ -31,6 +33,9 @@ STEPS = 12
 
 def aware(**options: Any) -> dict[str, Any]:
     return {"use_precision_aware_optimizer": True, **options}
+
+
+THROUGHOUT = aware(main_grads_dtype=BF16, main_params_dtype=BF16, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
 
 
 def gradient(param: nn.Parameter, index: int, rank: int, step: int) -> torch.Tensor:
@@ -155,12 +160,14 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "fp16 parameters, fp32 copies": (FP16, FP16, {"loss_scale": 1.0}),
     "fp16 parameters are the masters": (FP16, FP32, {**aware(main_params_dtype=FP16), "loss_scale": 1.0}),
     "bf16 parameters are the masters": (BF16, FP32, aware(main_params_dtype=BF16)),
+    "bf16 throughout": (BF16, BF16, THROUGHOUT),
 }
 # Distance from fp64 after 12 steps of AdamW, as a part of the distance that masters have moved.
 BOUNDS = {
     "bf16 moments": 4e-3,
     "fp16 parameters are": 3e-3,
     "bf16 parameters are": 2e-2,
+    "bf16 throughout": 2e-2,
     "bf16 gradients": 5e-3,
     "fp16 parameters": 1e-3,
     "": 1e-6,
@@ -327,6 +334,47 @@ def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
         got = trained[1][1].get_parameter(name).double()
         assert torch.allclose(got, master, rtol=2.0**-8, atol=1e-5), name
         assert (master - param).abs().max() > 0.1
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_throughout_is_stepped_where_it_lies_with_the_bits_of_scratch(
+    rank: int, world: int, strategy: str
+) -> None:
+    """Parameters are frozen, thawed and edited on the way; each of the two forms resumes what the other has saved."""
+    parallel_state.initialize_model_parallel()
+    options = {**ALGORITHMS["adamw"], "clip_grad": 0.5, **THROUGHOUT}
+
+    def make(*, by_scratch: bool, **others: Any) -> tuple[Any, Any]:
+        ddp, optimizer = build(strategy, {**options, **others}, grads_in_fp32=False)
+        assert all(segment.in_scratch == by_scratch for masters in optimizer.masters for segment in masters.segments)
+        return ddp, optimizer
+
+    def through_scratch() -> Any:
+        return mock.patch.object(master_weights, "steps_16_bits", lambda *unused: False)
+
+    saved, results = {}, {}
+    for by_scratch in (False, True):
+        with through_scratch() if by_scratch else contextlib.nullcontext():
+            ddp, optimizer = make(by_scratch=by_scratch)
+        for steps, trains in ((range(2), True), (range(2, 4), False), (range(4, 6), True)):
+            for param in (ddp.module.second.weight, ddp.module.first.bias):
+                param.requires_grad_(trains)
+            train(ddp, optimizer, rank, steps)
+        with torch.no_grad():
+            ddp.module.norm.weight.clamp_(max=0.75)
+        train(ddp, optimizer, rank, range(6, 8))
+        saved[by_scratch] = copy.deepcopy((ddp.state_dict(), optimizer.state_dict()))
+        with contextlib.nullcontext() if by_scratch else through_scratch():
+            ddp, optimizer = make(by_scratch=not by_scratch)
+        ddp.load_state_dict(saved[by_scratch][0])
+        optimizer.load_state_dict(saved[by_scratch][1])
+        train(ddp, optimizer, rank, range(8, 10))
+        results[by_scratch] = (ddp.state_dict(), optimizer.state_dict())
+    assert_bit_equal(saved[False], saved[True])
+    assert_bit_equal(results[False], results[True])
+    for other in ({"optimizer": "lion"}, {"optimizer": "AdamW"}, {"optimizer_backend": "foreach"}):
+        make(by_scratch=True, **other)
 
 
 @ranks(1, 2)

@@ -13,10 +13,8 @@ from core import parallel_state
 from core.optimizer.masters import scratch
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.step.inner_step import InnerStep
-from tests.unit_tests.optimizer.test_optimizer_precision import BF16, aware, build, train
+from tests.unit_tests.optimizer.test_optimizer_precision import BF16, THROUGHOUT, aware, build, train
 from tests.unit_tests.ranks import ranks
-
-THROUGHOUT = aware(main_grads_dtype=BF16, main_params_dtype=BF16, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -42,6 +40,30 @@ def test_some_runs_are_stepped_as_torch_steps_an_optimizer_that_holds_them_alone
         reference.step()
     for param, copy, start in zip(params, copies, values, strict=True):
         assert torch.equal(param, copy) and float((param.detach() - start).abs().min()) > 0.0
+
+
+def test_gradients_of_16_bits_are_multiplied_by_the_kernel_alone_each_by_its_own_factor() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(1000, generator=generator).to(BF16) for _ in range(3)]
+    params, copies = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizer, reference = (torch.optim.AdamW(ps, lr=0.1, eps=1e-3, fused=True) for ps in (params, copies))
+    factors = {"a": 0.3, "b": 0.7}
+    names = ("a", "b", "a")
+    for _ in range(3):
+        grads = [torch.randn(1000, generator=generator).to(BF16) for _ in values]
+        shards = [
+            SimpleNamespace(param=param, group=0, norm_group=name) for param, name in zip(params, names, strict=True)
+        ]
+        segments = [Segment((s,), g.clone(), s.param, g.clone()) for s, g in zip(shards, grads, strict=True)]  # type: ignore[arg-type]
+        bucket: Any = SimpleNamespace(segments=segments, waves=[], note_written=lambda: None)
+        InnerStep(optimizer).step_buckets([bucket], [factors], scratch=None)  # type: ignore[arg-type]
+        for copy, grad, name in zip(copies, grads, names, strict=True):
+            reference.zero_grad()
+            copy.grad = grad
+            reference.grad_scale = torch.tensor(1 / factors[name])  # type: ignore[attr-defined]
+            reference.step()
+    for param, copy, start in zip(params, copies, values, strict=True):
+        assert torch.equal(param, copy) and float((param - start).detach().abs().max()) > 0.1
 
 
 @ranks(1)
