@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from core import agree
+from core.processes import ENDED, STOPPED, boot_id, state_of
 from core.waiting import current_wait
 
 BEAT_S = 0.5
@@ -43,18 +44,21 @@ STORE_LIMIT_S = 5.0  # for one answer of the store
 EXPECTED_S = 1.5  # in one wait, before a rank that has left is missed
 LEFT = -1  # the last beat of a rank that has ended by itself
 PEERS_FAULT = re.compile("PeerLost|gloo|nccl|connection|timed out|timeout|broken pipe|did not come", re.IGNORECASE)
-STORE_ERRORS = (dist.DistError, RuntimeError)
-STOPPED, ENDED = frozenset("Tt"), frozenset("ZXx")  # states of a process in /proc
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank's process. born: its start in clock ticks since the host's boot, as process numbers are used again."""
+    """One rank's process.
+
+    machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
+    are used again; "" where the system does not tell.
+    """
 
     rank: int
     host: str
+    machine: str
     pid: int
     born: str
 
@@ -64,8 +68,8 @@ class Member:
 
 def this_member(rank: int) -> Member:
     """The process that calls it."""
-    state = _state_of(os.getpid())
-    return Member(rank, _host(), os.getpid(), state[1] if state else "")
+    state = state_of(os.getpid())
+    return Member(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1])
 
 
 class RankWatch:
@@ -79,7 +83,7 @@ class RankWatch:
         self.store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         self.members = members
         self.rank = rank
-        self.neighbours = [m for m in members if m.host == members[rank].host and m.rank != rank and m.born]
+        self.neighbours = [m for m in members if m.machine == members[rank].machine and m.rank != rank and m.born]
         self.lost: dict[int, str] = {}  # rank -> what happened to it, in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
         self.place = Place("", 0.0)
@@ -108,12 +112,8 @@ class RankWatch:
                 said = str(failure).strip().partition("\n")[0]
                 self._publish(self.rank, f"{self.members[self.rank]} failed: {type(failure).__name__}: {said}")
             self.store.set(_beat_key(self.rank), json.dumps({"beat": LEFT, "place": "has left"}))
-        except STORE_ERRORS:
+        except RuntimeError:
             pass  # the store has gone, and with it everybody who could read this
-
-    def explain(self) -> str:
-        """What has happened to the first rank that was lost, in words; "" where none is known to be."""
-        return next(iter(self.lost.values()), "")
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class RankWatch:
         while not self._ending.wait(BEAT_S):
             try:
                 self._look()
-            except STORE_ERRORS as error:
+            except RuntimeError as error:
                 if not self._ending.is_set():
                     log.error("rank %d: %s%s", self.rank, _store_lost(error), self._here())
                 return
@@ -141,19 +141,14 @@ class RankWatch:
         for member in self.neighbours:
             if member.rank in self.lost or member.rank in self.left:
                 continue
-            state = _state_of(member.pid)
+            state = state_of(member.pid)
             if state is None or state[1] != member.born or state[0] in ENDED:
-                if not self._has_left(member.rank):
+                self._beat_of(member.rank)  # a process that ended by itself has said so
+                if member.rank not in self.left:
                     found[member.rank] = f"{member} has ended"
             elif state[0] in STOPPED:
                 found[member.rank] = f"{member} is stopped, by SIGSTOP or a debugger"
         return found
-
-    def _has_left(self, rank: int) -> bool:
-        """True if a process that has ended said so itself, on purpose or because of another rank."""
-        if self._beat_of(rank).get("beat") == LEFT:
-            self.left.add(rank)
-        return rank in self.left
 
     def _look_for_those_who_left(self) -> dict[int, str]:
         """Ranks that this one has waited for since they ended without an error."""
@@ -170,9 +165,7 @@ class RankWatch:
         if rank is None:
             return {}
         beat = self._beat_of(rank).get("beat", 0)
-        if beat == LEFT:
-            self.left.add(rank)
-        elif rank not in self._beats or self._beats[rank][0] != beat:
+        if rank not in self._beats or self._beats[rank][0] != beat:
             self._beats[rank] = beat, now
         elif now - self._beats[rank][1] > SILENT_S:
             silent = f"is silent since {now - self._beats[rank][1]:.0f} s: its host or process is lost, or stopped"
@@ -216,15 +209,19 @@ class RankWatch:
     def _tell_beat(self) -> None:
         self._beat += 1
         seconds = time.monotonic() - self.place.since
-        told = {"beat": self._beat, "place": str(self.place), "waits": self.place.waits, "seconds": seconds}
+        told = {"beat": self._beat, "place": self.place.words, "waits": self.place.waits, "seconds": seconds}
         self.store.set(_beat_key(self.rank), json.dumps(told))
 
     def _beat_of(self, rank: int) -> dict[str, Any]:
+        """What a rank has told last; notes a rank that has left."""
         key = _beat_key(rank)
-        return json.loads(self.store.get(key)) if self.store.check([key]) else {}
+        told: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+        if told.get("beat") == LEFT:
+            self.left.add(rank)
+        return told
 
     def _here(self) -> str:
-        return f". This rank is {self.place}" if str(self.place) else ""
+        return f". This rank is {self.place.words}" if self.place.words else ""
 
 
 def start_watch() -> RankWatch | None:
@@ -240,7 +237,7 @@ def start_watch() -> RankWatch | None:
     number = store.add(f"core.rank_watch/starts/{rank}", 1)  # the same on all ranks, as all start together
     try:
         watch = RankWatch(dist.PrefixStore(f"core.rank_watch/{number}", store), list(members.values()), rank)
-    except STORE_ERRORS as error:
+    except RuntimeError as error:
         log.warning("lost ranks will not be named: %s of the job cannot be shared (%s)", type(store).__name__, error)
         return None
     watch.start()
@@ -264,9 +261,6 @@ class Place:
     ranks: tuple[int, ...] = ()
     key: tuple[int, int] = (0, 0)
 
-    def __str__(self) -> str:
-        return self.words
-
 
 def place_of_main_thread(before: Place) -> Place:
     """The main thread's place now; `before` itself as long as that has not changed."""
@@ -278,9 +272,13 @@ def place_of_main_thread(before: Place) -> Place:
     key = (id(wait), hash(wait.began)) if wait is not None else (id(frame), frame.f_lasti)
     if key == before.key:
         return before
-    if wait is not None:
-        return Place(f"waiting for {wait}, ranks {_short(wait.ranks)}", time.monotonic(), True, tuple(wait.ranks), key)
-    return _place_in_code(frame, key)
+    if wait is None:
+        return _place_in_code(frame, key)
+    try:
+        ranks = wait.ranks
+    except KeyError:  # the wait has ended meanwhile, and its group is destroyed
+        return before
+    return Place(f"waiting for {wait}, ranks {_short(ranks)}", time.monotonic(), True, tuple(ranks), key)
 
 
 def _place_in_code(innermost: FrameType, key: tuple[int, int]) -> Place:
@@ -311,22 +309,15 @@ def _path(nested: list[nn.Module]) -> str:
     return f"{type(root).__name__}.{name}" if name else type(inner).__name__
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- small things ----------------------------------------------------------------------------------------------------
 
 
-def _state_of(pid: int) -> tuple[str, str] | None:
-    """(state, start) of a process of this host; None where there is no such process, or no /proc."""
+def _machine() -> str:
+    """This host, and the space in which it numbers this process: a container may have one of its own."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return None
-    return fields[0], fields[19]
-
-
-def _host() -> str:
-    """This host; ranks of one name see each other's processes, so the process number space is part of it."""
-    space = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()}{os.readlink(space).removeprefix('pid:') if space.is_symlink() else ''}"
+        return ""
 
 
 def _store_lost(error: Exception) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def lose_one(folder: Path, how: str, where: str) -> None:
     heard = Lines()
     logging.getLogger("core.rank_watch").addHandler(heard)
     if how == "silent":  # as if it were on another host, so that its process cannot be seen
-        rank_watch._host = lambda: f"host-{dist.get_rank()}"
+        rank_watch._machine = lambda: f"host-{dist.get_rank()}"
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=1)
     dist.barrier()
     begun = time.monotonic()
@@ -116,6 +117,15 @@ def test_every_survivor_names_the_lost_rank_in_time(
             assert "This rank is in forward of Sequential.1.0, in wait_for (unit_tests/test_rank_watch.py:" in line
         else:
             assert line.endswith("This rank is waiting for the reduction of bucket 7, ranks 0, 1, 2")
+
+
+def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = rank_watch.this_member(0)
+    twin = replace(here, rank=1, pid=2**30)
+    assert rank_watch.RankWatch(store, [here, twin], 0).neighbours == [twin]
+    elsewhere = replace(twin, machine=f"another {here.machine}")
+    assert rank_watch.RankWatch(store, [here, elsewhere], 0).neighbours == []
 
 
 def test_the_rank_that_failed_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:

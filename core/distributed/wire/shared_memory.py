@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from core import agree
 from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
+from core.processes import boot_id, runs
 
 Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
 
@@ -201,7 +201,7 @@ class HostChannel:
 
     def ended(self) -> list[Member]:
         """The ranks whose processes have ended."""
-        return [member for member in self.members if not _runs(member.pid)]
+        return [member for member in self.members if not runs(member.pid)]
 
     def raise_if_lost(self, handle: HostHandle, waited_s: float) -> None:
         """Raise PeerLost where a rank that this collective waits for has ended, or does not come in time."""
@@ -264,15 +264,6 @@ def _place_of(number: int) -> int:
     return PLACES + 2 * (number % RING)
 
 
-def _runs(pid: int) -> bool:
-    """True if there is a process of that number that has not ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
 # -- mapping ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,16 +304,12 @@ def _create() -> int:
 
 def _address(fd: int) -> Address:
     status = os.fstat(fd)
-    return Address(_boot(), os.getpid(), fd, (status.st_dev, status.st_ino, status.st_size))
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Address(boot_id(), os.getpid(), fd, (status.st_dev, status.st_ino, status.st_size))
 
 
 def _open(address: Address) -> mmap.mmap:
     """Map a process's memory. Raises OSError where it is not to be had."""
-    if address.boot != _boot():
+    if address.boot != boot_id():
         raise OSError("it is on another host")
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
     try:

@@ -205,7 +205,7 @@ def test_a_rank_that_ends_after_its_part_is_not_lost(monkeypatch: pytest.MonkeyP
         channels[1].control[1][0] = 1
         return pid != 1
 
-    monkeypatch.setattr(shared_memory, "_runs", ends_now)
+    monkeypatch.setattr(shared_memory, "runs", ends_now)
     with pytest.raises(PeerLost, match="rank 2 did not come to reduction 1"):
         channels[0].all_reduce(tensors[0]).wait()
 
