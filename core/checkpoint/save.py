@@ -193,10 +193,7 @@ def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:
     if groups.dp is None:
         layout["dp"] = groups.size("dp_cp")
     layout["chunks"] = len(chunks)
-    ddp_config = getattr(chunks[0], "ddp_config", None)
-    strategy = getattr(ddp_config, "data_parallel_sharding_strategy", "no_shard")
-    # use_distributed_optimizer is the other name of 'optim'.
-    layout["strategy"] = "optim" if strategy == "no_shard" and getattr(ddp_config, "sharded", False) else strategy
+    layout["strategy"] = getattr(getattr(chunks[0], "ddp_config", None), "strategy", "no_shard")
     return layout
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.buffer.residency import RESIDENCIES
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
@@ -159,7 +158,7 @@ def _allocate(
             groups.require(shard),
             None if replica is None else groups.require(replica),
         ),
-        RESIDENCIES[ddp_config.strategy],
+        ddp_config.residency,
         scale=averaged / divisor_of(groups, config),
         average=ddp_config.average_in_collective,
         scale_later=ddp_config.scale_in_optimizer,

@@ -10,7 +10,40 @@ import torch
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.number_ranges import COUNT, check_ranges, whole
 
-STRATEGIES = ("no_shard", "optim", "optim_grads")
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Which parts of a model a rank holds under a sharding strategy.
+
+    sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered. keeps_whole:
+    True if the memory of whole gradients stays; otherwise the shard stays, and whole gradients borrow memory from a
+    BucketPool while they fill and travel.
+    """
+
+    sharded: bool
+    keeps_whole: bool
+
+    def kept_by(self, shards: int) -> int:
+        """The number of ranks over which the memory of gradients is spread, of `shards` ranks that hold the model."""
+        return 1 if self.keeps_whole else shards
+
+
+# A new sharding strategy is a row here.
+RESIDENCIES = {
+    "no_shard": Residency(sharded=False, keeps_whole=True),
+    "optim": Residency(sharded=True, keeps_whole=True),
+    "optim_grads": Residency(sharded=True, keeps_whole=False),
+}
+STRATEGIES = tuple(RESIDENCIES)
+
+
+def residency_of(strategy: str) -> Residency:
+    """The row of a strategy. Raises ValueError for an unknown one."""
+    if strategy not in RESIDENCIES:
+        raise ValueError(f"data_parallel_sharding_strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    return RESIDENCIES[strategy]
+
+
 COMMUNICATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 RANGES = {
     **{"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT},
@@ -99,11 +132,7 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, RANGES)
-        if self.data_parallel_sharding_strategy not in STRATEGIES:
-            raise ValueError(
-                f"data_parallel_sharding_strategy {self.data_parallel_sharding_strategy!r} is not one of "
-                f"{', '.join(STRATEGIES)}"
-            )
+        residency_of(self.data_parallel_sharding_strategy)
         if self.grad_communication_dtype not in (None, *COMMUNICATION_DTYPES):
             raise ValueError(
                 f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of "
@@ -150,14 +179,19 @@ class DistributedDataParallelConfig:
         return self.data_parallel_sharding_strategy
 
     @property
+    def residency(self) -> Residency:
+        """What a rank holds under the strategy."""
+        return RESIDENCIES[self.strategy]
+
+    @property
     def sharded(self) -> bool:
         """True if the optimizer's state is sharded over data parallelism."""
-        return self.strategy != "no_shard"
+        return self.residency.sharded
 
     @property
     def shards_gradients(self) -> bool:
         """True if a rank keeps only its shard of a reduced gradient."""
-        return self.data_parallel_sharding_strategy == "optim_grads"
+        return not self.residency.keeps_whole
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -15,8 +15,8 @@ from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
 from core.distributed.buffer.param_views import move_to, views_of
-from core.distributed.buffer.residency import Residency
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.distributed_data_parallel_config import Residency
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from core.distributed.distributed_data_parallel_config import residency_of
 from core.optimizer.algorithms.names import label
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
 from core.optimizer.masters.master_weights import steps_16_bits, storage_of
@@ -63,12 +64,12 @@ def bytes_per_parameter(
         bytes_per_parameter(OptimizerConfig(bf16=True), param_dtype=torch.bfloat16, grad_dtype=torch.float32,
                             strategy="optim", shard_ranks=8).total    # 2 + 4 + (4 + 8) / 8 = 7.5
     """
-    shards = shard_ranks if strategy != "no_shard" else 1
-    grad_shards = shard_ranks if strategy == "optim_grads" else 1
+    residency = residency_of(strategy)
+    shards = shard_ranks if residency.sharded else 1
     moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in _moments(config)]
     return BytesPerParameter(
         parameters=param_dtype.itemsize,
-        gradients=grad_dtype.itemsize / grad_shards,
+        gradients=grad_dtype.itemsize / residency.kept_by(shard_ranks),
         masters=MASTER_BYTES.get(storage_of(config, param_dtype), 0) / shards,
         moments=sum(dtype.itemsize for dtype in moments) / shards,
     )
