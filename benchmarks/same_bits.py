@@ -41,8 +41,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layout (default: all)")
     parser.add_argument("--max-ranks", type=int, default=8)
     options = parser.parse_args(arguments)
-    before = json.loads(options.file.read_text()) if options.what == "compare" else {}
     found = {"torch": torch.__version__}
+    before = json.loads(options.file.read_text()) if options.what == "compare" else found
+    if before["torch"] != found["torch"]:
+        print(f"{options.file} was made with torch {before['torch']}, and this is {found['torch']}")
+        return 1
     differing = []
     with RankPool(options.max_ranks) as pool:
         for kind, layout in list(cases(options.max_ranks))[:: options.every]:
@@ -56,9 +59,6 @@ def main(arguments: list[str]) -> int:
                 print(f"DIFFERS  {name}\n  before {before.get(name)}\n  now    {found[name]}", flush=True)
     if options.what == "record":
         options.file.write_text(json.dumps(found, indent=1))
-    elif before["torch"] != found["torch"]:
-        print(f"{options.file} was made with torch {before['torch']}, and this is {found['torch']}")
-        return 1
     failed = sum(str(digest).startswith("failed") for digest in found.values())
     print(f"{len(found) - 1} cases, {len(differing)} differ, {failed} failed")
     return 1 if differing else 0

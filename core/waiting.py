@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class waiting:
-    """Surrounds a wait for other ranks. Costs under a microsecond where it does not fail.
+    """Surrounds a wait for other ranks. Costs about a microsecond where it does not fail.
 
     what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them.
     """

@@ -101,7 +101,7 @@ class DistributedDataParallel(nn.Module):
         self.nan_watch, self.large_watch = engine.nan_watch, engine.large_watch
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.param_sync
         self.stages_checked = False
-        self.step_guard = StepGuard(self, self.reducer)
+        self.step_guard = StepGuard(self, self.reducer, engine.ids)
         if self.ddp_config.initial_weights == "broadcast":
             self.broadcast_params()
         elif self.ddp_config.initial_weights == "check":
@@ -244,8 +244,8 @@ class DistributedDataParallel(nn.Module):
         return report
 
     def overlap_report(self) -> OverlapReport:
-        """When each collective of the last finished step was ready, launched, done and waited for, on this rank, and
-        what of that time was exposed; with the parameter gathers that were last waited for. `print(report.table())`.
+        """When each collective of the last finished step was launched, done and waited for, on this rank, and what of
+        that time was exposed; with the parameter gathers that were last waited for. `print(report.table())`.
         """
         report = OverlapReport(tuple(self.reducer.step_report().events), tuple(self.param_sync.events()))
         resolve((*report.reductions, *report.gathers))
@@ -311,17 +311,9 @@ class DistributedDataParallel(nn.Module):
 # What the engine made, and a copy does not have.
 _ENGINE = frozenset(
     (
-        *(
-            "groups",
-            "engine",
-            "plan",
-            "contracts",
-            "collectives",
-            "all_buffers",
-            "grad_buffers",
-            "expert_parallel_buffers",
-        ),
-        *("reducer", "grad_sync", "param_sync", "nan_watch", "large_watch", "stages_checked", "step_guard"),
+        *("groups", "engine", "plan", "contracts", "collectives"),
+        *("all_buffers", "grad_buffers", "expert_parallel_buffers", "reducer", "grad_sync", "param_sync"),
+        *("nan_watch", "large_watch", "stages_checked", "step_guard"),
     )
 )
 

@@ -42,9 +42,8 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _torchrun_launch(environment)
-    if (
-        _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1, default=1) > 1
-    ):  # a step of one task is a shell, or srun without -n
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1, default=1)
+    if tasks > 1:  # a step of one task is a shell, or srun without -n
         return _slurm_launch(environment)
     return None
 

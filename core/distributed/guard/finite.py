@@ -71,6 +71,11 @@ class NonFiniteWatch:
         n = int(self.first_bad.argmin())
         return self.names[n], int(self.first_bad[n])
 
+    def finding(self) -> str | None:
+        """What `first` gives, in words."""
+        bad = self.first()
+        return None if bad is None else f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
+
 
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
     """Raise NonFiniteGradientError on every rank if a gradient was or became non-finite on any of them.
@@ -91,9 +96,9 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
     """What is not finite here, if anything. What backward made (0) comes before what came later (1)."""
     rank = dist.get_rank()
     for watch in watches:
-        bad = watch.first()
-        if bad is not None:
-            return 0, rank, f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
+        seen = watch.finding()
+        if seen is not None:
+            return 0, rank, seen
     buckets = [bucket for watch in watches for bucket in watch.buckets]
     if not buckets or bool(torch.isfinite(torch.stack([_largest(bucket) for bucket in buckets])).all()):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
@@ -110,11 +110,13 @@ class StepGuard:
 
     Without `finalize_model_grads` every rank would train on its own data, and nothing would tell. torch calls a hook
     before every `optimizer.step()`; a look costs one flag, and one pass over the parameters of a new optimizer.
+
+    owner: the hook is removed when it goes. params: ids of those that are reduced.
     """
 
-    def __init__(self, owner: nn.Module, reducer: Reduction) -> None:
+    def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int]) -> None:
         self.reducer = reducer
-        self.params = {id(param) for bucket in reducer.buckets for param in bucket.params}
+        self.params = params
         self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)

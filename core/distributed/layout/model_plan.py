@@ -140,7 +140,7 @@ def plan_model(
     frozen: dict[str, nn.Parameter] = {}
     first = next(iter(named.items()), None)
     for name, param in named.items():
-        assert first is not None
+        assert first is not None, "the model has a parameter, as `name` is one of them"
         check_param(name, param, first)
         if param.requires_grad and id(param) in owned:
             raise ValueError(

@@ -69,25 +69,25 @@ def pack(parts: Sequence[torch.Tensor], limit: int | None = None) -> list[list[t
 
 
 class GradSync:
-    """The rules of one wrapped model chunk, planned once."""
+    """The rules of one wrapped model chunk, planned once. `buckets` in launch order."""
 
     def __init__(
         self,
-        order: Sequence[Bucket],
+        buckets: Sequence[Bucket],
         rules: Sequence[GradSyncRule],
         groups: ProcessGroups,
         collectives: Collectives,
         registration: Sequence[str],
     ) -> None:
         self.registration = registration
-        self.order = list(order)
+        self.buckets = list(buckets)
         self.groups = groups
         self.collectives = collectives
         self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
         self.pending: list[PendingSync] = []
         # rule index -> [(bucket, index of the parameter)], and for rules within a stage the same by bucket.
         self.served = [
-            [(bucket, i) for bucket in order for i, contract in enumerate(bucket.contracts) if rule.serves(contract)]
+            [(bucket, i) for bucket in buckets for i, contract in enumerate(bucket.contracts) if rule.serves(contract)]
             for rule in self.rules
         ]
         self.within: dict[int, list[tuple[GradSyncRule, list[int]]]] = {}
@@ -109,7 +109,7 @@ class GradSync:
     def copies(self) -> dict[str, list[Member]]:
         """For each group the parameters of which other ranks of it hold copies, in registration order."""
         found: dict[str, list[Member]] = {}
-        for bucket in self.order:
+        for bucket in self.buckets:
             for i, contract in enumerate(bucket.contracts):
                 served_over = (rule.group for rule in self.rules if rule.serves(contract))
                 for name in dict.fromkeys((*contract.replicated_over, *served_over)):

@@ -148,7 +148,7 @@ class Muon(torch.optim.Optimizer):
     def _start(self, param: torch.Tensor, group: dict[str, Any]) -> Gathering:
         """Take a gradient into the momentum, and start to gather what will be orthogonalized."""
         state, momentum = self.state[param], group["momentum"]
-        assert param.grad is not None
+        assert param.grad is not None, "step takes parameters with a gradient only"
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
         buffer = state["momentum_buffer"].lerp_(param.grad, 1 - momentum)

@@ -217,9 +217,9 @@ class GradMeter:
         """(True if it was only found after the reduction, what)."""
         for chunk in self.watched:
             watch = getattr(chunk, "nan_watch", None)
-            seen = None if watch is None else watch.first()
+            seen = None if watch is None else watch.finding()
             if seen is not None:
-                return False, f"the gradient of {seen[0]!r} became non-finite in microbatch {seen[1]}"
+                return False, seen
         what = first_non_finite(self.masters)
         return None if what is None else (True, what)
 

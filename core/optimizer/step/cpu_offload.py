@@ -186,7 +186,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _bring_down(self, segment: HostSegment) -> None:
         """Copy a gradient to the CPU, and the weights where they may have changed; beside the device's work."""
-        assert segment.master.grad is not None
+        assert segment.master.grad is not None, "a segment is brought down when it has a gradient"
         pairs = [(segment.gradient, segment.master.grad)]
         if segment.aliased or segment.version != segment.master._version:
             pairs.append((segment.twin, segment.master))

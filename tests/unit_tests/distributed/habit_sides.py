@@ -41,6 +41,8 @@ CASE_LIMIT_S = 20.0  # for the ranks of one case to end; a case takes a tenth of
 class Side:
     """What both sides have."""
 
+    optimizer: Any
+
     def __init__(self, case: Case, rank: int) -> None:
         self.case = case
         self.rank = rank
@@ -50,6 +52,19 @@ class Side:
     def note(self, name: str, value: Any) -> None:
         """What is compared between the sides: a number or a tensor."""
         self.notes.append((name, torch.as_tensor(value).detach().clone().double()))
+
+    def new_optimizer(self) -> Any:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Make a new optimizer, and load the old one's state into it."""
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer = self.new_optimizer()
+        self.optimizer.load_state_dict(state)
+
+    def change_lr(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
 
 
 class Plain(Side):
@@ -97,15 +112,6 @@ class Plain(Side):
 
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state)
-
-    def restart(self) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.optimizer = self.new_optimizer()
-        self.optimizer.load_state_dict(state)
-
-    def change_lr(self, factor: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
 
 
 @torch.no_grad()
@@ -198,15 +204,6 @@ class Ours(Side):
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state) if self.booster is None else self.module.load_state_dict(state)
-
-    def restart(self) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.optimizer = self.new_optimizer()
-        self.optimizer.load_state_dict(state)
-
-    def change_lr(self, factor: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
 
 
 def our_training(case: Case, rank: int) -> Ours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ class Layers(nn.Module):
         return sum((layer(x).square().sum() for layer in used), torch.zeros((), dtype=torch.float64))
 
 
+def streamed(module: nn.Module, reduce_microbatches: str = "every", **options: Any) -> DistributedDataParallel:
+    """A bucket for each parameter, under overlap unless `options` say otherwise."""
+    options = {"bucket_size": 1, "overlap_grad_reduce": True, "reduce_microbatches": reduce_microbatches, **options}
+    return wrap(module, data_parallel_sharding_strategy="optim_grads", **options)
+
+
 def inputs_of(rank: int, step: int, microbatch: int) -> torch.Tensor:
     return torch.tensor([1.0 + rank, 2.0 - step + 3 * microbatch], dtype=torch.float64)
 
@@ -44,14 +51,7 @@ def test_a_rank_may_leave_out_parameters_whose_buckets_others_wait_for(
 ) -> None:
     """In another microbatch each; their buckets leave at the end of its backward, or in finalize."""
     parallel_state.initialize_model_parallel()
-    ddp = wrap(
-        Layers(),
-        data_parallel_sharding_strategy="optim_grads",
-        bucket_size=1,
-        overlap_grad_reduce=overlap,
-        reduce_microbatches=reduce_microbatches,
-        share_host_memory=share,
-    )
+    ddp = streamed(Layers(), reduce_microbatches, overlap_grad_reduce=overlap, share_host_memory=share)
     assert len(ddp.grad_buffers[0].buckets) == LAYERS
     plain = Layers()
     plain.load_state_dict(ddp.module.state_dict())
@@ -90,15 +90,7 @@ class TwoDtypes(nn.Module):
 def test_buffers_of_two_dtypes_wait_in_turn(rank: int, world: int, reduce_microbatches: str, share: bool) -> None:
     """Ranks that are early or late by turns, each without a gradient of the bucket that another one waits for."""
     parallel_state.initialize_model_parallel()
-    ddp = wrap(
-        TwoDtypes(),
-        data_parallel_sharding_strategy="optim_grads",
-        bucket_size=1,
-        overlap_grad_reduce=True,
-        reduce_microbatches=reduce_microbatches,
-        deterministic_reduction=True,
-        share_host_memory=share,
-    )
+    ddp = streamed(TwoDtypes(), reduce_microbatches, deterministic_reduction=True, share_host_memory=share)
     assert [len(buffer.buckets) for buffer in ddp.grad_buffers] == [LAYERS // 2] * 2
     plain = TwoDtypes()
     plain.load_state_dict(ddp.module.state_dict())
@@ -119,15 +111,7 @@ def test_buffers_of_two_dtypes_wait_in_turn(rank: int, world: int, reduce_microb
 @pytest.mark.parametrize("share", [False, True], ids=["sockets", "memory"])
 def test_more_backwards_on_one_rank_are_refused_with_two_dtypes(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = wrap(
-        TwoDtypes(),
-        data_parallel_sharding_strategy="optim_grads",
-        bucket_size=1,
-        overlap_grad_reduce=True,
-        reduce_microbatches="every",
-        deterministic_reduction=True,
-        share_host_memory=share,
-    )
+    ddp = streamed(TwoDtypes(), deterministic_reduction=True, share_host_memory=share)
     with pytest.raises(SyncError, match="rank 0 ends its step after 1, rank 1 begins backward 2"):
         for n in range(1 + rank):
             ddp(inputs_of(rank, 0, n), set()).backward()
@@ -153,15 +137,7 @@ def test_with_deterministic_reduction_a_late_rank_changes_no_bit(rank: int, worl
         for microbatch in range(3):
             (loss_of(plain, r, microbatch, torch.float64) / world).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    ddp = wrap(
-        make(),
-        data_parallel_sharding_strategy="optim_grads",
-        bucket_size=1,
-        overlap_grad_reduce=True,
-        reduce_microbatches="every",
-        deterministic_reduction=True,
-        share_host_memory=share,
-    )
+    ddp = streamed(make(), deterministic_reduction=True, share_host_memory=share)
     found = []
     for late in (False, True):
         ddp.zero_grad_buffer()
@@ -196,11 +172,7 @@ def test_a_step_that_is_saved_in_its_middle_holds_every_gradient(
         modules = [Layers() for _ in plain]
         for module, source in zip(modules, plain, strict=True):
             module.load_state_dict(source.state_dict())
-        options = {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": "every"}
-        return [
-            wrap(module, **options, bucket_size=1, overlap_grad_reduce=True, share_host_memory=share)
-            for module in modules
-        ]
+        return [streamed(module, share_host_memory=share) for module in modules]
 
     first = make()
     for number, ddp in enumerate(first):

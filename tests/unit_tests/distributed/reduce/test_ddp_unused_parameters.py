@@ -125,24 +125,18 @@ def test_a_bucket_that_waits_for_an_unused_parameter_leaves_in_the_next_backward
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_rank_without_a_backward_takes_part_in_the_reduction(rank: int, world: int, strategy: str) -> None:
     """A rank whose batch ran out calls finalize alone; every other rank's step comes out right, in every step."""
-    parallel_state.initialize_model_parallel()
-    for overlap in (False, True):
-        model = Heads()
-        plain = copy.deepcopy(model)
-        loss = LossWith("nothing at all on one rank")
-        ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=1)
-        for step in range(3):
-            ddp.zero_grad_buffer()
-            if rank > 0:
-                loss(ddp, rank, step).backward()
-            finalize_model_grads([ddp])
-            assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss))
+    check_rank_without_backward(rank, world, strategy, set_to_none=False)
 
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_rank_without_a_backward_after_set_to_none_takes_part_too(rank: int, world: int, strategy: str) -> None:
     """Its `.grad` are None and a forward ran: that is a new step, though no gradient arrives on this rank."""
+    check_rank_without_backward(rank, world, strategy, set_to_none=True)
+
+
+def check_rank_without_backward(rank: int, world: int, strategy: str, *, set_to_none: bool) -> None:
+    """set_to_none: rank 0 runs the forward too, and the step begins by `.grad = None`, not by zero_grad_buffer()."""
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):
         model = Heads()
@@ -150,10 +144,14 @@ def test_a_rank_without_a_backward_after_set_to_none_takes_part_too(rank: int, w
         loss = LossWith("nothing at all on one rank")
         ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=1)
         for step in range(3):
-            for param in ddp.parameters():
-                param.grad = None
-            value = loss(ddp, rank, step)
+            if set_to_none:
+                for param in ddp.parameters():
+                    param.grad = None
+            else:
+                ddp.zero_grad_buffer()
             if rank > 0:
-                value.backward()
+                loss(ddp, rank, step).backward()
+            elif set_to_none:
+                loss(ddp, rank, step)
             finalize_model_grads([ddp])
             assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,), loss))
