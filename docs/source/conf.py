@@ -4,7 +4,8 @@ import inspect
 import re
 
 project = "gradient-core"
-author = "the gradient-core authors"
+author = copyright = "the gradient-core authors"
+html_title = "gradient-core"
 extensions = ["sphinx.ext.autodoc", "myst_parser"]
 html_theme = "furo"
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.process_groups import ProcessGroups
+from core.training import plots
 from tests.unit_tests.ranks import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -171,18 +173,58 @@ def test_a_gradient_makes_exactly_the_hops_that_the_architecture_page_lists(rank
     assert len(later) > 2
 
 
-def test_the_readme_loop_runs_under_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "my_loop.py"
-    program.write_text(program_of(ROOT / "README.md"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
+def test_the_readme_loop_is_an_example_that_runs_under_torchrun_and_prints_falling_losses() -> None:
+    example = ROOT / "examples" / "my_loop.py"
+    assert example.read_text().strip() == program_of(ROOT / "README.md").strip()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, flags=re.MULTILINE)]
+    assert len(losses) == 5 and losses[-1] < 0.1 * losses[0], done.stdout
 
 
 def test_the_readme_example_fits_a_glance_and_names_both_commands() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len([line for line in program_of(ROOT / "README.md").splitlines() if line.strip()]) <= 20
+    assert len([line for line in program_of(ROOT / "README.md").splitlines() if line.strip()]) <= 22
     assert "make train" in readme and "make test" in readme and "make nightly" in readme
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link's part behind # can name: the headings of a page, in small letters with hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md"])
+def test_links_and_pictures_of_a_page_outside_of_the_docs_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    found = [link or picture for link, picture in targets if "://" not in link]
+    assert found
+    for target in found:
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists(), target
+        assert not anchor or anchor in anchors(ROOT / (path or page)), target
+    assert text.count("<img") == len(re.findall(r'<img [^>]*alt="[^"]{20,}"', text)), "a picture without words"
+
+
+def test_the_pictures_of_a_run_are_drawn_for_light_and_for_dark_pages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = runpy.run_path(str(ROOT / "docs" / "draw_run.py"))
+
+    def draw(path: Path, width: float) -> None:
+        picture = plots.figure(width, 1)
+        picture.text(0.5, 0.5, "words")
+        picture.savefig(path)
+
+    script["in_both_themes"](draw, tmp_path)(tmp_path / "loss.png", 2.0)
+    assert (tmp_path / "loss.png").exists()
+    drawn = {theme: (tmp_path / f"loss_{theme}.svg").read_text() for theme in ("light", "dark")}
+    for theme, other in (("light", "dark"), ("dark", "light")):
+        assert script["THEMES"][theme] in drawn[theme] and script["THEMES"][other] not in drawn[theme]
+        assert "fill: #ffffff" not in drawn[theme], "a background"
+    pictures = {f"{name}_{theme}.svg" for name in ("loss", "buckets") for theme in script["THEMES"]}
+    assert pictures == {path.name for path in script["PICTURES"].iterdir()}
 
 
 def test_files_named_in_the_docs_exist() -> None:
