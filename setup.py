@@ -1,13 +1,19 @@
 """Package metadata; the settings of the development tools are in pyproject.toml."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "core" / "__init__.py").read_text(), re.MULTILINE)
 
 EXTRAS = {
     "train": ["rich", "tyro", "matplotlib", "tensorboard", "tokenizers"],
     "safetensors": ["safetensors"],
     "transformers": ["transformers", "safetensors"],
     "peft": ["peft", "safetensors"],
-    "test": ["pytest", "pytest-timeout", "psutil"],
+    "test": ["pytest", "pytest-timeout", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],
     "docs": ["sphinx", "furo", "myst-parser"],
 }
@@ -17,8 +23,25 @@ KERNELS = {"triton": ["triton"]}
 
 setup(
     name="gradient-core",
-    version="0.1.0",
-    description="A training core for models split over data, tensor, sequence, pipeline and expert parallelism",
+    version=VERSION[1] if VERSION else None,
+    description="Train PyTorch models on several GPUs or processes, with every gradient checked: data, tensor, "
+    "sequence, pipeline, expert and context parallelism, ZeRO sharding, checkpoints",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    author="the gradient-core authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="distributed training, DDP, ZeRO, FSDP, Megatron, tensor parallelism, pipeline parallelism, MoE, pytorch",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["core", "core.*"]),
     package_data={"core": ["py.typed"]},
     py_modules=["pretrain_gpt"],

@@ -189,13 +189,20 @@ def test_the_readme_example_fits_a_glance_and_names_both_commands() -> None:
     assert "make train" in readme and "make test" in readme and "make nightly" in readme
 
 
+@ranks(2)
+def test_the_test_in_the_page_for_contributors_passes(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(ROOT / "CONTRIBUTING.md", monkeypatch)
+    names["test_a_sum_over_ranks_is_the_sum"].rank_function(rank, world)
+
+
 def anchors(page: Path) -> set[str]:
     """What a link's part behind # can name: the headings of a page, in small letters with hyphens."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_and_pictures_of_a_page_outside_of_the_docs_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
@@ -228,7 +235,7 @@ def test_the_pictures_of_a_run_are_drawn_for_light_and_for_dark_pages(tmp_path: 
 
 
 def test_files_named_in_the_docs_exist() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs" / "source").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "source").rglob("*.md")]
     missing = []
     for page in pages:
         for name in re.findall(r"`((?:core|tests|docs|benchmarks)/[\w./]*)`", page.read_text()):
