@@ -70,9 +70,6 @@ class HostClock:
         """Note that this happens now."""
         setattr(event, moment, time.perf_counter())
 
-    def follow(self, event: CollectiveEvent, works: Sequence[dist.Work]) -> None:
-        """Nothing: others look."""
-
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
         """Note whether a collective is done, and return that."""
         now, done = time.perf_counter(), is_done()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from core.distributed.wire.backend import backend_of
-from core.distributed.wire.collective_events import CollectiveEvent, HostClock
+from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
-from core.distributed.wire.shared_memory import HostChannel
+from core.distributed.wire.shared_memory import HostChannel, channel_of
 from core.waiting import waiting
 
 Op = Literal["sum", "mean", "max"]
@@ -88,20 +87,16 @@ class Handle:
         self.works, self.finish, self.keep, self.first = (), None, (), None
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
     """What every call of Collectives returns: a collective in flight whose end and wait are noted."""
 
-    __slots__ = ("clock", "event", "group", "inner", "kind", "waited")
-
-    def __init__(
-        self, inner: InFlight, event: CollectiveEvent, clock: HostClock, kind: str, group: dist.ProcessGroup
-    ) -> None:
-        self.inner = inner
-        self.event = event
-        self.clock = clock
-        self.kind = kind
-        self.group = group
-        self.waited = False
+    inner: InFlight
+    event: CollectiveEvent
+    clock: HostClock
+    kind: str
+    group: dist.ProcessGroup
+    waited: bool = False
 
     def is_done(self) -> bool:
         """Do what waits for no rank; True if `wait` has nothing left to do or to wait for."""
@@ -155,7 +150,7 @@ class Collectives:
         self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
         """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
-        return self._launch("all_reduce", name, group, tensor, lambda: self.start_all_reduce(tensor, group, op, scale))
+        return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale)
 
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
@@ -163,34 +158,38 @@ class Collectives:
         """Reduce `full` [n * size], times `scale`, over `group`; afterwards only this rank's part of it, [n], is
         defined. In place.
         """
-        return self._launch(
-            "reduce_scatter", name, group, full, lambda: self.start_reduce_scatter(full, group, op, scale)
-        )
+        return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale)
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
         """Fill `full` [n * size] from every rank's own part of it, in place."""
-        return self._launch("all_gather", name, group, full, lambda: self.start_all_gather(full, group))
+        return self._launch("all_gather", name, self.start_all_gather, full, group)
 
     def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
         """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
         rows = values.new_empty(dist.get_world_size(group), values.numel())
-        start = partial(_all_gather, rows.view(-1), values, group=group, async_op=True)
-        self._launch("all_gather", name, group, rows, lambda: Handle((start(),))).wait()
+        self._launch("all_gather", name, self._start_rows, rows, group, values).wait()
         return rows
 
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
         """Copy the tensor of the group's rank `source` to all others. Waits for it."""
-        self._launch("broadcast", name, group, tensor, lambda: self.start_broadcast(tensor, group, source)).wait()
+        self._launch("broadcast", name, self.start_broadcast, tensor, group, source).wait()
 
     def _launch(
-        self, kind: str, name: str, group: dist.ProcessGroup, tensor: torch.Tensor, start: Callable[[], InFlight]
+        self,
+        kind: str,
+        name: str,
+        start: Callable[..., InFlight],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        *how: Any,
     ) -> Flight:
         """Begin a collective. The marks of its launch and wait cost about 10 us without a profiler."""
         event = CollectiveEvent(name, tensor.nbytes)
         with record_function(f"core::{kind} {name}"):
             self.clock.mark(event, "launched_s")
-            inner = start()
-        self.clock.follow(event, _works_of(inner))
+            inner = start(tensor, group, *how)
+        if isinstance(self.clock, StreamClock):
+            self.clock.follow(event, _works_of(inner))
         return Flight(inner, event, self.clock, kind, group)
 
     # -- how; other formats of the gradients, and a simulated network, put theirs in place of these ------------------
@@ -198,7 +197,7 @@ class Collectives:
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """`all_reduce` without marks."""
         size = dist.get_world_size(group)
-        mapped = None if op == "max" else self._channel(tensor, group)
+        mapped = None if op == "max" else channel_of(self.channels, tensor, group)
         if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
             scale = scale_now(tensor, scale)
         if size == 1 or tensor.numel() == 0:
@@ -215,8 +214,8 @@ class Collectives:
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """`reduce_scatter` without marks."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        mapped = self._channel(full, group)
-        exchanged = size > 1 and (self.ordered or backend_of(group, full.device) == "gloo")
+        mapped = channel_of(self.channels, full, group)
+        exchanged = mapped is None and size > 1 and (self.ordered or backend_of(group, full.device) == "gloo")
         if self.ordered or not (mapped or exchanged):
             scale = scale_now(full, scale)
         if size == 1 or full.numel() == 0:
@@ -241,7 +240,7 @@ class Collectives:
         if size == 1 or full.numel() == 0:
             return Handle()
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
-        channel = self._channel(full, group)
+        channel = channel_of(self.channels, full, group)
         if channel is not None:
             return channel.all_gather(full)
         part = full.numel() // size
@@ -260,8 +259,8 @@ class Collectives:
         self.traffic.count(tensor.numel() * tensor.element_size())
         return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
 
-    def _channel(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
-        return next((channel for channel in self.channels if channel.holds(tensor, group)), None)
+    def _start_rows(self, rows: torch.Tensor, group: dist.ProcessGroup, values: torch.Tensor) -> InFlight:
+        return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),))
 
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)

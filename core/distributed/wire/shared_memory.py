@@ -37,8 +37,6 @@ from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.processes import boot_id, runs
 
-Action = Callable[[list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
-
 PAGE = 4096
 STRIDE = 8  # int64 between two counters: a cache line each
 PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
@@ -117,49 +115,27 @@ class HostChannel:
         self.in_flight: list[HostHandle] = []  # in the order of their launch
         self.timeout_s = timeout_s
 
-    def holds(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """True if collectives of this tensor over this group run here. The same on all ranks of the group."""
-        offset = tensor.data_ptr() - self.own.data_ptr()
-        inside = offset >= 0 and offset + tensor.nbytes <= self.own.nbytes
-        return group is self.group and inside and tensor.dtype is self.own.dtype
-
     def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
         """Sum (or mean) of the tensor over the group, times `scale`, on every rank; in place."""
-        return self._launch(tensor, [self._add(tensor, scale, mean), self._read(tensor)])
+        return self._launch(tensor, (_add, _read), scale, mean)
 
     def reduce_scatter(self, full: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
         """The same for this rank's equal part of `full` alone; the rest of it stays what it was."""
-        return self._launch(full, [self._add(full, scale, mean)])
+        return self._launch(full, (_add,), scale, mean)
 
     def all_gather(self, full: torch.Tensor) -> HostHandle:
         """Copy every other rank's equal part of `full` from it."""
-        return self._launch(full, [self._read(full)])
+        return self._launch(full, (_read,), 1.0, False)
 
-    def _add(self, tensor: torch.Tensor, scale: float, mean: bool) -> Action:
-        sizes = split_evenly(tensor.numel(), len(self.members))
-        start = sum(sizes[: self.rank])
-        mine = slice(start, start + sizes[self.rank])
-        return lambda all_of: add_in_rank_order([each[mine] for each in all_of], tensor[mine], scale, mean)
-
-    def _read(self, tensor: torch.Tensor) -> Action:
-        sizes = split_evenly(tensor.numel(), len(self.members))
-
-        def read(all_of: list[torch.Tensor]) -> None:
-            for rank, part in enumerate(tensor.split(sizes)):
-                if rank != self.rank:
-                    part.copy_(all_of[rank].split(sizes)[rank])
-
-        return read
-
-    def _launch(self, tensor: torch.Tensor, actions: list[Action]) -> HostHandle:
+    def _launch(self, tensor: torch.Tensor, actions: tuple[Action, ...], scale: float, mean: bool) -> HostHandle:
         if len(self.in_flight) >= RING:
             self.in_flight[0].wait()
         self.launched += 1
-        control, place = self.control[self.rank], _place_of(self.launched)
+        control, place = self.control[self.rank], PLACES + 2 * (self.launched % RING)
         control[place] = tensor.storage_offset() - self.own.storage_offset()
         control[place + 1] = tensor.numel()
         control[0] = self.launched
-        handle = HostHandle(self, self.launched, tensor.numel(), actions)
+        handle = HostHandle(self, self.launched, place, tensor, actions, scale, mean)
         self.in_flight.append(handle)
         return handle
 
@@ -171,7 +147,7 @@ class HostChannel:
         most = 2  # actions that a collective has
         for handle in self.in_flight:
             while handle.stage < min(most, len(handle.actions)) and self.has(handle.stage, handle.number):
-                handle.actions[handle.stage](self._tensors(handle))
+                handle.actions[handle.stage](handle, self._tensors(handle))
                 handle.stage += 1
                 self.control[self.rank][handle.stage * STRIDE] = handle.number
             if handle.stage < len(handle.actions):
@@ -186,13 +162,13 @@ class HostChannel:
 
     def _tensors(self, handle: HostHandle) -> list[torch.Tensor]:
         """Every rank's tensor of a collective, flat. Raises PeerLost where one has another size."""
-        place = _place_of(handle.number)
+        numel, place = handle.tensor.numel(), handle.place
         found = []
         for member, control in zip(self.members, self.control, strict=True):
             offset, theirs = control[place], control[place + 1]
-            if theirs != handle.numel:
+            if theirs != numel:
                 raise PeerLost(
-                    f"rank {self.members[self.rank].rank} reduces {handle.numel} elements and rank {member.rank} "
+                    f"rank {self.members[self.rank].rank} reduces {numel} elements and rank {member.rank} "
                     f"{theirs} in {self._name(handle)}: they are not at the same bucket of a step, and their gradients "
                     "would be mixed. Restart from the last checkpoint"
                 )
@@ -225,15 +201,18 @@ class HostChannel:
         return f"reduction {handle.number} of group {[member.rank for member in self.members]}"
 
 
+@dataclass(slots=True, eq=False)
 class HostHandle:
     """A collective in flight; the same face as collectives.Handle."""
 
-    def __init__(self, channel: HostChannel, number: int, numel: int, actions: list[Action]) -> None:
-        self.channel = channel
-        self.number = number
-        self.numel = numel
-        self.actions = actions
-        self.stage = 0  # actions, and the counter that this rank waits for
+    channel: HostChannel
+    number: int
+    place: int  # where in the control memory this launch is told
+    tensor: torch.Tensor
+    actions: tuple[Action, ...]
+    scale: float
+    mean: bool
+    stage: int = 0  # actions that are done, and the counter that this rank waits for
 
     def is_done(self) -> bool:
         """Do what waits for no rank; True if nothing is left to do and no rank reads this one's memory any more."""
@@ -259,9 +238,33 @@ class HostHandle:
         self.channel.in_flight.remove(self)
 
 
-def _place_of(number: int) -> int:
-    """Where in the control memory a launch tells its place."""
-    return PLACES + 2 * (number % RING)
+Action = Callable[[HostHandle, list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
+
+
+def _add(handle: HostHandle, all_of: list[torch.Tensor]) -> None:
+    """Add up this rank's part of every rank's tensor."""
+    sizes, rank = split_evenly(handle.tensor.numel(), len(all_of)), handle.channel.rank
+    start = sum(sizes[:rank])
+    mine = slice(start, start + sizes[rank])
+    add_in_rank_order([each[mine] for each in all_of], handle.tensor[mine], handle.scale, handle.mean)
+
+
+def _read(handle: HostHandle, all_of: list[torch.Tensor]) -> None:
+    """Copy every other rank's part from its tensor."""
+    sizes = split_evenly(handle.tensor.numel(), len(all_of))
+    for rank, part in enumerate(handle.tensor.split(sizes)):
+        if rank != handle.channel.rank:
+            part.copy_(all_of[rank].split(sizes)[rank])
+
+
+def channel_of(channels: Sequence[HostChannel], tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
+    """The channel in whose memory this tensor lies, for collectives over this group. The same on all their ranks."""
+    for channel in channels:
+        offset = tensor.data_ptr() - channel.own.data_ptr()
+        inside = 0 <= offset <= channel.own.nbytes - tensor.nbytes
+        if channel.group is group and inside and tensor.dtype is channel.own.dtype:
+            return channel
+    return None
 
 
 # -- mapping ----------------------------------------------------------------------------------------------------------
