@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from core.agree import SyncError
 from core.distributed.assemble import Engine
-from core.distributed.reduce.fused_kernels import check_declared, ignore_dummies
-from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.reduce.fused_kernels import ignore_dummies
+from core.distributed.reduce.grad_reducer import arrived
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
 
@@ -51,17 +51,6 @@ def hook(engine: Engine) -> None:
             hooks.append(param.register_post_accumulate_grad_hook(partial(arrived, reducer, number, index)))
     weakref.finalize(engine, _remove, hooks).atexit = False
     _ENGINES.add(engine)
-
-
-def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """Autograd has added to the gradient of parameter `index` of bucket `number`."""
-    reducer = reducer_of()
-    if reducer is None:
-        return
-    bucket = reducer.buckets[number]
-    if param.__dict__.get("grad_added_to_main_grad"):
-        check_declared(param, bucket.contracts[index].name)
-    reducer.arrive(bucket, index)
 
 
 def _begin_forward(module: nn.Module, _inputs: Any) -> None:

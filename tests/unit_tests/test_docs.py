@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from core import parallel_state
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.models.gpt import GPTModel
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.process_groups import ProcessGroups
 from core.training import plots
 from tests.unit_tests.ranks import ranks
@@ -126,51 +123,6 @@ def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> N
             torch.testing.assert_close(param.main_grad, reference_grads[name], atol=1e-6, rtol=1e-4)
             compared += 1
     assert compared > 8
-
-
-MOST_FUNCTIONS_IN_BACKWARD = 43  # of the engine, for a gradient that completes its bucket; may only become fewer
-
-
-@ranks(2)
-def test_a_gradient_makes_exactly_the_hops_that_the_architecture_page_lists(rank: int, world: int) -> None:
-    """In backward each file with the function that it is entered by; later the calls named there, in that order."""
-    parallel_state.initialize_model_parallel()
-    module = torch.nn.Linear(4, 4, bias=False)
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    model = DistributedDataParallel(None, ddp_config, module)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
-    loss = model(torch.ones(2, 4)).sum()
-    calls: list[tuple[str, str]] = []
-
-    def note(frame: Any, event: str, _argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(ROOT / "core")) and "<" not in code.co_name:
-            calls.append((code.co_name, str(Path(code.co_filename).relative_to(ROOT))))
-
-    sys.setprofile(note)
-    try:
-        loss.backward()
-        in_backward = len(calls)
-        finalize_model_grads([model])
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
-
-    page = ARCHITECTURE.read_text().split("## The path of one gradient")[1].split("\n## ")[0]
-    backward, later = (
-        re.findall(r"^(\w+) +(core/\S+\.py)", block, flags=re.MULTILINE) for block in page.split("```")[1:4:2]
-    )
-    entered: dict[str, str] = {}
-    for function, file in calls[:in_backward]:
-        entered.setdefault(file, function)
-    functions = len(set(calls[:in_backward]))
-    print(f"one gradient in backward: {functions} functions in {len(entered)} files", *entered.items(), sep="\n")
-    assert backward == [(function, file) for file, function in entered.items()]
-    assert functions <= MOST_FUNCTIONS_IN_BACKWARD
-    rest = iter(calls[in_backward:])
-    for hop in later:
-        assert hop in rest, f"{hop} does not come after the hops above it; the calls were {calls}"
-    assert len(later) > 2
 
 
 def test_the_readme_loop_is_an_example_that_runs_under_torchrun_and_prints_falling_losses() -> None:

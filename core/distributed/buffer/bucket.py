@@ -77,6 +77,7 @@ class Bucket(BucketMemory):
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
         self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
         self.carried: torch.Tensor | None = None  # those gradients where they are sharded: [shard]
+        self.used_without = self.kept  # 1 for each parameter that counts as used though it gets no gradient
         self.state = BucketState.ACCUMULATING
         self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
@@ -107,6 +108,7 @@ class Bucket(BucketMemory):
         """
         self.kept = self.attribute.kept if keep else bytes(len(self.params))
         self.carried = self._copy_kept() if 1 in self.kept and not self.whole else None
+        self.used_without = bytes(len(self.params)) if self.carried is None else self.kept
         self.attribute.begin(self.kept)
         self.give_back()
         self.gathered = self.spent = False
@@ -131,20 +133,16 @@ class Bucket(BucketMemory):
                 self.part_of(copy, index, self.shard_range).copy_(part * self.pending_scale)
         return copy
 
-    def arrive(self, index: int) -> bool:
-        """Note a gradient that came outside no_sync; True when it was the last one the bucket waited for."""
-        count = self.arrivals[index] = self.arrivals[index] + 1
-        if self.state is BucketState.IN_FLIGHT:
-            return False
-        if count == self.expected[index]:
+    def arrive(self, index: int) -> None:
+        """Note a gradient that came outside no_sync."""
+        self.arrivals[index] += 1
+        if self.arrivals[index] == self.expected[index] and self.state is not BucketState.IN_FLIGHT:
             self.pending -= 1
-            return self.pending == 0
-        return False
 
     def fill(self, pool: BucketPool, index: int) -> None:
         """Move a gradient into borrowed memory as soon as it has come, if there is memory without waiting.
 
-        Only for the bucket that is launched next; `collect` moves what is left.
+        Only for the bucket that is launched next; `launch` moves what is left.
         """
         if torch.is_grad_enabled():  # under create_graph
             return
@@ -152,43 +150,7 @@ class Bucket(BucketMemory):
             if not pool.has_room(self.layout.numel):
                 return
             self.borrow()
-        self._collect(index)
-
-    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
-    def collect(self) -> None:
-        """Bring every gradient into the buffer, wherever the user or autograd left it, and a placeholder into `.grad`.
-
-        What comes until the reduction is done is so noticed.
-        """
-        self._note_written()
-        if self.pool is not None:
-            self.attribute.note_dropped()
-            self.borrow()
-        for index in range(len(self.params)):
-            self._collect(index)
-
-    def _collect(self, index: int) -> None:
-        param, view = self.params[index], self.views[index]
-        grad = self.attribute.take(index) if param.requires_grad else None
-        in_buffer = self.attribute.collected[index]
-        written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
-        if written:
-            param.grad_added_to_main_grad = False
-        if grad is None:
-            if not in_buffer:
-                self.attribute.remove(index)
-            if not in_buffer and not written:
-                view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
-                if not self.sums:  # else an earlier microbatch may have used it
-                    self.used[index] = self.carried is not None and self.kept[index]
-            return
-        if grad is not view:
-            view.add_(dense(grad)) if in_buffer else view.copy_(dense(grad))
-            self.used[index] = 1
-        if self.used[index]:
-            self.attribute.place(index)
-        else:
-            self.attribute.remove(index)
+        self.attribute.collect((index,), self.views, None if self.sums else self.used_without)
 
     def _note_written(self) -> None:
         """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
@@ -201,19 +163,21 @@ class Bucket(BucketMemory):
 
     # -- the reduction ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
     def launch(self, collectives: Collectives) -> None:
         """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
         self._expect(BucketState.ACCUMULATING, "launched")
-        self.collect()
+        if 0 in self.used:
+            self._note_written()
+        if self.pool is not None:
+            self.attribute.note_dropped()
+            self.borrow()
+        self.attribute.collect(range(len(self.params)), self.views, None if self.sums else self.used_without)
         self.state = BucketState.IN_FLIGHT
-        self._fly(self._reduce(self.grad, collectives))
+        self.handle = self._reduce(self.grad, collectives)
+        self.events.append(self.handle.event)
         if self.pool is not None:
             self.pool.in_flight.append(self)
-
-    def _fly(self, flight: Flight) -> None:
-        self.handle = flight
-        self.events.append(flight.event)
 
     def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
         """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's
@@ -246,7 +210,8 @@ class Bucket(BucketMemory):
         if self.groups.replica is not None:
             self.wait()
             name = f"{self.name} across instances"
-            self._fly(collectives.all_reduce(self.owned_grad, self.groups.replica, name, self.op))
+            self.handle = collectives.all_reduce(self.owned_grad, self.groups.replica, name, self.op)
+            self.events.append(self.handle.event)
 
     def complete(self) -> None:
         """Wait for the reduction."""

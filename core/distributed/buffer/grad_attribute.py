@@ -7,7 +7,7 @@ flight, sharded or still to be scaled, a GradPlaceholder stands for it. An edit 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -58,25 +58,46 @@ class GradAttribute:
         grad = self.params[index].grad
         return grad.added if type(grad) is GradPlaceholder else grad
 
-    def place(self, index: int) -> None:
-        """Put a placeholder into `.grad`: the gradient is in the buffer now, and what comes later is noticed."""
+    def collect(self, indices: Iterable[int], views: Sequence[torch.Tensor], without: bytes | None) -> None:
+        """Bring gradients into `views`, wherever the user or autograd left them, and placeholders into `.grad`.
+
+        What comes until the reduction is done is so noticed. without: for each parameter whether it counts as used
+        where it has no gradient now; None where an earlier microbatch has told.
+        """
         if not self.placeholders:
             self._make_placeholders()
-        param, placeholder = self.params[index], self.placeholders[index]
-        if self.collected[index] and param.grad is not placeholder:
-            self.dropped = self.dropped or self.names[index]
-        if placeholder.touched:
-            placeholder.reset()
-        try:
-            param.grad = placeholder
-            self.collected[index] = 1
-        except RuntimeError:  # the dtype or device has changed since the wrap, which finalize refuses by name
-            param.grad = None
-            self.collected[index] = 0
-
-    def remove(self, index: int) -> None:
-        """Say that there is no gradient."""
-        self.params[index].grad = None
+        for index in indices:
+            param, view, placeholder = self.params[index], views[index], self.placeholders[index]
+            now = param.grad
+            grad = (now.added if type(now) is GradPlaceholder else now) if param.requires_grad else None
+            in_buffer = self.collected[index]
+            written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
+            if written:
+                param.grad_added_to_main_grad = False
+            if grad is None:
+                if not in_buffer:
+                    param.grad = None
+                if not in_buffer and not written:
+                    view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
+                    if without is not None:
+                        self.used[index] = without[index]
+                continue
+            if grad is not view:
+                view.add_(dense(grad)) if in_buffer else view.copy_(dense(grad))
+                self.used[index] = 1
+            if not self.used[index]:
+                param.grad = None
+                continue
+            if in_buffer and now is not placeholder:
+                self.dropped = self.dropped or self.names[index]
+            if placeholder.touched:
+                placeholder.reset()
+            try:
+                param.grad = placeholder
+                self.collected[index] = 1
+            except RuntimeError:  # the dtype or device has changed since the wrap, which finalize refuses by name
+                param.grad = None
+                self.collected[index] = 0
 
     def withdraw(self) -> None:
         """Leave in `.grad` only what is not reduced yet."""

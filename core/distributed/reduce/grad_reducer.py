@@ -27,6 +27,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.lost_ranks import naming_lost_ranks
+from core.distributed.reduce.fused_kernels import check_declared
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
@@ -87,9 +88,10 @@ class GradReducer:
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
         self.turns = [ModelTurns.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+        self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
+        self.others = 0  # models that use this one's communicators; with some, buckets leave in finalize only
         for turns in self.turns:
             turns.join(self)
-        self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
         self.state = StepState.ACCUMULATING
         self.next = 0  # index into `buckets` of the bucket to launch next
         self.polled = 0  # index of the first launched bucket that was not seen done
@@ -106,7 +108,7 @@ class GradReducer:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def arrive(self, bucket: Bucket, index: int) -> None:
-        """A gradient of `bucket.params[index]` has been accumulated. The hook of every parameter calls this."""
+        """A gradient of `bucket.params[index]` has been accumulated."""
         if self.state not in OPEN:
             self._begin_by_gradient(bucket, index)
         self.gradients += 1
@@ -121,40 +123,36 @@ class GradReducer:
             self.state = StepState.LAUNCHING
         if self.polled < self.next and self.buckets[self.polled].poll():
             self.polled += 1
-        complete = bucket.arrive(index)
-        if bucket.pool is not None and self.next < len(self.buckets) and bucket is self.buckets[self.next]:
-            bucket.fill(bucket.pool, index)
-        if complete or self.next_is_ready:
-            self._launch_ready()
+        bucket.arrive(index)
+        if self.next < len(self.buckets):
+            following = self.buckets[self.next]
+            if bucket is following and bucket.pool is not None:
+                bucket.fill(bucket.pool, index)
+            if following.pending <= 0:
+                self._launch_ready()
 
-    @property
-    def next_is_ready(self) -> bool:
-        """True if the next bucket can be launched now."""
-        if self.next == len(self.buckets) or self.buckets[self.next].pending > 0:
-            return False
-        return self.is_alone and all(chunk.all_launched for chunk in self._earlier_chunks())
-
-    @property
-    def is_alone(self) -> bool:
-        """True if no other model uses this one's communicators, so that buckets may leave before finalize."""
-        return all(turns.is_alone(self.pipeline_chunks()) for turns in self.turns)
+    def look_around(self) -> None:
+        """Count the models that use this one's communicators: at the begin of a step, and when one comes or goes."""
+        chunks = self.pipeline_chunks()
+        self.others = sum(turns.others(chunks) for turns in self.turns)
 
     @property
     def shards_gradients(self) -> bool:
         """True if backward waits for other ranks, because gradients borrow memory until they are reduced."""
         return any(bucket.pool is not None for bucket in self.buckets)
 
-    @property
-    def all_launched(self) -> bool:
-        """True if every bucket of the open step has been launched."""
-        return self.open and self.next == len(self.buckets)
-
     def _launch_ready(self) -> None:
         """Launch every bucket of this reducer, and of the pipeline's other chunks, that can be launched now."""
-        with self.named("backward"):
-            for chunk in self.pipeline_chunks():
-                while chunk.state is StepState.LAUNCHING and chunk.next_is_ready:
-                    chunk._launch_next()
+        try:
+            for chunk in self.pipeline_chunks() if self.chunks else (self,):
+                if chunk.state is StepState.LAUNCHING and not chunk.others:
+                    while chunk.next < len(chunk.buckets) and chunk.buckets[chunk.next].pending <= 0:
+                        chunk._launch_next()
+                if chunk.next < len(chunk.buckets) or chunk.state not in OPEN:
+                    return  # later chunks launch when this one has launched all
+        except RuntimeError:
+            with self.named("backward"):
+                raise
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self.next]
@@ -184,7 +182,7 @@ class GradReducer:
         Raises SyncError on all ranks if some of them end the step instead.
         """
         self.in_microbatch = _call_after_backward(weakref.WeakMethod(self._end_microbatch))
-        if not self.is_alone or (self.microbatches and not self.in_microbatch):
+        if self.others or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):
             if self.microbatches:
@@ -201,7 +199,7 @@ class GradReducer:
     def _end_microbatch(self) -> None:
         """A backward has ended: launch what it left. With other models on the communicator that waits for finalize."""
         self.in_microbatch = False
-        if self.open and self.is_alone:
+        if self.open and not self.others:
             with self.named("backward"):
                 self._launch_rest()
 
@@ -237,6 +235,7 @@ class GradReducer:
         self.next = self.polled = self.gradients = self.microbatches = 0
         self.in_microbatch = self.force_all_reduce = False
         self.state = StepState.ACCUMULATING
+        self.look_around()  # a deleted model is not waited for from here on
 
     def _begin_by_gradient(self, bucket: Bucket, index: int) -> None:
         if self.state is StepState.REDUCED and not bucket.whole:
@@ -326,9 +325,11 @@ class GradReducer:
             self._refuse_spent()
             self.begin()
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        if self.state is StepState.LAUNCHED or (early and not self.is_alone):
+        if self.state is StepState.LAUNCHED or (early and self.others):
             return
-        for chunk in self._earlier_chunks():
+        for chunk in self.pipeline_chunks():
+            if chunk is self:
+                break
             chunk.start(force_all_reduce=force_all_reduce)
         if self.every_microbatch:
             if self.microbatches:  # of a backward that failed, or outside of one: other ranks may wait for it
@@ -422,10 +423,6 @@ class GradReducer:
         """The chunks of the pipeline on this rank, in launch order; this reducer alone if it is no part of one."""
         return [chunk for reference in self.chunks if (chunk := reference()) is not None] or [self]
 
-    def _earlier_chunks(self) -> list[GradReducer]:
-        chunks = self.pipeline_chunks()
-        return chunks[: chunks.index(self)]
-
     def named(self, call: str) -> AbstractContextManager[None]:
         """Surrounds a call of the user that waits for other ranks, to say who did not come."""
         return naming_lost_ranks(call, self.steps + 1, self.channels)
@@ -436,6 +433,17 @@ class GradReducer:
             return self.report
         traffic = self.collectives.traffic
         return replace(self.report, bytes_sent=traffic.bytes_sent, collectives=traffic.collectives)
+
+
+def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
+    """Autograd has added to the gradient of parameter `index` of bucket `number`. The hook of every parameter."""
+    reducer = reducer_of()
+    if reducer is None:
+        return
+    bucket = reducer.buckets[number]
+    if param.__dict__.get("grad_added_to_main_grad"):
+        check_declared(param, bucket.contracts[index].name)
+    reducer.arrive(bucket, index)
 
 
 def _call_after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> bool:

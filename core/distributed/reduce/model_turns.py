@@ -52,6 +52,8 @@ class ModelTurns:
         if self.living is not None:
             self.living.add(self.wraps)
         self.wraps += 1
+        for each in self._alive().values():
+            each.look_around()
 
     def _alive(self) -> dict[int, GradReducer]:
         found = {number: reference() for number, reference in self._reducers.items()}
@@ -62,15 +64,15 @@ class ModelTurns:
         """True if several models live on all ranks, which then ask each other whose turn it is."""
         return self.living is not None and len(self.living) > 1
 
-    def is_alone(self, chunks: Sequence[GradReducer]) -> bool:
-        """True if no model but that of these chunks uses the communicator.
+    def others(self, chunks: Sequence[GradReducer]) -> int:
+        """How many models use the communicator, beside that of these chunks.
 
         Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
         model goes at different times on different ranks. So the last answer to the ranks' question counts there.
         """
         models = self._alive()
         agreed = self.living is not None and any(chunk.shards_gradients for chunk in chunks)
-        return all(models.get(number) in chunks for number in (self.living if agreed else models) or ())
+        return sum(models.get(number) not in chunks for number in (self.living if agreed else models) or ())
 
     # -- what ranks ask each other ----------------------------------------------------------------------------------
 
@@ -133,6 +135,8 @@ class ModelTurns:
 
     def _note_gone(self, gone: Sequence[int]) -> None:
         self.living = {number for number, is_gone in enumerate(gone) if not is_gone}
+        for each in self._alive().values():
+            each.look_around()
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over the ranks."""
@@ -150,3 +154,5 @@ def link_chunks(reducers: Sequence[GradReducer]) -> None:
     chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
     for reducer in reducers:
         reducer.chunks = chunks
+    for reducer in reducers:
+        reducer.look_around()
