@@ -251,7 +251,7 @@ OTHERS = {
     "expert data: divided by its own size": Case(
         EXPERT_DATA, divisor(2.0, experts_only=True), "experts", ("ep times too large (ep is 2)", EXPERT_SUM)
     ),
-    "data: drop": Case(CONTEXT, reduction("dp_cp", "drop"), "", ("not reduced over dp and cp",), True),
+    "data: drop": Case(CONTEXT, reduction("dp_cp", "drop"), "", ("not reduced over cp and dp",), True),
     "data: double": Case(CONTEXT, reduction("dp_cp", "double"), "", ("cp times too large",), True),
     "data: rescale": Case(CONTEXT, reduction("dp_cp", "rescale"), "", ("cp x dp = 4 times too small",), True),
     "data: cp forgotten": Case(CONTEXT, over("dp_cp", "dp", counts=False), "", ("not reduced over cp",)),
