@@ -31,6 +31,8 @@ FLOORS = {
     "core.gradient_handler": 4,
     "core.training": 4,
     "core.verify": 4,
+    "core.doctor": 5,
+    "core.__main__": 5,
     "pretrain_gpt": 5,
     "benchmarks": 5,
     "examples": 5,

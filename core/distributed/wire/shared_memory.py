@@ -285,7 +285,7 @@ def _map_all(nbytes: int, group: dist.ProcessGroup) -> dict[int, tuple[int, mmap
     what, fd, address, maps = "the memory of the ranks of one host", -1, None, {}
     try:
         with suppress(OSError):
-            fd = _create()
+            fd = new_mapped_file()
             os.ftruncate(fd, nbytes)
             address = _address(fd)
         addresses = agree.gather(address, group, what)
@@ -298,10 +298,10 @@ def _map_all(nbytes: int, group: dist.ProcessGroup) -> dict[int, tuple[int, mmap
             os.close(fd)
 
 
-def _create() -> int:
+def new_mapped_file() -> int:
     """An anonymous file. Raises OSError where the system has none, or where counters in it would not be safe."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise OSError("stores are not seen in order here")
+        raise OSError(f"stores are not seen in order on {platform.machine()}, or this is not Linux")
     return os.memfd_create("core.distributed")
 
 

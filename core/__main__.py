@@ -1,0 +1,28 @@
+"""`python -m core`: the commands of this package, and where each is explained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS = """usage: python -m core doctor
+
+other commands, each with --help:
+  python -m core.training      train a GPT (the same as pretrain_gpt.py)
+  python -m core.verify        compare gradients of many layouts with one process
+  python -m core.checkpoint    look at checkpoints, check them, turn them into other files"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what was asked for; the exit status."""
+    if list(arguments[:1]) == ["doctor"]:
+        from core.doctor import main as doctor
+
+        return doctor(arguments[1:])
+    asked = list(arguments) in ([], ["-h"], ["--help"])
+    print(COMMANDS if asked else f"error: there is no command {arguments[0]!r}\n{COMMANDS}", file=sys.stderr)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,249 @@
+"""`python -m core doctor`: what this machine has for training, what is fast here, and what is missing.
+
+Every line is found out by itself: what cannot be asked says so in its line, and the others are printed. Exit status 1
+if something is missing without which nothing trains.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import core
+
+OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 14)
+EXTRAS = {
+    "train": ("rich", "tyro", "matplotlib", "tensorboard", "tokenizers"),
+    "safetensors": ("safetensors",),
+    "transformers": ("transformers", "safetensors"),
+    "peft": ("peft", "safetensors"),
+}
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PROBE_LIMIT_S = 20.0
+
+Verdict = Literal["ok", "slower", "without", "MISSING"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. 'slower': it works, and could be faster; 'without': an option needs it; 'MISSING': nothing trains."""
+
+    verdict: Verdict
+    text: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print all lines; the exit status."""
+    if arguments:
+        print(f"error: python -m core doctor takes no arguments, and was given {arguments[0]!r}", file=sys.stderr)
+        return 2
+    found = [(name, look(ask)) for name, ask in QUESTIONS.items()]
+    width = max(map(len, QUESTIONS))
+    print(f"gradient-core {core.__version__} in {Path(core.__file__).parent}")
+    for name, finding in found:
+        print(f"{finding.verdict:8} {name:{width}}  {finding.text}")
+    missing = [name for name, finding in found if finding.verdict == "MISSING"]
+    print(f"Mend first: {', '.join(missing)}." if missing else "Ready. Next: make train, or examples/my_loop.py.")
+    return 1 if missing else 0
+
+
+def look(ask: Callable[[], Finding]) -> Finding:
+    """The answer; one that cannot be had is told in its line."""
+    try:
+        return ask()
+    except Exception as error:  # a broken driver or a file that may not be read must not hide the other lines
+        words = str(error).strip().splitlines()
+        return Finding("without", f"cannot be told: {words[0] if words else type(error).__name__}")
+
+
+def python() -> Finding:
+    """The interpreter and the system."""
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform == "win32":
+        return Finding("MISSING", f"{text}; Windows has no fork and no file locks as used here; use WSL 2")
+    return Finding("ok", text)
+
+
+def torch_version() -> Finding:
+    """Whether torch is there, in a version that is tested."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("MISSING", "not installed: pip install torch")
+    import torch
+
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    oldest, untried = (".".join(map(str, bound)) for bound in (OLDEST_TORCH, FIRST_UNTRIED_TORCH))
+    if version < OLDEST_TORCH:
+        return Finding("MISSING", f"{torch.__version__} is too old: pip install 'torch>={oldest},<{untried}'")
+    if version >= FIRST_UNTRIED_TORCH:
+        return Finding("without", f"{torch.__version__}; tests ran with {oldest} and later, below {untried}")
+    return Finding("ok", str(torch.__version__))
+
+
+def backends() -> Finding:
+    """What carries collectives."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Finding("MISSING", "this torch was built without torch.distributed")
+    there = {"gloo (CPU)": dist.is_gloo_available(), "nccl (GPU)": dist.is_nccl_available()}
+    text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in there.items())
+    return Finding("ok" if any(there.values()) else "MISSING", text)
+
+
+def address() -> Finding:
+    """gloo connects ranks by the address of the host's name."""
+    name = socket.gethostname()
+    try:
+        return Finding("ok", f"this host's name is found at {socket.gethostbyname(name)}")
+    except OSError as error:
+        return Finding("slower", f"this host's name {name!r} is not found ({error.strerror}); set GLOO_SOCKET_IFNAME")
+
+
+def cores() -> Finding:
+    """Cores, and the threads that a rank takes of them."""
+    from core.training.threads import available_cores
+
+    count, threads = available_cores(), os.environ.get("OMP_NUM_THREADS")
+    told = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set"
+    text = f"{count}; {told}; 4 ranks take {max(1, count // 4)} thread(s) each"
+    if threads and threads.isdigit() and int(threads) > count:
+        return Finding("slower", f"{text}; more threads than cores: every step waits for the slowest")
+    return Finding("ok", text)
+
+
+def instructions() -> Finding:
+    """What torch's CPU kernels were compiled for and use here."""
+    import torch
+
+    return Finding("ok", torch.backends.cpu.get_cpu_capability())
+
+
+def memory() -> Finding:
+    """Memory of the machine."""
+    page = os.sysconf("SC_PAGE_SIZE") / 2**30
+    text = f"{os.sysconf('SC_PHYS_PAGES') * page:.1f} GiB"
+    free = f", {os.sysconf('SC_AVPHYS_PAGES') * page:.1f} GiB not used" if "SC_AVPHYS_PAGES" in os.sysconf_names else ""
+    return Finding("ok", text + free)
+
+
+def gpus() -> Finding:
+    """Accelerators, alike ones counted."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "no device or driver is found" if built else "this torch is a CPU build"
+        return Finding("without", f"none ({why}); everything runs on the CPU")
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    kinds = Counter(
+        f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute {device.major}.{device.minor}"
+        for device in devices
+    )
+    return Finding("ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + "; one rank each")
+
+
+def shared_memory() -> Finding:
+    """Whether ranks of this host can read each other's gradients, as core.distributed does it on the CPU."""
+    from core.distributed.wire.shared_memory import new_mapped_file
+
+    otherwise = "ranks of one host send gradients through sockets"
+    try:
+        fd = new_mapped_file()
+    except OSError as error:
+        return Finding("slower", f"{otherwise}: {error.strerror or error}")
+    try:
+        program = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+        place = f"/proc/{os.getpid()}/fd/{fd}"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program, place], capture_output=True, timeout=PROBE_LIMIT_S, check=False
+        )
+    finally:
+        os.close(fd)
+    if done.returncode:
+        return Finding("slower", f"{otherwise}: another process of this user may not open {place}")
+    return Finding("ok", "ranks of one host add each other's gradients in place")
+
+
+def huge_pages() -> Finding:
+    """Whether large buffers get huge pages."""
+    if not HUGE_PAGES.exists():
+        return Finding("slower", "this system has none to ask for")
+    chosen = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
+    if chosen is None or chosen[1] == "never":
+        return Finding("slower", f"switched off: echo madvise | sudo tee {HUGE_PAGES}")
+    return Finding("ok", f"{chosen[1]}: buffers of 4 MiB and more lie in them")
+
+
+def optimizer() -> Finding:
+    """Whose kernel steps Adam."""
+    from core.optimizer.algorithms.backends import report
+
+    first, *others = report().splitlines()
+    missing = [line.split()[1].rstrip(":") for line in others if "not installed" in line]
+    return Finding("ok" if "foreach" not in first else "slower", f"{first}; not installed: {', '.join(missing)}")
+
+
+def compiler() -> Finding:
+    """torch.compile on the CPU needs a C++ compiler; nothing of ours does."""
+    found = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
+    return Finding("ok", found) if found else Finding("without", "no C++ compiler; only torch.compile needs one")
+
+
+def triton() -> Finding:
+    """Kernels that torch.compile makes for GPUs."""
+    if importlib.util.find_spec("triton") is not None:
+        return Finding("ok", "installed")
+    return Finding(
+        "without", "not installed; only torch.compile on a GPU needs it: pip install 'gradient-core[triton]'"
+    )
+
+
+def extra(name: str) -> Callable[[], Finding]:
+    """Whether the packages of an extra are there."""
+
+    def ask() -> Finding:
+        missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package) is None]
+        if not missing:
+            return Finding("ok", "installed")
+        return Finding("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
+
+    return ask
+
+
+def disk() -> Finding:
+    """Where the main job writes."""
+    here = Path.cwd()
+    text = f"{shutil.disk_usage(here).free / 2**30:.1f} GiB free in {here}"
+    return (
+        Finding("ok", text) if os.access(here, os.W_OK) else Finding("slower", f"{text}, and it cannot be written to")
+    )
+
+
+QUESTIONS: dict[str, Callable[[], Finding]] = {
+    "python": python,
+    "torch": torch_version,
+    "backends": backends,
+    "address": address,
+    "cores": cores,
+    "memory": memory,
+    "instructions": instructions,
+    "GPUs": gpus,
+    "shared memory": shared_memory,
+    "huge pages": huge_pages,
+    "optimizer": optimizer,
+    "C++ compiler": compiler,
+    "triton": triton,
+    **{f"extra {name}": extra(name) for name in EXTRAS},
+    "disk": disk,
+}
