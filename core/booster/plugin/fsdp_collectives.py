@@ -1,4 +1,7 @@
-"""FSDP's two collectives in 8 bits: parameters gathered, gradients scattered."""
+"""FSDP's two collectives in 8 bits: parameters gathered, gradients scattered.
+
+`set_custom_all_gather` and `set_custom_reduce_scatter` take any object that allocates and can be called.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from core import fp8_communication
 
@@ -20,7 +22,7 @@ class Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class FP8AllGather(Allocating, AllGather):
+class FP8AllGather(Allocating):
     """Gathers shards of parameters in 8 bits. Ranks compute with the same rounded values; their shards stay exact."""
 
     def __call__(
@@ -33,7 +35,7 @@ class FP8AllGather(Allocating, AllGather):
             fp8_communication.all_gather_bytes(output_tensor, input_tensor, group)
 
 
-class FP8ReduceScatter(Allocating, ReduceScatter):
+class FP8ReduceScatter(Allocating):
     """Sums or averages gradients in fp32, from contributions in 8 bits."""
 
     def __call__(

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from core import agree
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HYBRID = tuple(strategy for strategy in ShardingStrategy if "HYBRID_SHARD" in strategy.name)
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "process_group": (

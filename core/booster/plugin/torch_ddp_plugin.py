@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.booster.checkpoint_io import TorchDDPCheckpointIO
 from core.booster.plugin.dp_plugin_base import DPPluginBase
@@ -19,6 +18,7 @@ from core.fp8_communication import all_reduce as fp8_all_reduce
 from core.interface import ModelWrapper, OptimizerWrapper
 
 TorchDDP = nn.parallel.DistributedDataParallel
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class TorchDDPModel(ModelWrapper):
@@ -135,7 +135,7 @@ def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Futur
 
 def with_common_batch_norm(model: nn.Module, world_size: int) -> nn.Module:
     """Batch norms as SyncBatchNorm, where torch has it (not on CPUs); a warning where ranks keep their own."""
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return model
     if next(model.parameters()).device.type == "cpu":
         if world_size > 1:

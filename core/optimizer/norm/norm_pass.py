@@ -44,7 +44,8 @@ class NormPass:
         parts = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         parts += [_norm_of_rows(rows, norm_type, dtype).view(1) for rows in self.rows]
         if self.rest:
-            parts.append(torch.stack(torch._foreach_norm(self.rest, norm_type, dtype=dtype)).to(torch.float64))
+            norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in self.rest]
+            parts.append(torch.stack(norms).to(torch.float64))
         return torch.cat(parts)
 
 

@@ -17,7 +17,7 @@ from core import fp8_communication
 from core.booster import Booster
 from core.booster.plugin import TorchFSDPPlugin
 from core.booster.plugin import torch_fsdp_plugin as plugin_file
-from core.booster.plugin.fsdp_collectives import AllGather, Allocating
+from core.booster.plugin.fsdp_collectives import Allocating
 from core.booster.plugin.fsdp_options import units_of
 from core.optimizer.loss_scaler import DynamicLossScaler
 from tests.unit_tests.booster.booster_reference import (
@@ -147,7 +147,7 @@ def test_backward_prefetch_decides_when_the_next_unit_is_gathered(rank: int, wor
         """The backward of `third` comes first, then that of `second`: which is gathered when?"""
         events: list[str] = []
 
-        class Noted(Allocating, AllGather):
+        class Noted(Allocating):
             def __init__(self, name: str) -> None:
                 self.name = name
 

@@ -118,8 +118,7 @@ def lion_by_the_paper(params: list[torch.Tensor], gradients: list[list[torch.Ten
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_lion_follows_the_paper(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.optimizer.algorithms.lion.BATCH_ELEMENTS", 10)  # several batches of parameters
+def test_lion_follows_the_paper(decay: float) -> None:
     torch.manual_seed(0)
     shapes = [(3, 4), (5,), (0,), (2, 3), (1,)]
     params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
