@@ -174,8 +174,7 @@ class DistributedDataParallel(nn.Module):
         They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
         it is right.
         """
-        if self.ddp_config.sharded:
-            self.param_sync.gather()
+        self.param_sync.gather()
 
     def start_bucket_param_sync(self, bucket: Bucket) -> None:
         """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.

@@ -22,6 +22,8 @@ from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sy
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, DATA_KINDS
 
+Models = list[list[DistributedDataParallel]]  # the chunks of each model
+
 
 def finalize_model_grads(
     model: nn.Module | Sequence[nn.Module],
@@ -49,15 +51,16 @@ def finalize_model_grads(
     groups, config = chunks[0].groups, chunks[0].config
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64)
+    models = _by_model(chunks)  # raises where a model lacks a chunk
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):
-        _reduce_and_guard(chunks, num_tokens, force_all_reduce)
+        _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
     for chunk in chunks:
         chunk.reducer.close()
 
 
 def _reduce_and_guard(
-    chunks: Sequence[DistributedDataParallel], num_tokens: torch.Tensor | None, force_all_reduce: bool
+    chunks: Sequence[DistributedDataParallel], models: Models, num_tokens: torch.Tensor | None, force_all_reduce: bool
 ) -> None:
     groups, config = chunks[0].groups, chunks[0].config
     if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
@@ -74,7 +77,7 @@ def _reduce_and_guard(
         for chunk in chunks:
             chunk.grad_sync.wait()
     with timed(config, "embedding-grads-all-reduce"):
-        _sync_stages(chunks)
+        _sync_stages(models)
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     if getattr(config, "moe_router_enable_expert_bias", False):
         _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
@@ -84,7 +87,7 @@ def _reduce_and_guard(
             for bucket in chunk.reducer.buckets:
                 bucket.defer_scale(total.reciprocal())
             chunk.reducer.needs_zero = True  # what a later backward adds would be divided by other tokens
-    _guard(chunks, groups)
+    _guard(chunks, models, groups)
 
 
 def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
@@ -124,7 +127,6 @@ def _check_arguments(
     pg_collection: ProcessGroups | None,
 ) -> None:
     """Everything that can be refused is refused here, before the first collective."""
-    models_of(chunks)  # raises where a model lacks a chunk
     if getattr(config, "moe_router_enable_expert_bias", False):
         groups.require("tp_dp_cp")
     per_token = getattr(config, "calculate_per_token_loss", False)
@@ -181,15 +183,15 @@ def timed(config: Any, name: str) -> Iterator[None]:
         timer.stop()
 
 
-def _by_model(chunks: Sequence[DistributedDataParallel]) -> list[list[DistributedDataParallel]]:
+def _by_model(chunks: Sequence[DistributedDataParallel]) -> Models:
     models: dict[int, list[DistributedDataParallel]] = {}
     for number, chunk in zip(models_of(chunks), chunks, strict=True):
         models.setdefault(number, []).append(chunk)
     return list(models.values())
 
 
-def _sync_stages(chunks: Sequence[DistributedDataParallel]) -> None:
-    for parts in _by_model(chunks):
+def _sync_stages(models: Models) -> None:
+    for parts in models:
         syncs = [chunk.grad_sync for chunk in parts]
         if not all(chunk.stages_checked for chunk in parts):
             check_stages(syncs)
@@ -261,8 +263,8 @@ def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGrou
     refuse_unequal(finding, groups, at_wrap=False, trained=step > 1)
 
 
-def _guard(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
-    for parts in _by_model(chunks):
+def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
+    for parts in models:
         _check_weights(parts, groups)
     checked = [chunk for chunk in chunks if chunk.ddp_config.check_for_nan_in_grad]
     watches = [chunk.nan_watch for chunk in checked if chunk.nan_watch is not None]

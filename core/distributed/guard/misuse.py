@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,56 @@ from core.distributed.layout.model_plan import ModelPlan
 REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
+class Snapshot(NamedTuple):
+    """What a wrapped model was when ModelWatch looked: identities and addresses only."""
+
+    thawed: list[bool]  # of the parameters that were frozen at the wrap
+    dtypes: list[torch.dtype]  # of all parameters
+    grads: list[int]  # addresses of their gradients
+    housed: list[int]  # addresses of the parameters that lie in buffers
+    tables: int  # a hash of what modules hold
+
+
 class ModelWatch:
     """Finds changes of a wrapped model that its buffers cannot follow.
 
-    It looks once a step, in one pass over modules and parameters that reads identities and addresses only.
+    It looks once a step, in one pass over modules and parameters. Only where that shows a change it asks which.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, buckets: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        self._watch_tables(module.modules())
         self.buckets = buckets
         self.params = [param for bucket in buckets for param in bucket.params]
         self.views = [view for bucket in buckets for view in bucket.storage]
         self.housed = [param for bucket in buckets if bucket.sharded for param in bucket.params]
-        self.places = self._places()
+        self._watch_tables()
+        self.before = self._look()
 
     def problems(self) -> list[str]:
         """The first problem of each kind, in words; empty if there is none."""
-        return [*self._thawed(), *self._moved(), *self._exchanged()]
+        now = self._look()
+        if now == self.before:
+            return []
+        problems = [
+            *self._thawed(),
+            *self._moved(now),
+            *(self._exchanged() if now.tables != self.before.tables else ()),
+        ]
+        if not problems:  # such as a submodule without parameters that was added
+            self._watch_tables()
+            self.before = self._look()
+        return problems
+
+    def _look(self) -> Snapshot:
+        address = torch.Tensor.data_ptr
+        return Snapshot(
+            list(map(attrgetter("requires_grad"), self.plan.frozen.values())),
+            list(map(attrgetter("dtype"), self.params)),
+            list(map(address, self.views)),
+            list(map(address, self.housed)),
+            hash(tuple(map(id, chain.from_iterable(self.tables)))),
+        )
 
     def _thawed(self) -> list[str]:
         for name, param in self.plan.frozen.items():
@@ -49,29 +81,21 @@ class ModelWatch:
                 ]
         return []
 
-    def _moved(self) -> list[str]:
-        now = self._places()
-        if now == self.places:
-            return []
-        (dtypes, grads, params), (dtypes_now, grads_now, params_now) = self.places, now
+    def _moved(self, now: Snapshot) -> list[str]:
+        before = self.before
         names = [contract.name for bucket in self.buckets for contract in bucket.contracts]
-        for name, before, after in zip(names, dtypes, dtypes_now, strict=True):
-            if before is not after:
-                return [f"parameter {name!r} is {after} now and was {before} when the model was wrapped. {REMEDY}"]
-        moved = {id(p) for p, a, b in zip(self.params, grads, grads_now, strict=True) if a != b}
-        moved |= {id(p) for p, a, b in zip(self.housed, params, params_now, strict=True) if a != b}
-        name = next(name for name, param in zip(names, self.params, strict=True) if id(param) in moved)
-        return [f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
-
-    def _places(self) -> tuple[list[torch.dtype], list[int], list[int]]:
-        """Dtypes of all parameters, addresses of their gradients, addresses of the parameters that lie in buffers."""
-        address = torch.Tensor.data_ptr
-        dtypes = list(map(attrgetter("dtype"), self.params))
-        return dtypes, list(map(address, self.views)), list(map(address, self.housed))
+        for name, was, dtype in zip(names, before.dtypes, now.dtypes, strict=True):
+            if was is not dtype:
+                return [f"parameter {name!r} is {dtype} now and was {was} when the model was wrapped. {REMEDY}"]
+        moved = {id(p) for p, a, b in zip(self.params, before.grads, now.grads, strict=True) if a != b}
+        moved |= {id(p) for p, a, b in zip(self.housed, before.housed, now.housed, strict=True) if a != b}
+        gone = (name for name, param in zip(names, self.params, strict=True) if id(param) in moved)
+        return [
+            f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"
+            for name in itertools.islice(gone, 1)
+        ]
 
     def _exchanged(self) -> list[str]:
-        if self._signature() == self.signature:
-            return []
         now = dict(self.module.named_parameters())
         known = set(map(id, self.plan.named.values()))
         for name, param in now.items():
@@ -82,17 +106,12 @@ class ModelWatch:
         for name, param in self.plan.params.items():
             if id(param) not in present:
                 return [f"parameter {name!r} is no longer part of the model, and was when it was wrapped. {REMEDY}"]
-        self._watch_tables(self.module.modules())
         return []
 
-    def _watch_tables(self, modules: Iterable[nn.Module]) -> None:
-        tables = chain.from_iterable((module._parameters, module._modules) for module in modules)
+    def _watch_tables(self) -> None:
+        tables = chain.from_iterable((module._parameters, module._modules) for module in self.module.modules())
         self.tables = [table.values() for table in tables]  # views, which show later changes
         self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
-        self.signature = self._signature()
-
-    def _signature(self) -> int:
-        return hash(tuple(map(id, chain.from_iterable(self.tables))))
 
 
 class Reduction(Protocol):

@@ -306,10 +306,10 @@ class GradReducer:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
         if not self.has_new_step or self.pipeline_chunks()[0] is not self:
             return
-        if any(turns.shared for turns in self.turns):
-            for chunk in self.pipeline_chunks():  # other ranks may wait in backward for what this one has not launched
-                chunk.start(early=True)
-        for turns in self.turns:
+        shared = [turns for turns in self.turns if turns.shared]
+        for chunk in self.pipeline_chunks() if shared else ():
+            chunk.start(early=True)  # other ranks may wait in backward for what this one has not launched
+        for turns in shared:
             refusal = turns.refusal(self)
             if refusal is not None:
                 raise SyncError(refusal)
@@ -353,7 +353,8 @@ class GradReducer:
             late = self._complete(then)
         self._learn()
         self.state = StepState.REDUCED
-        self._attach()
+        for bucket in self.buckets:
+            bucket.attach()
         self.report = StepReport(
             exposed_ms=(time.perf_counter() - begun) * 1e3,
             late_buckets=late,
@@ -408,14 +409,9 @@ class GradReducer:
             raise SyncError(f"a step that is {self.state.value} cannot be handed to the optimizer; reduce it first")
         for bucket in self.buckets:
             bucket.close()
-        self._attach()
+            bucket.attach()
         self.state = StepState.FINAL
         self.steps += 1
-
-    def _attach(self) -> None:
-        """Put reduced gradients back into `.grad`, or say there that they are sharded."""
-        for bucket in self.buckets:
-            bucket.attach()
 
     # -- around it --------------------------------------------------------------------------------------------------
 

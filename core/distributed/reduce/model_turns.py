@@ -109,10 +109,8 @@ class ModelTurns:
 
     def refusal(self, reducer: GradReducer) -> str | None:
         """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this
-        one. Collective where several models share the communicator.
+        one. Collective; only where the communicator is shared.
         """
-        if not self.shared:
-            return None
         models = self._alive()
         own = next(number for number, other in models.items() if other is reducer)
         most, minus_least, *gone = self._largest([own, -own, *self._gone(models)])

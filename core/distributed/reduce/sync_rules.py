@@ -84,6 +84,7 @@ class GradSync:
         self.groups = groups
         self.collectives = collectives
         self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
+        self.copied_over = [name for name in (*COPY_AXES, "pp") if groups.size(name) > 1]
         self.pending: list[PendingSync] = []
         # rule index -> [(bucket, index of the parameter)], and for rules within a stage the same by bucket.
         self.served = [
@@ -185,13 +186,10 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
     and no rule adds the gradients. Collective, once a step, over each group of copies. The tensor-parallel group, and
     then the group of all stages, carry an error to the other ranks.
     """
-    groups = chunks[0].groups
-    last = (*COPY_AXES, "pp")
+    groups, last = chunks[0].groups, chunks[0].copied_over
     names = [*sorted({rule.group for chunk in chunks for rule in chunk.rules} - set(last)), *last]
     failure: SyncError | None = None
     for name in names:
-        if groups.size(name) == 1:
-            continue
         group = groups.control(name)
         alike = _copies_over(chunks, name)
         for first, *others in alike:

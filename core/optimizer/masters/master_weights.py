@@ -190,7 +190,8 @@ class BucketMasters:
 
     def load_parameters(self) -> None:
         """Make the parameters, as they are now, the masters."""
-        self._take_back()
+        if self.flat is not None:
+            self.flat.take_back()
         for segment in self.segments:
             if segment.storage is not None:
                 segment.storage.take_parameters()
@@ -198,17 +199,14 @@ class BucketMasters:
     def take_over_edits(self) -> None:
         """Let masters follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
 
-        After it masters and parameters belong together again, wherever the parameters were left.
+        After it masters and parameters belong together again, wherever the parameters were left: those of a flat tensor
+        lie in it again.
         """
-        self._take_back()
+        if self.flat is not None:
+            self.flat.take_back()
         for segment in self.segments:
             if segment.storage is not None:
                 segment.storage.take_edits()
-
-    def _take_back(self) -> None:
-        """Bring parameters back to the flat tensor, with the values that they have now."""
-        if self.flat is not None:
-            self.flat.take_back()
 
     def note_written(self) -> None:
         """Tell autograd that a step has written the parameters."""

@@ -3,7 +3,7 @@
 On the CPU a tensor is seen as rows. torch makes the norms of all rows in one call, each added in fp32 over a few
 thousand elements only, and the rows are added in fp64: 1e-6 off for 10 million equal numbers, where one call over the
 whole tensor is 0.4 percent off, and `dtype=float64` costs thirty times the time. What does not fill a row, and tiny
-tensors, share one foreach call. A GPU's kernels add in a tree: there a tensor is one block.
+tensors, are added by themselves. A GPU's kernels add in a tree: there a tensor is one block.
 """
 
 from __future__ import annotations
