@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from core import agree
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
@@ -16,7 +18,6 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
 from core.distributed.guard.misuse import ModelWatch
-from core.distributed.guard.same_model import check_same_model
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
@@ -28,7 +29,7 @@ from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
 from core.process_groups import ProcessGroups
-from core.rank_grid import DATA_KINDS
+from core.rank_grid import COPY_AXES, DATA_KINDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,16 +127,28 @@ def _plan_together(
     one_bucket: bool,
     owned: Collection[int],
 ) -> ModelPlan:
-    """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none."""
+    """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none.
+
+    Collective over the data groups and the tensor-parallel groups. Raises LayoutMismatch on every rank where a rank has
+    another model or other options, and this rank's own error after the other ranks know of it.
+    """
     failure: Exception | None = None
     plan: ModelPlan | None = None
     try:
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
-    check_same_model(plan, option_table(config, ddp_config), groups, failure)
-    assert plan is not None, "check_same_model raises this rank's failure"
+    agree.same(_fingerprints(plan, option_table(config, ddp_config), groups), failure)
+    assert plan is not None, "agree.same raises this rank's failure"
     return plan
+
+
+def _fingerprints(
+    plan: ModelPlan | None, options: Sequence[str], groups: ProcessGroups
+) -> Iterator[tuple[str, dist.ProcessGroup, list[str]]]:
+    for name in (*DATA_KINDS, *COPY_AXES):
+        if groups.size(name) > 1:
+            yield f"group {name!r}", groups.control(name), [] if plan is None else [*options, *plan.fingerprint(name)]
 
 
 def _allocate(

@@ -1,8 +1,8 @@
-"""Views of a flat tensor: each parameter that lies in it, or ranges of it."""
+"""Views of a flat tensor, one for each parameter that lies in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,8 +21,3 @@ def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> No
     for param, view in zip(params, views, strict=True):
         view.copy_(param)
         param.data = view
-
-
-def pieces_of(flat: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-    """[flat[start:end] for start, end in ranges]."""
-    return [flat[start:end] for start, end in ranges]

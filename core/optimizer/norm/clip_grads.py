@@ -21,7 +21,6 @@ import torch.distributed as dist
 from core import agree
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.param_views import pieces_of
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
@@ -101,9 +100,8 @@ class GradMeter:
             copies = counted_copies.setdefault(models[index], {})
             here = counts_here(bucket_masters.bucket)
             # Padding between shards is left out: it may hold what a peer's collective left there.
-            ranges = _ranges(bucket_masters, copies)
-            grads = pieces_of(bucket_masters.grad, [(found.start, found.end) for found in ranges])
-            for found, grad in zip(ranges, grads, strict=True):
+            for found in _ranges(bucket_masters, copies):
+                grad = bucket_masters.grad[found.start : found.end]
                 counted = found.in_norm and here
                 memory.append(grad)
                 self.counted_memory += [grad] * counted
