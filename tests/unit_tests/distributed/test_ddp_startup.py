@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import ContractError, LayoutMismatch, finalize_model_grads
-from core.distributed.buffer.param_views import move_to, pieces_of, views_of
+from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
@@ -156,17 +156,6 @@ def test_views_are_slices_reshaped(sharded: bool) -> None:
             views_of(flat, bucket.slots, bucket.start), views_of(borrowed, bucket.slots, bucket.start), strict=True
         ):
             assert torch.equal(view, lent)
-
-
-@pytest.mark.parametrize("ranges", [[], [(0, 7)], [(2, 5)], [(0, 2), (2, 3), (5, 5), (6, 7)], [(1, 1), (1, 4)]])
-def test_pieces_are_slices(ranges: list[tuple[int, int]]) -> None:
-    whole = torch.arange(7.0)
-    pieces = pieces_of(whole, ranges)
-    assert [piece.tolist() for piece in pieces] == [list(range(start, end)) for start, end in ranges]
-    for piece in pieces:
-        piece.add_(10)
-    assert [int(value) // 10 for value in whole] == [sum(a <= i < b for a, b in ranges) for i in range(7)]
-    assert pieces_of(torch.empty(0), []) == []
 
 
 def test_parameters_move_with_their_values() -> None:
