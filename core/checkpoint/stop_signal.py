@@ -1,4 +1,4 @@
-"""StopSignal: SIGTERM or Ctrl-C on any rank becomes one decision of all ranks, at a step edge."""
+"""StopSignal: SIGTERM, Ctrl-C or a closed terminal on any rank becomes one decision of all ranks, at a step edge."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
-
-SAME_PRESS_S = 0.5  # a launcher and the terminal may both deliver the same Ctrl-C
+from core.interrupts import SAME_PRESS_S
 
 
 class StopSignal:
@@ -28,13 +27,14 @@ class StopSignal:
 
     A scheduler that ends a job sends SIGTERM to some or all processes, at moments that differ, and kills what is left
     after a grace period (torchrun: 30 s). A rank that saved or left by itself would let the others wait in their next
-    collective. A second Ctrl-C interrupts at once.
+    collective. A second Ctrl-C interrupts at once. SIGHUP comes from a terminal that is closed; under nohup it is not
+    heard.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     ) -> None:
         self.ranks = Ranks(group)
         self.signals = tuple(signals)
@@ -42,6 +42,11 @@ class StopSignal:
         self.reason: str | None = None  # once agreed: which ranks were sent what
         self._at_s = 0.0
         self._previous: dict[int, Any] = {}
+
+    def request(self, number: signal.Signals) -> None:
+        """Ask to stop as a signal would; the first one counts."""
+        if self.requested is None:
+            self.requested, self._at_s = number, time.monotonic()
 
     def agreed(self) -> bool:
         """Whether any rank has been asked to stop. Collective: one small all-reduce, until it has been True once."""
@@ -55,6 +60,8 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopSignal is entered in a thread; Python delivers signals to the main thread only.")
         for number in self.signals:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -66,7 +73,8 @@ class StopSignal:
         self._previous.clear()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.requested is not None and number == signal.SIGINT and time.monotonic() - self._at_s > SAME_PRESS_S:
+        # torchrun passes on a first Ctrl-C as SIGINT, and after a second one it sends SIGTERM
+        again = number == signal.SIGINT or (number == signal.SIGTERM and self.requested == signal.SIGINT)
+        if self.requested is not None and again and time.monotonic() - self._at_s > SAME_PRESS_S:
             raise KeyboardInterrupt
-        if self.requested is None:
-            self.requested, self._at_s = signal.Signals(number), time.monotonic()
+        self.request(signal.Signals(number))

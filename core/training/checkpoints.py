@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
@@ -144,6 +144,17 @@ def check_root(options: CheckpointOptions) -> None:
             f"--checkpoint.dir {options.dir} holds checkpoints of another run (steps {saved[0]} to {saved[-1]}), and "
             "this run begins; add --checkpoint.resume to go on from them, or give another directory"
         )
+
+
+def after_restart(config: JobConfig) -> JobConfig:
+    """What a job does that its launcher has started again: it goes on from its newest checkpoint.
+
+    One that was told to begin from a certain step begins there again.
+    """
+    options = config.checkpoint
+    if options.dir is None or options.step is not None:
+        return config
+    return replace(config, checkpoint=replace(options, resume=True))
 
 
 def as_json(config: JobConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
+from core.training.output import output_is_gone
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
 from core.training.run_directory import CONFIGURATION, RunDirectory
@@ -34,6 +36,8 @@ from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file
 from core.training.trainer import Trainer
+
+NO_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,14 @@ class JobResult:
 def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
     """Start torch.distributed, train, and tear everything down. Collective: all ranks of the job."""
     device = choose_device(config, launch)
+    # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
+    # processes before it have left there.
+    store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"start_{launch.restarts}", store),
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(minutes=config.parallel.timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
@@ -159,6 +169,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     started_s = time.perf_counter()
     with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext():
         while trainer.step < config.run.last_step and not stopped:
+            if output_is_gone():
+                signals.request(signal.SIGPIPE)
             result = trainer.train_step(stop_requested=signals.requested is not None)
             stopped = result.stop
             losses.append(result.loss)
@@ -191,18 +203,33 @@ def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
 
 
 def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
-    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
-    path: Path | None = None
+    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective.
+
+    The other ranks wait as long as it takes, whatever the limit of the job's groups. The rank watch says who waits for
+    whom (core.rank_watch).
+    """
+    group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
+    name: str | None = None
     failure: str | None = None
     if prepares_data:
         try:
-            path = prepare_token_file(config.data)
-        except (OSError, ValueError, ImportError) as error:
-            failure = str(error)
-    found = agree.first(None if failure is None else (dist.get_rank(), failure), None, "the text")
-    if found is not None:
-        raise ConfigError(f"rank {found[0]} could not prepare the text: {found[1]}")
-    path = path if path is not None else prepare_token_file(config.data, is_checked=True)  # there by now
+            name = prepare_token_file(config.data).name
+        except Exception as error:  # packages of tokenizers raise whatever they like, and the others wait
+            failure = str(error) or repr(error)
+    told = agree.gather((failure, name), group, "the text")
+    dist.destroy_process_group(group)
+    for rank, (failed, _) in told.items():
+        if failed is not None:
+            raise ConfigError(f"rank {rank} could not prepare the text: {failed}")
+    names = {rank: theirs for rank, (_, theirs) in told.items() if theirs is not None}
+    first = min(names)
+    for rank, theirs in names.items():
+        if theirs != names[first]:
+            raise ConfigError(
+                f"the text or the tokenizer of rank {rank} is another one than that of rank {first} (token files "
+                f"{theirs} and {names[first]}); give all machines the same files"
+            )
+    path = config.data.cache / names[first]
     tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
     if num_windows(tokens.train, config.model.sequence_length) == 0:
         raise ConfigError(

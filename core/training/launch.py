@@ -22,6 +22,7 @@ class Launch:
     master_addr: str
     master_port: int
     launcher: str  # 'torchrun' (or whatever sets the same variables), 'slurm'
+    restarts: int = 0  # how often torchrun has started the job again
 
     def environment(self) -> dict[str, str]:
         """The variables that torch.distributed's env:// rendezvous reads."""
@@ -33,6 +34,12 @@ class Launch:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+    def interfaces(self, platform: str) -> dict[str, str]:
+        """The variables that keep the ports of gloo and NCCL on the loopback interface, for a job of one machine."""
+        if self.world_size > self.local_world_size or platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
@@ -66,6 +73,7 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
         master_addr=environment["MASTER_ADDR"],
         master_port=_number(environment, "MASTER_PORT", at_least=1, below=PORTS),
         launcher="torchrun",
+        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 

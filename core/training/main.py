@@ -7,12 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.training.checkpoints import check_root
+from core.interrupts import INTERRUPTED
+from core.training.checkpoints import after_restart, check_root
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
 from core.training.launch import Launch, find_launch
+from core.training.memory import device_memory_bytes, host_memory_bytes
+from core.training.output import outputs_that_may_go
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
 from core.training.run_directory import check_writable
@@ -30,16 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under a launcher (torchrun, SLURM) this process is a rank. Started plainly it starts `--run.ranks` ranks on this
     machine and waits for them.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    with outputs_that_may_go():
+        try:
+            return _main(sys.argv[1:] if argv is None else list(argv))
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _main(arguments: list[str]) -> int:
     launch: Launch | None = None
     try:
         launch = find_launch(os.environ)
         config = load_config(arguments)
+        if launch is not None and launch.restarts > 0:
+            config = after_restart(config)
         plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
         check_extras(config)
-        if config.run.device == "cpu" or not Path("/dev/nvidia0").exists():
-            ranks_here = config.run.ranks if launch is None else launch.local_world_size
-            check_memory(config, ranks_here, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        check_room(config, config.run.ranks if launch is None else launch.local_world_size)
         if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
             check_places(config)
     except (ConfigError, MissingExtra) as error:
@@ -51,9 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from core.checkpoint import CheckpointError
     from core.training.job import run_job
+    from core.training.second_interrupt import EndAtSecondInterrupt
 
     end_with_parent(os.environ)
     os.environ.update(launch.environment())
+    for name, value in launch.interfaces(sys.platform).items():
+        os.environ.setdefault(name, value)
     torch.set_num_threads(
         intra_op_threads(
             os.environ,
@@ -63,13 +76,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     try:
-        run_job(config, plan, launch)
+        with EndAtSecondInterrupt(says=launch.rank == 0):
+            run_job(config, plan, launch)
     except ConfigError as error:
         return _refuse(error, launch)
     except CheckpointError as error:  # of a save; all ranks have it
         _refuse(error, launch)
         return FAILURE
     return 0
+
+
+def check_room(config: JobConfig, ranks_here: int) -> None:
+    """Find out before anything is allocated whether the model fits into this machine, or into its GPUs."""
+    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
+    if device_bytes is None:
+        check_memory(config, ranks_here, host_memory_bytes())
+    else:
+        check_memory(config, 1, device_bytes, "a GPU")
 
 
 def check_extras(config: JobConfig) -> None:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
+from core.interrupts import INTERRUPTED, SAME_PRESS_S
 from core.training.launch import Launch
 
 STARTED_BY_US = "GRADIENT_CORE_PARENT"  # process id of the process that started this rank
+LAST_S = 4.0  # after a second Ctrl-C, until ranks are killed; those that are stopped hear nothing else
 GRACE_S = 10.0  # what the other ranks get to end by themselves after one has failed
 
 
@@ -26,24 +28,28 @@ def start_ranks(ranks: int) -> int:
 
     store = local_store()
     processes: list[subprocess.Popen[bytes]] = []
+    interrupts: list[float] = []  # when, in seconds
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(time.monotonic())
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+        heard.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         for rank in range(ranks):
             launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", store.port, "own")
             environment = {**os.environ, **launch.environment(), STARTED_BY_US: str(os.getpid())}
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to our store, and holds none
-            if sys.platform == "linux":  # the ports of ranks are reached from this machine only
-                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             # a session of its own: a terminal's Ctrl-C reaches a rank once, through us
             command = [sys.executable, *sys.orig_argv[1:]]
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        return _wait_for_all(processes)
+        return _wait_for_all(processes, interrupts)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -53,8 +59,8 @@ def start_ranks(ranks: int) -> int:
             signal.signal(number, handler)
 
 
-def _wait_for_all(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended; after a failure, GRACE_S longer at most."""
+def _wait_for_all(processes: list[subprocess.Popen[bytes]], interrupts: list[float]) -> int:
+    """Wait until all have ended; after a failure GRACE_S longer at most, after a second Ctrl-C LAST_S."""
     status = 0
     deadline: float | None = None
     while any(process.poll() is None for process in processes):
@@ -63,6 +69,9 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]]) -> int:
             status, deadline = failed[0], time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return status
+        again = next((at for at in interrupts if at > interrupts[0] + SAME_PRESS_S), None)
+        if again is not None and time.monotonic() > again + LAST_S:
+            return INTERRUPTED
         time.sleep(0.05)
     return status or next((process.returncode for process in processes if process.returncode), 0)
 

@@ -25,8 +25,9 @@ class Progress(Protocol):
     ) -> None: ...
 
 
-def make_progress(steps: int, print_every: int, stream: TextIO = sys.stdout) -> Progress:
-    """A live line where `stream` is a terminal and rich is installed, else plain lines."""
+def make_progress(steps: int, print_every: int, stream: TextIO | None = None) -> Progress:
+    """A live line where `stream` (standard output) is a terminal and rich is installed, else plain lines."""
+    stream = stream or sys.stdout
     if stream.isatty():
         try:
             return LiveLine(steps)

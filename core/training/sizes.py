@@ -161,8 +161,8 @@ def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
     return vocab_size
 
 
-def check_memory(config: JobConfig, ranks_here: int, memory_bytes: int) -> None:
-    """ConfigError where the parameters and gradients of a machine's ranks are more than its memory, told by the sizes.
+def check_memory(config: JobConfig, ranks: int, memory_bytes: int, where: str = "this machine") -> None:
+    """ConfigError where the parameters and gradients of some ranks are more than the memory they share, by the sizes.
 
     Optimizer state and activations come on top, so that a model which passes may still be too large.
     """
@@ -171,12 +171,12 @@ def check_memory(config: JobConfig, ranks_here: int, memory_bytes: int) -> None:
     gradients = 0 if config.ddp.shards_gradients else 1
     itemsize = {"float64": 8, "float32": 4}.get(model.dtype, 2)
     shared_by = parallel.tp * parallel.pp * (1 if model.num_experts is None else parallel.ep)
-    needed = ranks_here * count * itemsize * (1 + gradients) // shared_by
+    needed = ranks * count * itemsize * (1 + gradients) // shared_by
     if needed > memory_bytes:
         raise ConfigError(
-            f"the model has about {count:,} parameters; with their gradients {ranks_here} ranks of this machine hold "
-            f"{needed / 2**30:,.0f} GiB, and it has {memory_bytes / 2**30:,.0f} GiB; use a smaller --model.hidden-size "
-            "or --model.num-layers, or share the model among more machines (--tp, --pp)"
+            f"the model has about {count:,} parameters; with their gradients {ranks} rank{'s' * (ranks > 1)} on "
+            f"{where} would hold {needed / 2**30:,.0f} GiB and may use {memory_bytes / 2**30:,.0f} GiB; use a smaller "
+            "--model.hidden-size or --model.num-layers, or share the model among more machines (--tp, --pp)"
         )
 
 

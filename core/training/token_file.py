@@ -52,18 +52,17 @@ class TokenFile:
     validation: np.ndarray  # [tokens]
 
 
-def prepare_token_file(options: DataOptions, *, is_checked: bool = False) -> Path:
+def prepare_token_file(options: DataOptions) -> Path:
     """Make the token file of these options unless it is there, whole; its path without a suffix.
 
     Safe to call from several processes: files appear whole, under a name that their content decides.
-    is_checked: another process has made or checked the file, and only its path is needed.
     """
     text = open_text(options.text)
     text_digest = text.digest()
     tokenizer = make_tokenizer(options, text, text_digest)
     key = hashlib.sha256(f"{FORMAT}\0{text_digest}\0{tokenizer.identity}".encode()).hexdigest()[:16]
     path = options.cache / key
-    if not is_checked and not is_whole(path):
+    if not is_whole(path):
         write_token_file(path, text, tokenizer)
     return path
 

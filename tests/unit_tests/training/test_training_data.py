@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from core.training.config import DataOptions, JobConfig, OptimizerOptions, RunOptions
+from core.training.config_file import load_config
+from core.training.errors import ConfigError
+from core.training.job import open_tokens
 from core.training.sampler import GlobalBatchSampler, microbatches
 from core.training.schedule import make_scheduler
 from core.training.text import open_text, standard_library
 from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.training.training_reference import TINY
 
 
 def test_the_default_text_is_the_standard_library_in_one_order() -> None:
@@ -214,3 +222,36 @@ def test_the_learning_rate_warms_up_then_falls_on_a_cosine_to_its_minimum() -> N
     assert rates_of(3, warmup_steps=4) == [0.25, 0.5, 0.75], "a run within its warm-up never decays"
     assert rates_of(5, warmup_steps=0, decay="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert rates_of(4, warmup_steps=2, decay="constant") == [0.5, 1.0, 1.0, 1.0]
+
+
+@ranks(2)
+def test_ranks_wait_for_the_text_beyond_the_limit_of_the_group(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")])
+    limit_s = 1.0
+    distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), distributed_c10d._get_default_group())
+
+    def prepare_slowly(options: DataOptions) -> Path:
+        assert rank == 0, "one rank of a machine reads the text"
+        time.sleep(3 * limit_s)
+        return prepare_token_file(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("core.training.job.prepare_token_file", prepare_slowly)
+        assert len(open_tokens(config, rank == 0).train) == 99
+
+
+@ranks(2)
+def test_machines_with_different_texts_are_refused_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / f"{rank}.txt").write_text(f"{rank}" * 1000)
+    config = load_config([*TINY, "--data.text", str(tmp_path / f"{rank}.txt"), "--data.cache", str(tmp_path / "cache")])
+    with pytest.raises(ConfigError, match="the text or the tokenizer of rank 1 is another one than that of rank 0"):
+        open_tokens(config, True)  # each rank is the first of its machine
+
+
+@ranks(2)
+def test_a_text_that_cannot_be_prepared_is_told_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")])
+    with pytest.raises(ConfigError, match="rank 0 could not prepare the text: the text .* is empty"):
+        open_tokens(config, rank == 0)
