@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from core.forked import drop_connections_in_workers
 from core.group_options import get_nccl_options as get_nccl_options
 from core.group_options import group_options
 from core.memory_buffer import GlobalMemoryBuffer
@@ -139,6 +140,7 @@ def initialize_model_parallel(
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
     _state.watch = start_watch() if watch_ranks else None
+    drop_connections_in_workers()
 
 
 def destroy_model_parallel() -> None:
