@@ -9,7 +9,9 @@ import os
 import stat
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 CHUNK_BYTES = 4 << 20
@@ -49,18 +51,67 @@ def file_name(name: Any) -> str:
     return name
 
 
+class BadArchive(ValueError):
+    """A zip file that torch.save has not written; the text says how."""
+
+
+class Archive:
+    """A zip file at some bytes of a file, as torch.save writes it: nothing is compressed. A context manager.
+
+    BadArchive for one that is cut, compressed, would give more than it has, or has two entries of one name.
+    """
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self._part = _Part(stream, start, length)
+        try:
+            self._file = zipfile.ZipFile(self._part)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, MemoryError):
+            raise BadArchive("is no whole zip file") from None
+        entries = self._file.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
+            sum(entry.file_size for entry in entries) > length
+        ):
+            raise BadArchive(f"would inflate to more than its {length} bytes")
+        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
+        if len(self._entries) != len(entries):
+            raise BadArchive("has two entries of one name")
+
+    def size(self, name: str) -> int:
+        """The bytes of an entry. The first part of names, which torch takes from the file, is left out."""
+        if name not in self._entries:
+            raise BadArchive(f"has no entry {name!r}"[:100])
+        return self._entries[name].file_size
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of an entry, which are at most `limit`."""
+        size = self.size(name)
+        if size > limit:
+            raise BadArchive(f"has {size} bytes in {name!r}, and at most {limit} are read")
+        header = self._entries[name].header_offset
+        self._part.seek(header + 26)  # zipfile would refuse entries without a checksum, which torch can leave out
+        lengths = self._part.read(4)
+        self._part.seek(header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little"))
+        return self._part.read(size)
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
 def inflates(stream: BinaryIO, start: int, length: int) -> bool:
     """True if a zip file at these bytes is cut or would give more than it has; torch.save never compresses."""
     stream.seek(start)
     if stream.read(2) != b"PK":
         return False
     try:
-        with zipfile.ZipFile(_Part(stream, start, length)) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        with Archive(stream, start, length):
+            return False
+    except BadArchive:
         return True
-    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    return not stored or sum(entry.file_size for entry in entries) > length
 
 
 class _Part(io.RawIOBase):
@@ -86,6 +137,8 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        if len(buffer) > LONGEST_JSON:  # the directory of a zip file is as long as the file says
+            raise OSError(f"{len(buffer)} bytes at once")
         self._stream.seek(self._start + self._at)
         data = self._stream.read(max(0, min(len(buffer), self._length - self._at)))
         buffer[: len(data)] = data
@@ -94,13 +147,57 @@ class _Part(io.RawIOBase):
 
 
 def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:
-    """CRC-32 of a file or of a part of it, after `crc32` of what came before."""
-    stream.seek(start)
-    remaining = length
-    while remaining is None or remaining > 0:
-        data = stream.read(CHUNK_BYTES if remaining is None else min(CHUNK_BYTES, remaining))
-        if not data:
-            break
-        crc32 = zlib.crc32(data, crc32)
-        remaining = None if remaining is None else remaining - len(data)
+    """CRC-32 of a file or of a part of it, after `crc32` of what came before. Holes of a sparse file are not read."""
+    size = os.fstat(stream.fileno()).st_size
+    at, end = start, size if length is None else min(size, start + length)
+    while at < end:
+        data_at, hole_at = _data_from(stream, at, end)
+        crc32 = crc32_of_zeros(data_at - at, crc32)
+        stream.seek(data_at)
+        for remaining in range(hole_at - data_at, 0, -CHUNK_BYTES):
+            data = stream.read(min(CHUNK_BYTES, remaining))
+            if not data:
+                return crc32
+            crc32 = zlib.crc32(data, crc32)
+        at = hole_at
     return crc32
+
+
+def _data_from(stream: BinaryIO, at: int, end: int) -> tuple[int, int]:
+    """The first run of bytes in [at, end) that the disk holds: its first byte and the one after it."""
+    if not hasattr(os, "SEEK_DATA"):
+        return at, end
+    descriptor = stream.fileno()
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)
+    try:
+        data_at = min(end, os.lseek(descriptor, at, os.SEEK_DATA))
+        return data_at, min(end, os.lseek(descriptor, data_at, os.SEEK_HOLE)) if data_at < end else end
+    except OSError as error:
+        return (end, end) if error.errno == errno.ENXIO else (at, end)  # no data up to the end; or no such question
+    finally:
+        os.lseek(descriptor, before, os.SEEK_SET)  # where the buffer of the stream ends
+
+
+def crc32_of_zeros(count: int, crc32: int = 0) -> int:
+    """CRC-32 after `count` bytes of zeros, in a time that grows with the number's digits.
+
+    A zero bit turns the register by a linear map over GF(2). Its powers of two are made by squaring.
+    """
+    register = crc32 ^ 0xFFFFFFFF
+    power = [0xEDB88320, *(1 << bit for bit in range(31))]  # of one zero bit: where each bit of the register goes
+    for _ in range(3):
+        power = [_times(power, column) for column in power]  # of one zero byte
+    while count:
+        if count & 1:
+            register = _times(power, register)
+        power = [_times(power, column) for column in power]
+        count >>= 1
+    return register ^ 0xFFFFFFFF
+
+
+def _times(matrix: Sequence[int], vector: int) -> int:
+    found = 0
+    for bit, column in enumerate(matrix):
+        if vector >> bit & 1:
+            found ^= column
+    return found

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from core.checkpoint.bounded_read import crc32_of, inflates, open_regular, read_bytes
 from core.checkpoint.errors import explain
+from core.checkpoint.item_content import wrong_content
 from core.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -67,12 +68,12 @@ def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
         return Damage(name, str(error))
 
 
-def damage_of(directory: Path, record: FileRecord, others: Iterable[FileRecord] = ()) -> Damage | None:
+def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage | None:
     """Read one file from front to back and compare; None when every bit is as it was saved.
 
-    `others` are the records among which to look for what lies there instead.
+    Items that the manifest has as tensors must be these tensors: a checksum that fits can be forged.
     """
-    path = directory / record.name
+    path, others = directory / record.name, manifest.files
     try:
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -82,7 +83,9 @@ def damage_of(directory: Path, record: FileRecord, others: Iterable[FileRecord] 
             if crc32 != record.crc32:
                 return _damaged_bytes(stream, record, crc32, others)
             inflated = tuple(part.name for part in record.segments if inflates(stream, part.offset, part.length))
-            return _damage(record, "would inflate to more than its bytes", inflated) if inflated else None
+            if inflated:
+                return _damage(record, "would inflate to more than its bytes", inflated)
+            return _wrong_item(stream, record, manifest)
     except FileNotFoundError:
         return _damage(record, "is missing", record.names())
     except OSError as error:
@@ -100,7 +103,7 @@ def read_whole(directory: Path, name: str, manifest: Manifest) -> bytes | Damage
         data = b""
     if (len(data), zlib.crc32(data)) == (record.size, record.crc32):
         return data
-    return damage_of(directory, record, manifest.files) or _damage(record, "gives other bytes at every reading", ())
+    return damage_of(directory, record, manifest) or _damage(record, "gives other bytes at every reading", ())
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
@@ -139,6 +142,16 @@ def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
     if record.name == METADATA_NAME:
         what += "; it is the index of all tensors"
     return Damage(record.name, what, names, record.rank)
+
+
+def _wrong_item(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Damage | None:
+    for part in record.segments:
+        if part.box is None:  # no tensor, or told by torch's own index
+            continue
+        wrong = wrong_content(stream, part.offset, part.length, part.box[1], manifest.tensors[part.name].dtype)
+        if wrong is not None:
+            return _damage(record, f"holds something else: an item {wrong}", (part.name,))
+    return None
 
 
 def _found_in(others: Iterable[FileRecord], record: FileRecord, size: int, crc32: int) -> str | None:

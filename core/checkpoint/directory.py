@@ -145,7 +145,7 @@ def check_directory(path: Path) -> list[Damage]:
     if isinstance(opened, Damage):
         return [opened]
     _, manifest = opened
-    return [damage for file in manifest.files if (damage := damage_of(path, file, manifest.files)) is not None]
+    return [damage for file in manifest.files if (damage := damage_of(path, file, manifest)) is not None]
 
 
 def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, list[tuple[int, Damage]]]:
@@ -158,7 +158,7 @@ def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, list[tu
     else:
         _, manifest = opened
         share = shares(manifest.files, ranks.world)[ranks.rank]
-        found = [damage for file in share if (damage := damage_of(candidate.path, file, manifest.files)) is not None]
+        found = [damage for file in share if (damage := damage_of(candidate.path, file, manifest)) is not None]
     everybody = ranks.gather(found)
     return manifest, [(ranks.global_rank(rank), damage) for rank, theirs in enumerate(everybody) for damage in theirs]
 

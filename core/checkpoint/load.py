@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.directory import CheckpointDirectory, find_intact
@@ -44,6 +44,11 @@ from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
+LONGEST_RANDOM_STATE = 1 << 20  # bytes; that of Python, numpy, torch and a tracker has some ten thousand
+META_KINDS = {
+    **dict.fromkeys(("layout", "extra", "configuration", "versions", "tied", "scheduler", "loss_scaler"), Mapping),
+    "optimizer": list,
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def load_checkpoint(
     directory = find_intact(root, step, group)
     reader = directory.reader()
     plan, error, metadata = LoadPlan(), None, Metadata({})
+    random_name: str | None = None
     chunks: list[Any] = []
     groups: list[list[dict[str, Any]]] = []
     try:
@@ -92,6 +98,7 @@ def load_checkpoint(
         metadata = reader.read_metadata()
         plan = plan_load(chunks, optimizer, metadata, directory.meta)
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
+        random_name = _random_name(directory, chunks, metadata) if load_random_state else None
     except Exception as failure:  # the others wait in the next gather, and must hear of it
         error = f"cannot load {directory.path}: {words_of(failure)}"
     given = {
@@ -103,7 +110,6 @@ def load_checkpoint(
     }
     _refuse_together(ranks, directory, plan, metadata, error, given, strict=strict)
 
-    random_name = _random_name(directory, chunks, metadata) if load_random_state else None
     planner = PieceLoadPlanner(plan.pieces, [] if random_name is None else [random_name])
     try:
         with warnings.catch_warnings():  # torch's, that there is one process only
@@ -113,7 +119,12 @@ def load_checkpoint(
         raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
 
     meta = directory.meta
-    random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
+    random_state, wrong = None, None
+    try:
+        random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
+    except Exception as failure:  # what a forged file raises is without end, and the others wait
+        wrong = f"cannot load {directory.path}: '{random_name}' holds no random state: {words_of(failure)}"
+    ranks.agree(wrong)
     ranks.agree(_load_numbers(directory, optimizer, scheduler, loss_scaler_of(optimizer)))
     _put_in_place(chunks, optimizer, plan)
     if meta.get("scheduler") is not None:
@@ -142,6 +153,9 @@ def load_checkpoint(
 
 
 def _check_format(meta: Mapping[str, Any]) -> None:
+    for key, kind in META_KINDS.items():
+        if meta.get(key) is not None and not isinstance(meta[key], kind):
+            raise ValueError(f"its {key!r} is a {type(meta[key]).__name__}; it was not written by this package")
     found = meta.get("content_format")
     if found != CONTENT_FORMAT:
         raise ValueError(
@@ -189,7 +203,12 @@ def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Me
     saved, now = directory.meta.get("layout", {}), layout_of(chunks)
     name = random_key(groups_of(chunks[0]))
     same = all(saved.get(axis) == now[axis] for axis in LAYOUT_AXES)
-    return name if same and name in blob_keys(metadata) else None
+    if not same or name not in blob_keys(metadata):
+        return None
+    length = metadata.storage_data[MetadataIndex(name)].length
+    if length > LONGEST_RANDOM_STATE:
+        raise ValueError(f"{name!r} has {length} bytes, and a random state has at most {LONGEST_RANDOM_STATE}")
+    return name
 
 
 def _first_reason(failure: Any) -> str:

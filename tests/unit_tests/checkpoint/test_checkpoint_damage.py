@@ -292,7 +292,7 @@ def test_a_file_that_cannot_be_read_is_damage_not_a_crash(tmp_path: Path) -> Non
     path.mkdir()
     record = manifest_of(directory).file(path.name)
     assert record is not None and record.size == size
-    assert "is no regular file" in str(damage_of(directory, record))
+    assert "is no regular file" in str(damage_of(directory, record, manifest_of(directory)))
     (directory / "manifest.json").unlink()
     (directory / "manifest.json").mkdir()
     assert "manifest.json cannot be read" in str(check_directory(directory)[0])

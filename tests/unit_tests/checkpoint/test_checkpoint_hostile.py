@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import resource
+import struct
 import time
 import warnings
 import zipfile
@@ -22,11 +23,13 @@ from typing import Any
 import pytest
 import torch
 
+from core.checkpoint.bounded_read import crc32_of, crc32_of_zeros
 from core.checkpoint.damage import open_manifest
 from core.checkpoint.directory import check_directory, find_intact
 from core.checkpoint.errors import CheckpointDamaged
 from core.checkpoint.index import read_older_index
 from core.checkpoint.inspection import inspect, verify
+from core.checkpoint.item_content import wrong_content
 from core.checkpoint.manifest import CommitRecord, Manifest
 from core.checkpoint.root_directory import list_committed
 from tests.unit_tests.checkpoint.checkpoint_saves import assert_is_step, loaded, save_alone
@@ -168,6 +171,94 @@ def an_item_that_inflates(directory: Path) -> None:
     with_weight(directory, deflated.getvalue())
 
 
+def stored_zip(entries: dict[str, bytes]) -> bytes:
+    """A zip file as torch.save writes it, with any content."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in entries.items():
+            archive.writestr(f"archive/{name}", data)
+    return made.getvalue()
+
+
+def saved_bytes(value: Any) -> bytes:
+    made = io.BytesIO()
+    torch.save(value, made)
+    return made.getvalue()
+
+
+def with_pickle(directory: Path, data: bytes) -> None:
+    with_weight(directory, stored_zip({"data.pkl": data, "data/0": bytes(4096), "byteorder": b"little"}))
+
+
+def another_shape(directory: Path) -> None:
+    with_weight(directory, saved_bytes(torch.zeros(3, 1000)))
+
+
+def another_dtype(directory: Path) -> None:
+    with_weight(directory, saved_bytes(torch.zeros(31, 17, dtype=torch.int32)))
+
+
+def a_dictionary_for_a_tensor(directory: Path) -> None:
+    with_weight(directory, saved_bytes({"a": torch.zeros(1000)}))
+
+
+def no_zip_at_all(directory: Path) -> None:
+    with_weight(directory, b"\x80\x02" + bytes(9999))
+
+
+def a_pickle_that_runs_code(directory: Path) -> None:
+    with_pickle(directory, pickle.dumps(Harmful(directory.parent / "it ran"), protocol=2))
+
+
+def a_pickle_that_allocates_16_gib(directory: Path) -> None:
+    with_pickle(directory, b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x04tR.")
+
+
+def a_pickle_with_a_far_memo(directory: Path) -> None:
+    with_pickle(directory, b"\x80\x02K\x01r\xf0\xff\xff\x7f.")
+
+
+def a_long_pickle(directory: Path) -> None:
+    with_pickle(directory, b"\x80\x02" + b"K\x010" * (20 << 20) + b"K\x01.")
+
+
+def two_entries_of_one_name(directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as archive:
+            for data in (b"one", b"two"):
+                archive.writestr("archive/data.pkl", data)
+    with_weight(directory, made.getvalue())
+
+
+def sparse(directory: Path, size: int, *, end: bytes = b"") -> None:
+    """A data file of any size, of holes, whose size and checksums fit."""
+
+    def change(tree: dict[str, Any]) -> None:
+        file, _ = segment_of(tree, "rank0.weight")
+        os.truncate(directory / file["name"], 0)
+        os.truncate(directory / file["name"], size - len(end))
+        with (directory / file["name"]).open("ab") as stream:
+            stream.write(end)
+        crc = f"{zlib.crc32(end, crc32_of_zeros(size - len(end))):08x}"
+        file |= {"size": size, "crc32": crc, "segments": [["rank0.weight", 0, size, crc]]}
+
+    edit(directory, change)
+
+
+def a_tebibyte_of_holes(directory: Path) -> None:
+    sparse(directory, 1 << 40)
+
+
+def a_zip_directory_of_many_gib(directory: Path) -> None:
+    size, length = 1 << 36, 1 << 35
+    record = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, length, size - length - 98)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, size - 98, 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 65535, 65535, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    sparse(directory, size, end=record + locator + end)
+
+
 FILES = ("commit.json", "manifest.json", ".metadata", "rank_00000_000.distcp")
 CASES: dict[str, Callable[[Path], None]] = {
     f"{case.__name__}: {name}": (lambda directory, case=case, name=name: case(directory, name))
@@ -180,7 +271,9 @@ CASES |= {
         nested_json, a_number_of_5000_digits, a_number_of_1000_digits, a_number_below_zero, a_fraction,
         an_endless_number, a_name_with_nul, a_name_outside, a_dtype_that_is_a_function, a_tensor_of_a_tebibyte,
         a_part_of_a_tebibyte, a_part_beside_its_tensor, an_item_beyond_its_file, meta_that_is_a_list,
-        an_item_that_inflates,
+        an_item_that_inflates, another_shape, another_dtype, a_dictionary_for_a_tensor, no_zip_at_all,
+        a_pickle_that_runs_code, a_pickle_that_allocates_16_gib, a_pickle_with_a_far_memo, a_long_pickle,
+        two_entries_of_one_name, a_tebibyte_of_holes, a_zip_directory_of_many_gib,
     )
 }  # fmt: skip
 
@@ -198,6 +291,7 @@ def test_a_hostile_checkpoint_is_damaged_and_the_step_before_is_loaded(case: str
         directory = find_intact(tmp_path)
     assert directory.step == 1 and "Checkpoint of step 2" in directory.skipped[0]
     assert_is_step(loaded(directory, 0), 1, 0)
+    assert not (tmp_path / "it ran").exists()
     lines: list[str] = []
     verify(tmp_path, None, lines.append)
     inspect(tmp_path, None, lines.append, with_files=True)
@@ -250,3 +344,38 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
 def test_an_index_of_an_earlier_version_holds_records_only(value: Any) -> None:
     with pytest.raises(CheckpointDamaged, match="is no index of tensors"):
         read_older_index(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, (1 << 20) + 7])
+@pytest.mark.parametrize("before", [b"", b"something"])
+def test_the_checksum_of_zeros_is_that_of_the_bytes(count: int, before: bytes) -> None:
+    assert crc32_of_zeros(count, zlib.crc32(before)) == zlib.crc32(before + bytes(count))
+
+
+def test_the_checksum_of_a_sparse_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("w+b") as stream:
+        for place in (70_000, 9_000_000):
+            stream.seek(place)
+            stream.write(b"something")
+        stream.truncate(20_000_000)
+        stream.seek(0)
+        data = stream.read()
+        for start, length in [(0, None), (0, 50), (69_999, 20), (5, 9_000_000), (19_999_990, 100)]:
+            end = None if length is None else start + length
+            assert crc32_of(stream, start, length) == zlib.crc32(data[start:end])
+        assert crc32_of(stream, 0, 70_005, crc32=7) == zlib.crc32(data[:70_005], 7)
+
+
+EVERY_DTYPE = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32),
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
+def test_every_tensor_that_torch_saves_is_described(dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (2, 3)):
+        data = saved_bytes(torch.empty(shape, dtype=dtype))
+        assert wrong_content(io.BytesIO(data), 0, len(data), shape, str(dtype).removeprefix("torch.")) is None
