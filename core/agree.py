@@ -8,7 +8,7 @@ after the other reach every rank (`world_groups`). None is the default group, or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
@@ -121,7 +121,7 @@ def same(
         raise failure
 
 
-def first_difference(tables: dict[int, Sequence[str]]) -> str:
+def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
     """Where the first rank that differs from the lowest one does so, in words. Pure."""
     nothing = "nothing: it ends before this"
     (first_rank, reference), *others = tables.items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +15,7 @@ from core import agree
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.param_unit import Lanes, ParamUnit, units_of
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
@@ -25,6 +28,7 @@ from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
+from core.distributed.reduce.unsharder import Unsharder
 from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
@@ -45,6 +49,7 @@ class Engine:
     reducer: GradReducer
     grad_sync: GradSync
     param_sync: ParamGatherer
+    unsharder: Unsharder | None  # where parameters are sharded
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
 
@@ -70,12 +75,18 @@ def assemble(
         or getattr(config, "deterministic_mode", False),
         clock=clock_for(plan.device),
     )
-    buffers = [_allocate(layout, plan, config, ddp_config, groups) for layout in plan.layout.buffers]
+    units = _param_units(plan, ddp_config, groups)
+    shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
+    buffers = [
+        _allocate(layout, plan, config, ddp_config, groups, param_shards)
+        for layout, param_shards in itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
+    ]
     plain.channels += [channel for buffer in buffers for channel in buffer.channels]
     buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
+    unsharder = Unsharder(module, list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
     watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
     nan_watch = NonFiniteWatch(buckets) if watches_nan else None
     reducer = GradReducer(
@@ -86,6 +97,7 @@ def assemble(
         launches=_launches(ddp_config) if plan.may_overlap else Launches.AT_THE_END,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
+        take_gathers=list if unsharder is None else unsharder.take_gathers,
         channels=plain.channels,
     )
     return Engine(
@@ -98,6 +110,7 @@ def assemble(
         reducer,
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
+        unsharder,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )
@@ -157,27 +170,51 @@ def _allocate(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
+    param_shards: Sequence[torch.Tensor] | None,
 ) -> GradBuffer:
     data_group = layout.key.data_group
-    shard, replica = shard_and_replica(data_group, ddp_config)
     # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
     averaged = groups.size(data_group) if ddp_config.average_in_collective else 1
     return GradBuffer(
         layout,
         plan.params,
         plan.contracts,
-        BucketGroups(
-            groups.require(data_group),
-            groups.require(shard),
-            None if replica is None else groups.require(replica),
-        ),
+        _groups_of(data_group, ddp_config, groups),
         ddp_config.residency,
+        param_shards or (),
         scale=averaged / divisor_of(groups, config),
         average=ddp_config.average_in_collective,
         scale_later=ddp_config.scale_in_optimizer,
         share_memory=ddp_config.share_host_memory,
         device=plan.device,
     )
+
+
+def _groups_of(data_group: str, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups) -> BucketGroups:
+    shard, replica = shard_and_replica(data_group, ddp_config)
+    return BucketGroups(
+        groups.require(data_group), groups.require(shard), None if replica is None else groups.require(replica)
+    )
+
+
+def _param_units(
+    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups
+) -> list[list[ParamUnit]]:
+    """Where parameters are sharded, the units of each buffer of trained parameters, then of frozen ones."""
+    units: list[list[ParamUnit]] = []
+    lanes: Lanes = {}
+    for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers) if ddp_config.shards_parameters else ():
+        made = units_of(
+            layout,
+            plan.named,
+            _groups_of(layout.key.data_group, ddp_config, groups),
+            share_memory=ddp_config.share_host_memory,
+            device=plan.device,
+            first=sum(map(len, units)),
+            lanes=lanes,
+        )
+        units.append(made)
+    return units
 
 
 def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[ControlGroup]:

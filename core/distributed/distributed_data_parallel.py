@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,14 +103,22 @@ class DistributedDataParallel(nn.Module):
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
         if self.ddp_config.initial_weights == "broadcast":
-            self.broadcast_params()
+            broadcast_weights(engine.plan, self.groups, engine.param_sync.collectives)
         elif self.ddp_config.initial_weights == "check":
-            refuse_unequal(self.unequal_weights(), self.groups, at_wrap=True, trained=False)
+            finding = unequal_within_stage(engine.plan, self.groups)
+            refuse_unequal(finding, self.groups, at_wrap=True, trained=False)
+        if engine.unsharder is not None:
+            engine.unsharder.cut()
         hook(engine)
 
     def unequal_weights(self) -> Finding | None:
         """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
-        return unequal_within_stage(self.plan, self.groups)
+        with self.reading():
+            return unequal_within_stage(self.plan, self.groups)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""
+        return nullcontext() if self.engine.unsharder is None else self.engine.unsharder.reading()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -168,12 +176,22 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
 
+    def begin_param_update(self) -> None:
+        """An optimizer is about to write this rank's shards of the parameters. Collective over the shard groups.
+
+        Raises SyncError inside `gathered`, where the write would be lost.
+        """
+        if self.engine.unsharder is not None:
+            self.engine.unsharder.begin_update()
+
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
 
         They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
         it is right.
         """
+        if self.engine.unsharder is not None:
+            self.engine.unsharder.publish()
         self.param_sync.gather()
 
     def start_bucket_param_sync(self, bucket: Bucket) -> None:
@@ -188,13 +206,28 @@ class DistributedDataParallel(nn.Module):
         """Wait for the gathers of `start_bucket_param_sync`; nothing to do after the optimizer's `step`."""
         self.param_sync.finish()
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have whole parameters: to evaluate, export, generate or write them. What is written is kept, on all ranks.
+
+            with model.gathered():
+                torch.save(model.state_dict(), "weights.pt")
+
+        Where parameters are not sharded they are whole anyway. Collective: every rank of the data group enters it, and
+        leaves it; what a rank writes must be the same on all of them. Raises SyncError inside a forward or backward.
+        """
+        unsharder = self.engine.unsharder
+        with nullcontext() if unsharder is None else unsharder.gathered():
+            yield
+
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Make all copies within a stage equal to those of each group's first rank.
 
         Collective over the data groups and those of tensor-parallel copies.
         """
-        broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
+        with self.gathered():
+            broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +239,11 @@ class DistributedDataParallel(nn.Module):
         """
         if "param_sync" in vars(self):
             self.param_sync.finish()
+            if self.engine.unsharder is not None and not self.engine.unsharder.is_held:
+                raise SyncError(
+                    "the parameters are sharded and not gathered, so there is nothing to copy; do it inside "
+                    "`with model.gathered():`, on all ranks"
+                )
         copied = type(self).__new__(type(self))
         memo |= {id(self): copied, id(self.config): self.config, id(self.ddp_config): self.ddp_config}
         state = {name: value for name, value in vars(self).items() if name not in _ENGINE}
@@ -227,7 +265,8 @@ class DistributedDataParallel(nn.Module):
 
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
-        return describe_model(self.plan, self.all_buffers, self.groups, self.ddp_config.reduce_microbatches)
+        chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
+        return describe_model(self.plan, self.all_buffers, self.groups, chosen)
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.
@@ -291,7 +330,8 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The wrapped module's state dict, without a prefix for the wrapper."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        with self.gathered():
+            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
@@ -304,7 +344,8 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
-        return self.module.load_state_dict(state_dict, strict=strict)
+        with self.gathered():
+            return self.module.load_state_dict(state_dict, strict=strict)
 
 
 # What the engine made, and a copy does not have.

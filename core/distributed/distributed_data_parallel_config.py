@@ -17,11 +17,13 @@ class Residency:
 
     sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered. keeps_whole:
     True if the memory of whole gradients stays; otherwise the shard stays, and whole gradients borrow memory from a
-    BucketPool while they fill and travel.
+    BucketPool while they fill and travel. keeps_params: likewise of parameters; otherwise the shard stays, and a bucket
+    is gathered around its use.
     """
 
     sharded: bool
     keeps_whole: bool
+    keeps_params: bool = True
 
     def kept_by(self, shards: int) -> int:
         """The number of ranks over which the memory of gradients is spread, of `shards` ranks that hold the model."""
@@ -33,6 +35,7 @@ RESIDENCIES = {
     "no_shard": Residency(sharded=False, keeps_whole=True),
     "optim": Residency(sharded=True, keeps_whole=True),
     "optim_grads": Residency(sharded=True, keeps_whole=False),
+    "optim_grads_params": Residency(sharded=True, keeps_whole=False, keeps_params=False),
 }
 STRATEGIES = tuple(RESIDENCIES)
 
@@ -74,12 +77,14 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32. While buckets are in flight it
         keeps a second copy of them, as deterministic_reduction does.
     average_in_collective: let the collective divide.
-    data_parallel_sharding_strategy: 'no_shard', 'optim' (the optimizer's state is sharded) or 'optim_grads' (gradients
-        too: whole ones exist only while a bucket fills and travels, so backward reduces with or without overlap).
-    reduce_microbatches: with 'optim_grads' under accumulation, keep whole gradients until the 'last' microbatch (they
-        travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic; what
-        was reduced can no longer be cleared through `.grad`). With 'every' all ranks need equally many backwards in a
-        step, or all raise SyncError. `describe()` prints the bytes of both.
+    data_parallel_sharding_strategy: 'no_shard', 'optim' (the optimizer's state is sharded), 'optim_grads' (gradients
+        too: whole ones exist only while a bucket fills and travels, so backward reduces with or without overlap), or
+        'optim_grads_params' (parameters too: see docs/source/sharded_parameters.md).
+    reduce_microbatches: where gradients are sharded, under accumulation, keep whole ones until the 'last' microbatch
+        (they travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic;
+        what was reduced can no longer be cleared through `.grad`). With 'every' all ranks need equally many backwards
+        in a step, or all raise SyncError. `describe()` prints the bytes of both. None: 'every' where parameters are
+        sharded too, else 'last'.
 
     initial_weights: 'check' that all ranks which hold copies of a weight start equal (data ranks, tensor-parallel ranks
         of what is not split, stages), 'broadcast' the first rank's, or 'ignore'. Copies on several stages are checked
@@ -117,7 +122,7 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
-    reduce_microbatches: Literal["last", "every"] = "last"
+    reduce_microbatches: Literal["last", "every"] | None = None
 
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
     check_weights_interval: int = 0
@@ -138,7 +143,7 @@ class DistributedDataParallelConfig:
                 f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of "
                 f"{COMMUNICATION_DTYPES}"
             )
-        if self.reduce_microbatches not in ("every", "last"):
+        if self.reduce_microbatches not in ("every", "last", None):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
@@ -148,6 +153,11 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "overlap_param_gather gathers sharded parameters, and nothing is sharded; "
                 "set use_distributed_optimizer=True as well"
+            )
+        if self.overlap_param_gather and self.shards_parameters:
+            raise ValueError(
+                "overlap_param_gather gathers parameters within the optimizer's step, and with 'optim_grads_params' "
+                "nothing is gathered there; set it False"
             )
         if self.align_param_gather:
             raise ValueError(
@@ -194,6 +204,12 @@ class DistributedDataParallelConfig:
         return not self.residency.keeps_whole
 
     @property
+    def shards_parameters(self) -> bool:
+        """True if a rank keeps only its shard of a parameter."""
+        return not self.residency.keeps_params
+
+    @property
     def reduces_every_microbatch(self) -> bool:
         """True if each backward reduces, also inside no_sync."""
-        return self.shards_gradients and self.reduce_microbatches == "every"
+        every = self.reduce_microbatches == "every" or (self.reduce_microbatches is None and self.shards_parameters)
+        return self.shards_gradients and every

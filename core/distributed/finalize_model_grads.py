@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -258,7 +258,10 @@ def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGrou
     if not is_due and (step > 1 or config.initial_weights == "ignore"):
         return
     findings = [part.unequal_weights() for part in parts] if is_due else []
-    findings.append(unequal_across_stages([part.plan for part in parts], groups))
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part.reading())
+        findings.append(unequal_across_stages([part.plan for part in parts], groups))
     finding = next((found for found in findings if found is not None), None)
     refuse_unequal(finding, groups, at_wrap=False, trained=step > 1)
 

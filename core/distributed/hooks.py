@@ -19,6 +19,7 @@ from core.agree import SyncError
 from core.distributed.assemble import Engine
 from core.distributed.reduce.fused_kernels import ignore_dummies
 from core.distributed.reduce.grad_reducer import arrived
+from core.distributed.reduce.unsharder import Unsharder
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
 
@@ -41,6 +42,11 @@ def hook(engine: Engine) -> None:
         module.register_state_dict_pre_hook(_finish_gathers),
         module.register_load_state_dict_pre_hook(_finish_gathers),
     ]
+    for part in module.modules() if engine.unsharder is not None else ():
+        hooks.append(part.register_forward_pre_hook(_enter, prepend=True))
+        hooks.append(part.register_forward_hook(_leave, always_call=True))
+        hooks.append(part.register_state_dict_pre_hook(_refuse_without_values))
+        hooks.append(part.register_load_state_dict_pre_hook(_refuse_without_values))
     # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
     # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
     reducer = weakref.ref(engine.reducer)
@@ -75,6 +81,36 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
     engine = engine_of(module)
     if engine is not None:
         engine.param_sync.finish()
+
+
+def _unsharder_of(module: nn.Module) -> Unsharder | None:
+    found = (engine.unsharder for engine in _ENGINES if engine.unsharder is not None)
+    return next((unsharder for unsharder in found if id(module) in unsharder.modules), None)
+
+
+def _enter(module: nn.Module, _inputs: Any) -> None:
+    """Parameters that are used from now on are gathered."""
+    unsharder = _unsharder_of(module)
+    if unsharder is not None:
+        unsharder.enter()
+
+
+def _leave(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    unsharder = _unsharder_of(module)
+    if unsharder is not None:
+        unsharder.leave()
+
+
+def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
+    """Raise SyncError where values would be saved, or loaded, that are not there."""
+    unsharder = _unsharder_of(module)
+    keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
+    if unsharder is not None and not unsharder.is_held and not keeps_vars:
+        raise SyncError(
+            f"the state dict of {type(module).__name__} holds sharded parameters, which are not gathered; call "
+            "state_dict() or load_state_dict() of the wrapped model, or do it inside `with model.gathered():`, on all "
+            "ranks"
+        )
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

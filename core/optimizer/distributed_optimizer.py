@@ -17,6 +17,8 @@ class DistributedOptimizer(MegatronOptimizer):
     """
 
     def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
+        for chunk in self.model_chunks:
+            chunk.begin_param_update()
         wrapped = any(chunk.ddp_config.overlap_param_gather for chunk in self.model_chunks)
         if not (wrapped or self.config.overlap_param_gather_with_optimizer_step):
             super()._update(step, factors)

@@ -72,6 +72,25 @@ def test_the_loop_in_the_readme_trains_like_one_process_on_the_whole_batch(rank:
     assert_same_weights(names["model"].module, reference, new_model())
 
 
+@ranks(2)
+def test_the_loop_on_sharded_parameters_trains_like_one_process(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(ROOT / "docs" / "source" / "sharded_parameters.md", monkeypatch)
+
+    def new_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+
+    reference, trained = new_model(), new_model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.02)
+    data = [torch.Generator().manual_seed(r) for r in range(world)]
+    for _ in range(50):
+        inputs = [torch.randn(32, 16, generator=generator) for generator in data]
+        stepped(reference, optimizer, [(x, x.sum(1, keepdim=True)) for x in inputs])
+    trained.load_state_dict(names["weights"])
+    assert_same_weights(trained, reference, new_model())
+
+
 @ranks(4)
 def test_the_page_on_your_own_loop_does_what_it_says(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

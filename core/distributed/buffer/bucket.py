@@ -41,7 +41,7 @@ class Bucket(BucketMemory):
     """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
     memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. param_data: [layout.numel] of
-    the parameters where the optimizer is sharded, else None.
+    the parameters where the optimizer is sharded, else None. param_shard: [shard] where a rank keeps no more of them.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Bucket(BucketMemory):
         average: bool,
         scale_later: bool,
         param_data: torch.Tensor | None,
+        param_shard: torch.Tensor | None,
     ) -> None:
         super().__init__(layout, memory, groups, sharded=sharded, pool=pool)
         self.name = layout.describe()
         self.nbytes = layout.numel * memory.element_size()
         self.params = params
         self.param_data = param_data
+        self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
         self.op: Op = "mean" if average else "sum"

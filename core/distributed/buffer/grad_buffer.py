@@ -5,7 +5,7 @@ of it, or its parts are what is left of them after their reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import Residency
 from core.distributed.layout.param_layout import BufferLayout
-from core.distributed.wire.shared_memory import HostChannel, HostMemory
+from core.distributed.wire.shared_memory import HostChannel, allocate
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -33,7 +33,7 @@ class GradBuffer:
     """Storage that follows a BufferLayout.
 
     grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards]. param_data: [numel] where
-    the optimizer is sharded, else None.
+    the optimizer is sharded and parameters are not, else None. param_shards: those of each bucket where they are.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class GradBuffer:
         contracts: Mapping[str, GradientContract],
         groups: BucketGroups,
         residency: Residency,
+        param_shards: Sequence[torch.Tensor],
         *,
         scale: float,
         average: bool,
@@ -59,14 +60,14 @@ class GradBuffer:
         self.channels: list[HostChannel] = []
         self.grad_data = self._allocate(layout.numel // kept_by, grad_dtype, device)
         self.param_data: torch.Tensor | None = None
-        if residency.sharded:
+        if residency.sharded and residency.keeps_params:
             self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
         self.pool: BucketPool | None = None
         if not residency.keeps_whole:
             numel = pool_numel([plan.numel for plan in layout.buckets])
             self.pool = BucketPool(self._allocate(numel, grad_dtype, device, torch.empty))
         self.buckets: list[Bucket] = []
-        for plan in layout.buckets:
+        for plan, param_shard in itertools.zip_longest(layout.buckets, param_shards):
             members = [params[slot.name] for slot in plan.slots]
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
@@ -84,6 +85,7 @@ class GradBuffer:
                 average=average,
                 scale_later=scale_later,
                 param_data=param_data,
+                param_shard=param_shard,
             )
             self.buckets.append(bucket)
             for param, view in itertools.zip_longest(members, bucket.views):
@@ -97,13 +99,9 @@ class GradBuffer:
         device: torch.device,
         make: Callable[..., torch.Tensor] = huge_pages.zeros,
     ) -> torch.Tensor:
-        """[numel] by `make`; where the data group's ranks are processes of one host, they map it from each other."""
-        groups = self.groups.all
-        shared = HostMemory.share(numel, dtype, device, groups) if self.shares_memory else None
-        if shared is None:
-            return make(numel, dtype=dtype, device=device)
-        self.channels += shared.channels
-        return shared.tensor
+        tensor, channels = allocate(numel, dtype, device, self.groups.all if self.shares_memory else (), make)
+        self.channels += channels
+        return tensor
 
     @property
     def numel(self) -> int:

@@ -61,12 +61,14 @@ def agree_on_step(
     has_gradients: bool = True,
     begun_by_forward: bool = False,
     wants_whole: bool = False,
+    gathers: Sequence[str] = (),
 ) -> StepAnswer:
     """Tell the other ranks how this one ends its step; count a parameter as used where any rank has used it.
 
     backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. problems:
-    in words. begun_by_forward: True if only a forward says that there is a step. Raises SyncError on all ranks of a
-    data group if one has a problem, or if they are at different steps. Collective over the data groups.
+    in words. begun_by_forward: True if only a forward says that there is a step. gathers: of parameters, in their
+    order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they are at different
+    steps. Collective over the data groups.
     """
     answer = StepAnswer(set(), set())
     found: SyncError | None
@@ -90,6 +92,7 @@ def agree_on_step(
             "begun by forward": begun_by_forward,
             "wants whole": wants_whole,
             "adds to shards": any(bucket.carried is not None for bucket in entry.buckets),
+            "gathers": zlib.crc32(repr(gathers).encode()),
         }
         what = f"the agreement of data group {entry.name}"
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
@@ -103,6 +106,8 @@ def agree_on_step(
             found = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
         elif high["problem"]:
             found = _reported(entry, problems)
+        elif low["gathers"] != high["gathers"]:
+            found = _unequal_gathers(entry, gathers)
         elif (text := _contradiction(entry, low, high)) is not None:
             found = SyncError(text)
         failure = failure or found
@@ -160,6 +165,15 @@ def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> S
         + ", ".join(f"rank {rank} {does}" for rank, does in told.items())
         + ". reduce_microbatches='every' needs as many on every rank: give ranks without data a microbatch whose "
         "loss is multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
+    )
+
+
+def _unequal_gathers(entry: ControlGroup, gathers: Sequence[str]) -> SyncError:
+    told = agree.gather(list(gathers), entry.group, "the order in which parameters were gathered")
+    return SyncError(
+        f"the ranks of data group {entry.name!r} have gathered sharded parameters in different orders, so that they "
+        f"may have computed with other parameters' values: {agree.first_difference(told)}. All ranks must use the "
+        "modules in one order, as often; put what only some ranks run inside `with model.gathered():`, on all ranks"
     )
 
 

@@ -43,7 +43,7 @@ class ModelWatch:
         self.buckets = buckets
         self.params = [param for bucket in buckets for param in bucket.params]
         self.views = [view for bucket in buckets for view in bucket.storage]
-        self.housed = [param for bucket in buckets if bucket.sharded for param in bucket.params]
+        self.housed = [param for bucket in buckets if bucket.param_data is not None for param in bucket.params]
         self._watch_tables()
         self.before = self._look()
 

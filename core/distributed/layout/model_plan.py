@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,6 +35,8 @@ from core.distributed.layout.wrap_checks import check_modules, check_param, shar
 from core.process_groups import ProcessGroups
 from core.rank_grid import ACTIVATION_KINDS, DATA_KINDS
 
+SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of frozen parameters
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -47,6 +49,7 @@ class ModelPlan:
     copies: dict[str, list[str]]  # group, data groups apart -> parameters of which all its ranks hold copies
     rules: tuple[GradSyncRule, ...]
     layout: ParamLayout
+    frozen_layout: ParamLayout  # where parameters are sharded, those that are frozen are too
     buckets: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
     may_overlap: bool  # True if backward may launch buckets: no activations travel on the groups of gradients
     device: torch.device
@@ -158,7 +161,8 @@ def plan_model(
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), modules.values(), groups, config, rules)
     _check_rules(rules, contracts, groups)
-    layout = _plan_layout(params, contracts, ddp_config, groups, one_bucket)
+    layout = _plan_layout(_specs(params, contracts, ddp_config), ddp_config, groups, one_bucket)
+    frozen_specs = _frozen_specs(frozen) if ddp_config.shards_parameters else ()
     return ModelPlan(
         named,
         params,
@@ -167,6 +171,7 @@ def plan_model(
         _copies(modules, named, contracts, groups, ddp_config.sync_rules),
         rules,
         layout,
+        _plan_layout(frozen_specs, ddp_config, groups, one_bucket),
         launch_order(layout, list(params)),
         _may_overlap(layout, ddp_config, groups),
         control_device(groups.require("dp_cp")) if first is None else first[1].device,
@@ -189,13 +194,8 @@ def _check_options(config: Any, ddp_config: DistributedDataParallelConfig) -> No
 
 
 def _plan_layout(
-    params: dict[str, nn.Parameter],
-    contracts: dict[str, GradientContract],
-    ddp_config: DistributedDataParallelConfig,
-    groups: ProcessGroups,
-    one_bucket: bool,
+    specs: Iterable[ParamSpec], ddp_config: DistributedDataParallelConfig, groups: ProcessGroups, one_bucket: bool
 ) -> ParamLayout:
-    specs = _specs(params, contracts, ddp_config)
     buffers = []
     for key, members in group_by_key(list(specs)).items():
         size = resolve_bucket_size(
@@ -235,6 +235,14 @@ def _specs(
             keys[kind] = BufferKey(dtype_name(param.dtype), dtype_name(grads), contract.data_group)
         whole = not contract.crosses_stages and stays_whole(param, ddp_config.keep_params_whole)
         yield ParamSpec(name, tuple(param.shape), keys[kind], contract.crosses_stages, whole)
+
+
+def _frozen_specs(frozen: dict[str, nn.Parameter]) -> Iterator[ParamSpec]:
+    """Of the frozen parameters that can be sharded; one of integers has no NaN to show a read of what is not there."""
+    for name, param in frozen.items():
+        if param.dtype in SHARDED_DTYPES:
+            dtype = dtype_name(param.dtype)
+            yield ParamSpec(name, tuple(param.shape), BufferKey(dtype, dtype, data_group_of(param)))
 
 
 def _count_shards(data_group: str, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups) -> int:

@@ -60,8 +60,9 @@ class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
-    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. channels: the
-    memory of ranks of this host, which also tells whether they still run.
+    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. take_gathers:
+    tells the gathers of sharded parameters since it was called last. channels: the memory of ranks of this host, which
+    also tells whether they still run.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class GradReducer:
         launches: Launches,
         every_microbatch: bool = False,
         watch: NonFiniteWatch | None = None,
+        take_gathers: Callable[[], list[str]] = list,
         channels: Sequence[HostChannel] = (),
     ) -> None:
         self.buckets = list(buckets)  # in launch order
@@ -83,6 +85,7 @@ class GradReducer:
         self.when = launches
         self.every_microbatch = every_microbatch
         self.watch = watch
+        self.take_gathers = take_gathers
         self.channels = list(channels)
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
@@ -181,7 +184,7 @@ class GradReducer:
 
         Raises SyncError on all ranks if some of them end the step instead.
         """
-        self.in_microbatch = _call_after_backward(weakref.WeakMethod(self._end_microbatch))
+        self.in_microbatch = call_after_backward(weakref.WeakMethod(self._end_microbatch))
         if self.others or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):
@@ -374,6 +377,7 @@ class GradReducer:
                 has_gradients=self.gradients > 0,
                 begun_by_forward=any(1 in bucket.kept for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
+                gathers=self.take_gathers(),
             )
         except SyncError:
             self.force_all_reduce = False
@@ -442,8 +446,11 @@ def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param
     reducer.arrive(bucket, index)
 
 
-def _call_after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Have a method called when the running backward pass has ended; False where none is running."""
+def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:
+    """Have a method called when the running backward pass has ended; False where none is running.
+
+    method: a weak reference to it.
+    """
 
     def call() -> None:
         alive = method()

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core import agree
+from core import agree, huge_pages
 from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.processes import boot_id, runs
@@ -100,6 +100,20 @@ class HostMemory:
         return cls(members[dist.get_rank()].tensor, channels)
 
 
+def allocate(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    make: Callable[..., torch.Tensor] = huge_pages.zeros,
+) -> tuple[torch.Tensor, list[HostChannel]]:
+    """[numel] by `make`, or where the ranks of `groups` are processes of one host, memory that they map from each other
+    and its channels.
+    """
+    shared = HostMemory.share(numel, dtype, device, groups) if groups else None
+    return (make(numel, dtype=dtype, device=device), []) if shared is None else (shared.tensor, shared.channels)
+
+
 class HostChannel:
     """The memory of one group's ranks. `members` in group order."""
 
@@ -126,6 +140,19 @@ class HostChannel:
     def all_gather(self, full: torch.Tensor) -> HostHandle:
         """Copy every other rank's equal part of `full` from it."""
         return self._launch(full, (_read,), 1.0, False)
+
+    def meet(self) -> None:
+        """Wait until every rank has called it as often."""
+        self._launch(self.own[:0], (), 1.0, False).wait()
+
+    def read_parts(self, part: torch.Tensor, full: torch.Tensor) -> None:
+        """Fill `full` [n * size] with every rank's tensor that lies where `part` [n] lies here. Asks no rank.
+
+        The caller knows that the ranks have written them, and write them only after a later `meet`.
+        """
+        start, numel = part.storage_offset() - self.own.storage_offset(), part.numel()
+        for member, piece in zip(self.members, full.split(numel), strict=True):
+            piece.copy_(member.tensor[start : start + numel])
 
     def _launch(self, tensor: torch.Tensor, actions: tuple[Action, ...], scale: float, mean: bool) -> HostHandle:
         if len(self.in_flight) >= RING:

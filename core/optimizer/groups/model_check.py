@@ -40,6 +40,11 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
             "overlap_param_gather_with_optimizer_step is True and the optimizer is not sharded, so it gathers nothing; "
             "wrap the model with use_distributed_optimizer=True, or set the option to False"
         )
+    if config.overlap_param_gather_with_optimizer_step and any(c.ddp_config.shards_parameters for c in model_chunks):
+        raise ValueError(
+            "overlap_param_gather_with_optimizer_step is True, and with 'optim_grads_params' the step gathers nothing; "
+            "set the option to False"
+        )
     if config.fp16 and config.loss_scale is None and any(c.ddp_config.check_for_nan_in_grad for c in model_chunks):
         raise ValueError(
             "a dynamic loss scale finds its size by overflowing, and check_for_nan_in_grad=True would raise each time; "

@@ -124,15 +124,14 @@ class BucketMasters:
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in
-        low, high = bucket.shard_range
         self.flat: FlatParameters | None = None
-        if bucket.param_data is None and not config.optimizer_cpu_offload:
+        if bucket.param_shard is None and not config.optimizer_cpu_offload:
             self.flat = FlatParameters.of(bucket)
         if self.flat is not None:
             self.param_data: torch.Tensor | None = self.flat.data
         else:
-            self.param_data = None if bucket.param_data is None else bucket.param_data[low:high]
-        contiguous = all(param.is_contiguous() for param in bucket.params)
+            self.param_data = bucket.param_shard
+        contiguous = bucket.param_shard is not None or all(param.is_contiguous() for param in bucket.params)
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=self.param_data is not None)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype

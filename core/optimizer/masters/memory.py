@@ -1,13 +1,13 @@
 """Bytes that parameters, gradients and the optimizer's state take on a rank: a formula, for planning a run.
 
-    parameters      their dtype
-    gradients       the reduced dtype; under 'optim_grads' divided by the ranks of a shard group
+    parameters      their dtype; under 'optim_grads_params' divided by the ranks of a shard group
+    gradients       the reduced dtype; under 'optim_grads' and 'optim_grads_params' likewise
     masters         4, or what they are kept in; 0 where the parameter is the master; 2 for a remainder
     moments         one number a moment in its dtype
 
 Where the optimizer is sharded, masters and moments are divided by the ranks of a shard group. Beside these a rank holds
 padding (below 1 percent of a model of normal size), scratch (`scratch_bytes`, the same for a model of any size) and,
-under 'optim_grads', two whole buckets of gradients.
+under 'optim_grads', two whole buckets of gradients; under 'optim_grads_params' two of parameters too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bytes_per_parameter(
     shards = shard_ranks if residency.sharded else 1
     moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in _moments(config)]
     return BytesPerParameter(
-        parameters=param_dtype.itemsize,
+        parameters=param_dtype.itemsize / (1 if residency.keeps_params else shard_ranks),
         gradients=grad_dtype.itemsize / residency.kept_by(shard_ranks),
         masters=MASTER_BYTES.get(storage_of(config, param_dtype), 0) / shards,
         moments=sum(dtype.itemsize for dtype in moments) / shards,

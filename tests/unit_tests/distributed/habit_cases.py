@@ -22,6 +22,8 @@ STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "optim, whole gradients, torch's optimizer": ("optim", "torch", {}),
     "optim_grads": ("optim_grads", "ours", {}),
     "optim_grads, every microbatch": ("optim_grads", "ours", {"reduce_microbatches": "every"}),
+    "optim_grads_params": ("optim_grads_params", "ours", {}),
+    "optim_grads_params, last microbatch": ("optim_grads_params", "ours", {"reduce_microbatches": "last"}),
     "LowLevelZero 1": ("optim", "booster", {"stage": 1}),
     "LowLevelZero 2": ("optim_grads", "booster", {"stage": 2}),
     "LowLevelZero 2, every microbatch": ("optim_grads", "booster", {"stage": 2, "reduce_microbatches": "every"}),
@@ -129,6 +131,8 @@ LEAVES_SOME = (
     "no backward on one rank",
     "no forward on one rank",
 )
+# A backward that raises is dropped: it may be on one rank only, where the others do not use the parameter concerned.
+UNEQUAL = ("more microbatches on rank 0", "no backward on one rank", "no forward on one rank", "a backward that raises")
 # Those whose backward has a backward.
 TWICE_DIFFERENTIABLE = [name for name in PARTS if name not in ("Attention", "Words")]
 
@@ -180,9 +184,29 @@ class Case:
         return not self.freezes and "Branches" not in self.parts and self.habits.isdisjoint(LEAVES_SOME)
 
     @property
+    def same_uses(self) -> bool:
+        """True if all ranks use the same parameters in the same order."""
+        return "Branches" not in self.parts and self.habits.isdisjoint(UNEQUAL)
+
+    @property
     def keeps_whole_gradients(self) -> bool:
         """True if every rank holds the reduced gradients whole, in `.grad`."""
         return self.sharding == "no_shard" or self.whole_gradients
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if a rank keeps only its shard of a parameter."""
+        return self.sharding == "optim_grads_params"
+
+    @property
+    def gathers_always(self) -> bool:
+        """True if whatever reads or writes parameters outside of a forward gathers them before."""
+        return self.seed % 4 > 0
+
+    @property
+    def reduces_every(self) -> bool:
+        """True if each microbatch is reduced."""
+        return self.options.get("reduce_microbatches", "every" if self.shards_parameters else "last") == "every"
 
     def __str__(self) -> str:
         lines = [
@@ -232,6 +256,9 @@ def draw(seed: int, world: int) -> Case:
         if case.zero in ZEROS_THAT_STAY and not case.uses_all:
             continue
         if case.dtype == torch.bfloat16 and not comparable_in_bf16(case):
+            continue
+        # Without mapped memory a gather is a collective, so ranks must use their parameters in one order.
+        if case.shards_parameters and not case.options["share_host_memory"] and not case.same_uses:
             continue
         # Refused in the backward of the rank whose bucket has left; where ranks use other parameters, the others wait.
         if "a hook after accumulation" in case.habits and reduces_in_backward(case) and not case.uses_all:
@@ -299,7 +326,7 @@ def _wrapper_options(rng: random.Random, sharding: str, steps_by: str, dtype: to
         "overlap_grad_reduce": rng.random() < 0.5,
         "bucket_size": rng.choice([None, 1, 60, 400]),
         "share_host_memory": rng.random() < 0.5,
-        "overlap_param_gather": sharded and rng.random() < 0.4,
+        "overlap_param_gather": sharded and sharding != "optim_grads_params" and rng.random() < 0.4,
         "average_in_collective": rng.random() < 0.2,
         "deterministic_reduction": rng.random() < 0.15,
         "check_for_nan_in_grad": rng.random() < 0.15,

@@ -24,6 +24,7 @@ from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
 from core.optimizer import get_megatron_optimizer
 from tests.unit_tests.distributed.habit_cases import (
+    UNEQUAL,
     Case,
     draw,
     drops_by_ours,
@@ -86,6 +87,9 @@ class Plain(Side):
         return self.module(data, *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -168,6 +172,10 @@ class Ours(Side):
         no_sync: AbstractContextManager[None] = self.model.no_sync()
         return no_sync
 
+    def gathered(self) -> AbstractContextManager[None]:
+        gathered: AbstractContextManager[None] = nullcontext() if self.booster is not None else self.model.gathered()
+        return gathered
+
     def backward(self, loss: torch.Tensor) -> None:
         if self.booster is None:
             loss.backward()
@@ -231,7 +239,8 @@ def bound_of(case: Case) -> float:
 def differences(case: Case, ours: Ours, plain: Plain) -> list[str]:
     """A line for each weight, buffer and note that is not the reference's. The reference must have moved."""
     bound = bound_of(case)
-    got, want = ours.module.state_dict(), plain.module.state_dict()
+    with ours.gathered():
+        got, want = ours.module.state_dict(), plain.module.state_dict()
     lines = [far(f"weight {name}", got[name], want[name], bound) for name in want]
     if [name for name, _ in ours.notes] != [name for name, _ in plain.notes]:
         lines.append(f"noted {[name for name, _ in ours.notes]} and not {[name for name, _ in plain.notes]}")
@@ -273,8 +282,6 @@ class Refusal:
 
 
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
-# A backward that raises is dropped: it may be on one rank only, where the others do not use the parameter concerned.
-UNEQUAL = ("more microbatches on rank 0", "no backward on one rank", "no forward on one rank", "a backward that raises")
 REFUSALS = (
     Refusal(
         "a step of our optimizer begins on the gradients of the one before",
@@ -314,8 +321,16 @@ REFUSALS = (
     ),
     Refusal(
         "every microbatch is reduced, and ranks have different numbers of them",
-        lambda case: case.options.get("reduce_microbatches") == "every" and not case.habits.isdisjoint(UNEQUAL),
+        lambda case: case.reduces_every and not case.habits.isdisjoint(UNEQUAL),
         "have different numbers of backwards in this step",
+    ),
+    Refusal(
+        "sharded parameters are read or written outside of a forward, and nobody has gathered them",
+        lambda case: (
+            case.shards_parameters
+            and (not case.gathers_always or "functional call" in case.habits or "add decay by hand" in case.habits)
+        ),
+        "and its values are not gathered|which are not gathered|is sharded and not gathered",
     ),
     Refusal(
         "parameters are moved out of the buffers",

@@ -54,6 +54,9 @@ class Local(Protocol):
     def change_lr(self, factor: float) -> None:
         """In all groups."""
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around reads and writes of whole parameters outside of a forward."""
+
     def note(self, name: str, value: Any) -> None:
         """What is compared between the sides: a number or a tensor."""
 
@@ -61,7 +64,8 @@ class Local(Protocol):
 def train(local: Local) -> Program:
     """The whole of a case."""
     case = local.case
-    start = copy.deepcopy(local.module.state_dict())
+    with local.gathered():
+        start = copy.deepcopy(local.module.state_dict())
     first = [param for param in local.module.parts[0].parameters() if param.requires_grad]
     average: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
@@ -70,14 +74,16 @@ def train(local: Local) -> Program:
             for param in first:
                 param.requires_grad_(step == 3)
         if case.weight_edits[step] is not None:
-            edit_weights(local, case.weight_edits[step], start)
+            with local.gathered() if case.gathers_always else nullcontext():
+                edit_weights(local, case.weight_edits[step], start)
         if case.zero != "forgotten" or step == 0:
             local.zero_grad()
         yield from BACKWARD_OF[case.backwards[step]](local, step)
         yield
         edit_gradients(local, case.edits[step])
         local.step()
-        read(local, step, average)
+        with local.gathered() if case.gathers_always else nullcontext():
+            read(local, step, average)
         if case.saves and step == 1:
             local.restart()
         if case.changes_lr and step == 1:

@@ -1,0 +1,203 @@
+"""ParamUnit: the parameters of one bucket, of which a rank keeps its shard. They are gathered and given up together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.agree import SyncError
+from core.distributed.buffer.bucket_memory import BucketGroups
+from core.distributed.buffer.grad_buffer import dtype_named
+from core.distributed.buffer.param_views import views_of
+from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.wire.backend import timeout_of
+from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.shared_memory import HostChannel, allocate
+
+Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what can be NaN while it is not gathered
+
+
+class ParamUnit:
+    """Parameters that lie in one bucket, and this rank's shard of them.
+
+    A parameter that is not gathered keeps its shape, dtype and device. Its data is one NaN, expanded: a read shows, and
+    a write raises, or is noticed when the parameter is gathered next.
+
+    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. channel: their memory, where they are
+    processes of one host. lane: a communicator of the same ranks that carries nothing else.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: BucketLayout,
+        params: Sequence[nn.Parameter],
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        channel: HostChannel | None,
+        lane: dist.ProcessGroup,
+    ) -> None:
+        self.number = number
+        self.layout = layout
+        self.params = list(params)
+        self.names = [slot.name for slot in layout.slots]
+        self.shard = shard
+        self.shard_range = layout.shard_of(dist.get_rank(group))
+        self.group = group
+        self.channel = channel
+        self.lane = lane
+        self.name = f"parameters of {layout.describe()}"
+        self.nans = torch.full((len(self.params),), torch.nan, dtype=shard.dtype, device=shard.device)
+        self.hidden = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
+        self.kind: type[nn.Parameter] = nn.Parameter  # the class of a parameter that is not shown
+        self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
+        self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
+        self.versions: list[int] = []
+
+    @property
+    def shown(self) -> bool:
+        """True while the parameters have their values."""
+        return bool(self.views)
+
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Keep this rank's shard of the parameters, which still have memory of their own, and free that memory."""
+        low, high = self.shard_range
+        for param, hidden, slot in zip(self.params, self.hidden, self.layout.slots, strict=True):
+            begin = slot.start - self.layout.start
+            start, end = max(begin, low), min(begin + param.numel(), high)
+            if start < end:
+                self.shard[start - low : end - low].copy_(param.reshape(-1)[start - begin : end - begin])
+            param.data = hidden
+            param.__class__ = self.kind
+
+    def gather(self, collectives: Collectives) -> torch.Tensor:
+        """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards."""
+        with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
+            whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+            if self.channel is not None:
+                self.channel.read_parts(self.shard, whole)
+            else:
+                self._own_part(whole).copy_(self.shard)
+                collectives.all_gather(whole, self.lane, self.name).wait()
+        self.whole = whole
+        return whole
+
+    def drop(self) -> None:
+        """Forget the whole bucket. Its memory is freed when nothing else refers to it any more."""
+        try:
+            self.hide()
+        finally:
+            self.whole = None
+
+    def show(self) -> None:
+        """Give the parameters their values. Raises SyncError if one was written or moved while it had none."""
+        assert self.whole is not None, "a unit is gathered before it is shown"
+        if self.shown:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            views = views_of(self.whole, self.layout.slots, self.layout.start)
+            intact = bool(self.nans.isnan().all())
+            for param, view, hidden in zip(self.params, views, self.hidden, strict=True):
+                param.__class__ = nn.Parameter
+                intact = intact and param.data_ptr() == hidden.data_ptr()
+                param.data = view
+        self.versions = [param._version for param in self.params]
+        self.views = views
+        if not intact:
+            raise SyncError(
+                f"a parameter of {self.names} was written, or given other memory, while it was not gathered; the write "
+                "is lost. Write parameters inside `with model.gathered():`, which takes the values over"
+            )
+
+    def hide(self) -> None:
+        """Take the values away again. Raises SyncError if somebody has written a parameter meanwhile."""
+        if not self.shown:
+            return
+        views, self.views = self.views, []
+        wrong = None
+        with torch.inference_mode(False), torch.no_grad():
+            for index, (param, view, hidden) in enumerate(zip(self.params, views, self.hidden, strict=True)):
+                if param._version != self.versions[index] or param.data_ptr() != view.data_ptr():
+                    wrong = wrong or self.names[index]
+                param.data = hidden
+                param.__class__ = self.kind
+        if wrong is not None:
+            raise SyncError(
+                f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
+                "rank keeps only its shard: the write is lost. Write parameters inside `with model.gathered():`"
+            )
+
+    @torch.no_grad()
+    def edited(self) -> bool:
+        """True if this rank's part of the gathered values is not its shard any more. The comparison is of bits.
+
+        A parameter that was given other memory (`param.data = ...`) comes back to the bucket with its new values.
+        """
+        assert self.whole is not None, "an edit is looked for in gathered values"
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view
+        bits = BITS[self.shard.element_size()]
+        return not torch.equal(self._own_part(self.whole).view(bits), self.shard.view(bits))
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Make this rank's part of the gathered values its shard."""
+        assert self.whole is not None, "values are taken from the gathered bucket"
+        self.shard.copy_(self._own_part(self.whole))
+        self.versions = [param._version for param in self.params]
+
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        low, high = self.shard_range
+        return whole[low:high]
+
+
+def units_of(
+    layout: BufferLayout,
+    params: Mapping[str, nn.Parameter],
+    groups: BucketGroups,
+    *,
+    share_memory: bool,
+    device: torch.device,
+    first: int,
+    lanes: Lanes,
+) -> list[ParamUnit]:
+    """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
+
+    first: number of the first unit. lanes: communicators by shard group, made here where ranks do not map each other's
+    memory.
+    """
+    dtype = dtype_named(layout.key.param_dtype)
+    shared = groups.all if share_memory else ()
+    memory, channels = allocate(layout.numel // layout.shards, dtype, device, shared)
+    channel = next((channel for channel in channels if channel.group is groups.shard), None)
+    if channel is None and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
+        lanes[groups.shard] = new_lane(groups.shard)
+    return [
+        ParamUnit(
+            number,
+            bucket,
+            [params[slot.name] for slot in bucket.slots],
+            memory[bucket.start // layout.shards : bucket.end // layout.shards],
+            groups.shard,
+            channel,
+            lanes.get(groups.shard, groups.shard),
+        )
+        for number, bucket in enumerate(layout.buckets, first)
+    ]
+
+
+def new_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    lane = dist.new_group(ranks, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
+    assert isinstance(lane, dist.ProcessGroup), "this rank is a member"
+    return lane

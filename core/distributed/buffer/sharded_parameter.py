@@ -1,0 +1,103 @@
+"""ShardedParameter: what a parameter is while it is not gathered. Its use in a forward or backward gathers it.
+
+A parameter may be read where no hook of its module runs: a tied weight, `F.linear(x, emb.weight)`, attention that takes
+its projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with it, so the
+class is exchanged with the values: nn.Parameter while they are there, ShardedParameter while they are not. Whatever
+computes with one has its bucket gathered first, or is refused. The class costs nothing where values are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+# What is answered without values: attributes but these ...
+VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+# ... and these methods.
+ABOUT = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__", "__repr__"),
+        *("is_floating_point", "is_complex", "is_signed", "get_device", "requires_grad_", "retain_grad"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
+    }
+)
+
+
+class Owner(Protocol):
+    """Who can give parameters their values."""
+
+    def gather_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
+        """Make `missing` plain parameters with values, and leave `others` so."""
+
+    def refuse_write(self, param: ShardedParameter) -> None:
+        """Raise SyncError that names the parameter."""
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose values are not here; each owner has a subclass of its own."""
+
+    owner: Callable[[], Owner | None]  # a weak reference
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        owner = cls.owner()
+        if owner is None or _asks_about(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
+            return func(*_with_edges(args), **_with_edges(kwargs))
+        for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
+            if type(written) is cls:
+                owner.refuse_write(written)
+        given = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+        missing = [param for param in given if type(param) is cls]
+        assert missing, f"{func} was given a sharded parameter in a structure that nobody looks into"
+        owner.gather_for(missing, [param for param in given if type(param) is nn.Parameter])
+        return func(*args, **kwargs)
+
+
+def owned_by(owner: Callable[[], Owner | None]) -> type[ShardedParameter]:
+    """The class of the parameters of one owner."""
+    return type("ShardedParameter", (ShardedParameter,), {"owner": staticmethod(owner)})
+
+
+def _asks_about(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute != "data" if name == "__set__" else attribute not in VALUES
+    return name in ABOUT
+
+
+def _written(func: Any, args: Any) -> Any:
+    """What an in-place function writes: its first argument."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    assigns = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in ("__int__", "__index__"))
+    return args[0] if args and (in_place or (assigns and name != "__invert__")) else ()
+
+
+def _with_edges(value: Any) -> Any:
+    """The same with an edge of the graph in the place of a sharded parameter: a backward goes there without values."""
+    if isinstance(value, ShardedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return get_gradient_edge(value)
+    if isinstance(value, dict):
+        return {key: _with_edges(item) for key, item in value.items()}
+    return type(value)(map(_with_edges, value)) if type(value) in (list, tuple) else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in nested lists, tuples and dictionaries of arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

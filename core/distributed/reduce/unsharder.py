@@ -1,0 +1,286 @@
+"""Unsharder: which sharded parameters are whole now. It follows from the order in which a rank uses them, and from
+nothing else.
+
+    forward     a parameter is used -> its bucket is gathered -> the bucket used longest ago is given up
+    backward    a weight that was saved for it is asked for -> likewise
+    step        the shards have new values -> nothing gathered is valid any more
+
+WINDOW buckets are whole at a time, and more only where one operation takes parameters of more buckets. Weights are
+saved for backward by their place, not by value (Note [Weights are saved by place]), so their memory is free meanwhile.
+
+Ranks of one host read each other's shards by themselves. Elsewhere a gather is a collective on a communicator of its
+own, and ranks must use their parameters in one order. What each has gathered is compared once a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+from core import agree
+from core.agree import SyncError
+from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.buffer.sharded_parameter import ShardedParameter, owned_by
+from core.distributed.reduce.grad_reducer import call_after_backward
+from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.shared_memory import HostChannel
+
+WINDOW = 2  # buckets: parameters of one layer often lie in two
+
+
+class SavedWeight(NamedTuple):
+    """Where a weight that backward needs was: elements of a unit's whole bucket, in a generation of its values.
+
+    Note [Weights are saved by place]
+    `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
+    memory of a gathered bucket is saved as its place there, and looked up when backward asks for it. All other tensors
+    are saved as they are, with their version, because torch does not compare versions under such hooks. Where other
+    hooks are active already (torch's checkpoint, save_on_cpu) ours stay out: weights are saved by value there, which
+    costs memory only.
+    """
+
+    unit: ParamUnit
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    generation: int
+
+
+class Unsharder:
+    """The sharded parameters of one wrapped model chunk. units: in the order of their buckets, frozen ones last."""
+
+    def __init__(self, module: nn.Module, units: Sequence[ParamUnit], collectives: Collectives) -> None:
+        self.modules = frozenset(map(id, module.modules()))
+        self.units = list(units)
+        self.collectives = collectives
+        self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
+        self.window: list[ParamUnit] = []  # the units that are whole, the one used last at the end
+        self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
+        self.generation = 0  # of the parameters' values
+        self.depth = 0  # forwards that run, one inside the other
+        self.in_backward = False
+        self.is_held = False  # True inside `gathered`
+        self.hooks: saved_tensors_hooks | None = None
+        self.gathers: list[str] = []  # by collectives, since ranks have compared them last
+        kind = owned_by(weakref.ref(self))
+        for unit in self.units:
+            unit.kind = kind
+        groups = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
+        self.channels: list[HostChannel] = list(groups.values())
+
+    # -- when values are there --------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A forward of one of the model's modules begins."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        if not _hooks_are_active():
+            self.hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self.hooks.__enter__()
+
+    def leave(self) -> None:
+        """The forward has ended, or failed."""
+        self.depth -= 1
+        if self.depth > 0:
+            return
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        if not self.runs():
+            self._hide()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Parameters can be read, each bucket while it is used. Collective in the order of the reads."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def runs(self) -> bool:
+        """True inside a forward or a backward, where a use of a parameter gathers it."""
+        if self.depth == 0:  # a backward that fails tells nobody, so torch is asked each time
+            leave = _nothing if self.in_backward else weakref.WeakMethod(self._leave_backward)
+            self.in_backward = call_after_backward(leave)
+        return self.depth > 0 or self.in_backward
+
+    def _leave_backward(self) -> None:
+        self.in_backward = False
+        self._hide()
+
+    def _hide(self) -> None:
+        """Outside of forward, backward and `gathered` nobody shall find values that a write could be lost in."""
+        if not self.is_held and self.depth == 0:
+            for unit in self.window:
+                unit.hide()
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def gather_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
+        """Give values to `missing`, which an operation is about to read together with `others`."""
+        if not self.runs():
+            raise SyncError(
+                f"{self._named(missing[0])} is used outside of a forward, and its values are not gathered; "
+                "surround the use by `with model.gathered():`, on all ranks"
+            )
+        units = list(dict.fromkeys(self.unit_of[id(param)] for param in missing))
+        pinned = {*units, *(self.unit_of[id(param)] for param in others if id(param) in self.unit_of)}
+        for unit in units:
+            first = next(param for param in missing if self.unit_of[id(param)] is unit)
+            self._obtain(unit, pinned, used_by=self._name_of(first))
+            unit.show()
+
+    def refuse_write(self, param: ShardedParameter) -> None:
+        """Raise: the write would be lost."""
+        raise SyncError(
+            f"{self._named(param)} is sharded and not gathered, so it cannot be written; write it inside "
+            "`with model.gathered():`, on all ranks alike"
+        )
+
+    def _named(self, param: nn.Parameter) -> str:
+        return f"rank {dist.get_rank()}: parameter {self._name_of(param)!r}"
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        unit = self.unit_of[id(param)]
+        return unit.names[next(i for i, other in enumerate(unit.params) if other is param)]
+
+    def _obtain(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
+        """The whole bucket of a unit, which is now the one used last."""
+        if unit.whole is not None:
+            if self.window[-1] is not unit:
+                self.window.remove(unit)
+                self.window.append(unit)
+            return unit.whole
+        for other in list(self.window):
+            if len(self.window) >= WINDOW and other not in pinned:
+                self._drop(other)
+        return self._gather(unit, used_by)
+
+    def take_gathers(self) -> list[str]:
+        """The gathers since the last call, in words. Ranks compare them."""
+        taken, self.gathers = self.gathers, []
+        return taken
+
+    def _gather(self, unit: ParamUnit, used_by: str = "") -> torch.Tensor:
+        if unit.channel is None:
+            self.gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
+        whole = unit.gather(self.collectives)
+        self.window.append(unit)
+        self.at[whole.untyped_storage().data_ptr()] = unit
+        return whole
+
+    def _drop(self, unit: ParamUnit) -> None:
+        assert unit.whole is not None, "the window holds whole units"
+        self.window.remove(unit)
+        del self.at[unit.whole.untyped_storage().data_ptr()]
+        unit.drop()
+
+    # -- weights saved for backward ---------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
+            unit = self.at.get(tensor.untyped_storage().data_ptr())
+            if unit is not None and tensor.dtype is unit.shard.dtype:
+                return SavedWeight(unit, tensor.storage_offset(), tensor.shape, tensor.stride(), self.generation)
+        return tensor, tensor._version
+
+    def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
+        if isinstance(saved, SavedWeight):
+            if saved.generation != self.generation:
+                raise SyncError(
+                    f"rank {dist.get_rank()}: a backward needs {saved.unit.name} as they were in its forward, and they "
+                    "have been written since (an optimizer's step, a load, a write inside `gathered`). Run the "
+                    "backward before the step, or the forward again"
+                )
+            if not self.in_backward:
+                self.runs()
+            return self._obtain(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+        tensor, version = saved
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(tensor.shape)} and {tensor.dtype} is at version {tensor._version}; expected "
+                f"version {version} instead"
+            )
+        return tensor
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Keep the shards of parameters that still have memory of their own. Collective."""
+        for unit in self.units:
+            unit.cut()
+        self.publish()
+
+    def begin_update(self) -> None:
+        """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
+        self._refuse_inside("an optimizer's step")
+        self._meet()
+
+    def publish(self) -> None:
+        """Shards have been written: what was gathered before is of the past. Collective."""
+        for unit in list(self.window):
+            self._drop(unit)
+        self.generation += 1
+        self._meet()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end."""
+        if self.is_held:
+            yield
+            return
+        self._refuse_inside("gathered()")
+        for unit in self.units:
+            if unit.whole is None:
+                self._gather(unit)
+            unit.show()
+        self.is_held = True
+        try:
+            yield
+            edited = [unit for unit in self.units if unit.edited()]
+            if any(agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()):
+                for unit in self.units:
+                    unit.take_over()
+                self.generation += 1
+        finally:
+            self.is_held = False
+            for unit in self.units:
+                unit.versions = [param._version for param in unit.params]  # what was written is taken over, or fails
+                self._drop(unit)
+        self._meet()
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return list(dict.fromkeys(unit.group for unit in self.units))
+
+    def _refuse_inside(self, what: str) -> None:
+        if self.is_held or self.runs():
+            where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
+            raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
+
+    def _meet(self) -> None:
+        """Wait until all ranks that read this one's memory by themselves have come here."""
+        for channel in self.channels:
+            channel.meet()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _hooks_are_active() -> bool:
+    """True if somebody's saved-tensor hooks are. torch has no question for it, but cannot disable hooks then."""
+    try:
+        with disable_saved_tensors_hooks("asked whether hooks are active"):
+            return False
+    except RuntimeError:
+        return True

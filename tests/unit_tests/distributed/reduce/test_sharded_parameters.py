@@ -1,0 +1,411 @@
+"""Strategy optim_grads_params: what a rank does not hold it cannot use by mistake, and whatever is right has equal bits
+to optim_grads. (Random trainings against plain torch: test_training_habits.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
+from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.reduce.unsharder import WINDOW, Unsharder
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import wrap
+
+WIDTH = 12
+STEPS = 3
+
+
+class Block(nn.Module):
+    """A layer that needs two buckets, with an attention that takes another module's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, 17)
+        self.down = nn.Linear(17, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.norm(x)
+        x = x + self.attention(words, words, words, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding whose weight is the head's too, blocks, and a parameter of the root's own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = nn.Embedding(11, WIDTH)
+        self.places = nn.Parameter(torch.randn(6, WIDTH) / 3)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.recompute = recompute  # `use_reentrant`, or None
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        return F.linear(x, self.words.weight)
+
+
+def tokens_of(rank: int, number: int) -> torch.Tensor:
+    return torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    tokens = tokens_of(rank, number)
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+
+
+def add_adapters(model: Model) -> None:
+    """The base is frozen, as for LoRA; each block's first layer gets a trained detour."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = nn.utils.parametrizations.weight_norm(block.up)
+    for block in model.blocks:
+        block.norm.requires_grad_(True)
+        block.up.parametrizations.weight.original0.requires_grad_(True)
+
+
+def one_backward(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    loss = loss_of(ddp, rank, step)
+    loss.backward()
+    return loss
+
+
+def accumulated(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    for microbatch in range(3):
+        with ddp.no_sync() if microbatch < 2 else nullcontext():
+            loss_of(ddp, rank, 10 * step + microbatch).backward()
+
+
+def two_forwards(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    losses = [loss_of(ddp, rank, 10 * step + number) for number in range(2)]
+    (losses[0] - 0.3 * losses[1]).backward()
+
+
+def twice(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    loss = loss_of(ddp, rank, step)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalty(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    ddp.module.blocks[0].attention.requires_grad_(True)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank + step), requires_grad=True)
+    up, down = ddp.module.blocks[1].up, ddp.module.blocks[1].down
+    (grad,) = torch.autograd.grad(down(torch.tanh(up(x))).pow(2).sum(), x, create_graph=True)
+    (loss_of(ddp, rank, step) + grad.pow(2).sum()).backward()
+
+
+def evaluated(ddp: DistributedDataParallel, rank: int, step: int) -> Any:
+    with torch.inference_mode():
+        before = float(loss_of(ddp, rank, 7))
+    loss = loss_of(ddp, rank, step)
+    with torch.no_grad():
+        assert float(loss_of(ddp, rank, 7)) == before
+    loss.backward()
+    with ddp.gathered():
+        return loss_of(ddp, rank, 8)
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "one backward": (one_backward, {}),
+    "bf16 with masters": (one_backward, {"dtype": torch.bfloat16}),
+    "microbatches": (accumulated, {}),
+    "two forwards, one backward": (two_forwards, {}),
+    "one graph twice": (twice, {}),
+    "a backward of a backward": (penalty, {"submodules": True}),
+    "recomputed": (one_backward, {"recompute": False}),
+    "recomputed, reentrant": (one_backward, {"recompute": True}),
+    "evaluated in between": (evaluated, {}),
+    "adapters on a frozen base": (one_backward, {"adapters": True}),
+}
+
+
+def trained(
+    strategy: str, case: str, rank: int, optimizer: dict[str, Any], **options: Any
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What the case's steps return and the norms, and the weights after them."""
+    backward, about = CASES[case]
+    model = Model(about.get("dtype", torch.float32), about.get("recompute"))
+    if about.get("adapters"):
+        add_adapters(model)
+    options = {"bucket_size": 300, "deterministic_reduction": True, "reduce_microbatches": "every", **options}
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, **options)
+    config = OptimizerConfig(clip_grad=0.5, bf16=about.get("dtype") is torch.bfloat16, **optimizer)
+    steps = get_megatron_optimizer(config, [ddp])
+    notes: list[Any] = []
+    for step in range(STEPS):
+        steps.zero_grad()
+        value = backward(ddp, rank, step)
+        finalize_model_grads([ddp])
+        notes += [None if value is None else float(value), *steps.step()[:2]]
+    return notes, {name: value.clone() for name, value in ddp.state_dict().items()}
+
+
+SGD = {"optimizer": "sgd", "lr": 0.5}
+ADAM = {"optimizer": "adam", "lr": 0.05}
+
+
+@ranks(2, nightly=(1, 3, 4))
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, world: int, case: str) -> None:
+    parallel_state.initialize_model_parallel()
+    for optimizer, share in ((SGD, True), (ADAM, False)):
+        notes, weights = trained("optim_grads", case, rank, optimizer, share_host_memory=share)
+        got, others = trained("optim_grads_params", case, rank, optimizer, share_host_memory=share)
+        assert got == notes
+        start = Model(weights["places"].dtype)
+        assert any(
+            not torch.equal(weights[name], value) for name, value in start.state_dict().items() if name in weights
+        )
+        assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@contextmanager
+def a_gather_that_is_left_out() -> Iterator[None]:
+    def own_part_alone(self: ParamUnit, collectives: Any) -> torch.Tensor:
+        self.whole = torch.zeros(self.layout.numel, dtype=self.shard.dtype)
+        self._own_part(self.whole).copy_(self.shard)
+        return self.whole
+
+    with mock.patch.object(ParamUnit, "gather", own_part_alone):
+        yield
+
+
+@contextmanager
+def old_values_that_stay() -> Iterator[None]:
+    with mock.patch.object(Unsharder, "publish", lambda self: self._meet()):
+        yield
+
+
+@contextmanager
+def weights_of_another_place() -> Iterator[None]:
+    pack = Unsharder._pack
+
+    def shifted(self: Unsharder, tensor: torch.Tensor) -> object:
+        saved = pack(self, tensor)
+        return saved._replace(offset=0) if hasattr(saved, "offset") else saved
+
+    with mock.patch.object(Unsharder, "_pack", shifted):
+        yield
+
+
+@ranks(2)
+@pytest.mark.parametrize("spoil", [a_gather_that_is_left_out, old_values_that_stay, weights_of_another_place])
+def test_a_spoilt_gather_turns_the_comparison_red(rank: int, world: int, spoil: Callable[[], Any]) -> None:
+    parallel_state.initialize_model_parallel()
+    notes, weights = trained("optim_grads", "one backward", rank, SGD)
+    with spoil():
+        got, others = trained("optim_grads_params", "one backward", rank, SGD)
+    assert got != notes
+    assert not torch.equal(weights["places"], others["places"])
+
+
+# -- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return wrap(model, data_parallel_sharding_strategy="optim_grads_params", **{"bucket_size": 300, **options})
+
+
+def unsharder_of(ddp: DistributedDataParallel) -> Unsharder:
+    unsharder = ddp.engine.unsharder
+    assert unsharder is not None
+    return unsharder
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_more_than_the_window_is_whole_at_any_time(rank: int, world: int, frozen: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    for layer in list(model)[:-1] if frozen else ():
+        layer.requires_grad_(False)
+    whole_bytes = sum(param.nbytes for param in model.parameters())
+    ddp = sharded(model, bucket_size=256)
+    unsharder = unsharder_of(ddp)
+    gather, most = ParamUnit.gather, []
+
+    def counted(self: ParamUnit, *arguments: Any) -> torch.Tensor:
+        whole = gather(self, *arguments)
+        most.append(sum(unit.whole is not None for unit in unsharder.units))
+        return whole
+
+    with mock.patch.object(ParamUnit, "gather", counted):
+        ddp(torch.ones(3, 16)).sum().backward()
+    gathers = len(unsharder.units) if frozen else 2 * len(unsharder.units) - WINDOW - 1
+    assert len(unsharder.units) == 8 and max(most) == WINDOW
+    assert len(most) == gathers  # the first layer's weight is not needed in backward, nor a frozen one's below
+    kept = {unit.shard.untyped_storage().data_ptr() for unit in unsharder.units}
+    assert len(kept) == 1 + frozen  # the memory of trained parameters, and that of frozen ones
+    assert whole_bytes / world <= sum(unit.shard.nbytes for unit in unsharder.units) < 1.5 * whole_bytes / world
+    assert all(param.untyped_storage().nbytes() <= 8 for param in plain(ddp))
+
+
+def plain(ddp: DistributedDataParallel) -> Iterator[torch.Tensor]:
+    """What parameters are that are not gathered."""
+    for unit in unsharder_of(ddp).units:
+        for param, hidden in zip(unit.params, unit.hidden, strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                assert param.data_ptr() == hidden.data_ptr() and bool(param.isnan().all())
+                yield param.detach()
+
+
+@ranks(2)
+def test_a_parameter_that_is_not_gathered_has_a_shape_and_no_values(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model())
+    weight, start = ddp.module.words.weight, Model().words.weight
+    assert (weight.shape, weight.numel(), weight.dtype, weight.device) == (start.shape, 132, start.dtype, start.device)
+    assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and "nan" in repr(weight)
+    with torch.no_grad():
+        for use in (
+            lambda: weight.norm(),
+            lambda: weight.data,
+            lambda: weight[0],
+            lambda: F.linear(torch.ones(WIDTH), weight),
+            lambda: copy.deepcopy(weight),
+            lambda: copy.deepcopy(ddp),
+            lambda: ddp.module.state_dict(),
+            lambda: ddp.module.blocks[0].state_dict(),
+            lambda: ddp.module.blocks[0].load_state_dict({}),
+            lambda: ddp.module.half(),
+        ):
+            with pytest.raises(SyncError, match="gathered"):
+                use()
+        for write in (
+            lambda: weight.zero_(),
+            lambda: weight.copy_(start),
+            lambda: weight.__setitem__(0, 1.0),
+            lambda: setattr(weight, "data", start),
+            lambda: nn.init.normal_(weight),
+            lambda: torch.add(start, 1, out=weight),
+            lambda: torch._foreach_mul_([weight], 2.0),
+        ):
+            with pytest.raises(SyncError, match="is sharded and not gathered, so it cannot be written"):
+                write()
+    with ddp.gathered():
+        assert type(weight) is nn.Parameter and torch.equal(weight, start)
+    with pytest.raises(SyncError, match="gathered"):
+        weight.sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_what_is_written_inside_gathered_stays_on_all_ranks(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model(), share_host_memory=share)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
+    with ddp.gathered(), torch.no_grad():
+        with ddp.gathered():
+            ddp.module.words.weight.mul_(2)
+        ddp.module.blocks[0].up.weight.data = torch.full((17, WIDTH), 3.0)
+        ddp.module.places.data[1] = -0.0
+        inside = {name: value.clone() for name, value in ddp.state_dict().items()}
+    after = ddp.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in inside.items())
+    assert torch.equal(after["words.weight"], 2 * Model().words.weight) and after["blocks.0.up.weight"].eq(3).all()
+    ddp.load_state_dict(Model().state_dict())
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    optimizer.step()
+    moved = ddp.state_dict()["words.weight"]
+    assert 0 < (moved - Model().words.weight).abs().max() < 1
+
+
+@ranks(2)
+def test_misuse_is_refused_by_name(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model())
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
+    early = loss_of(ddp, rank, 1)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    with ddp.gathered(), pytest.raises(SyncError, match=r"an optimizer's step came inside gathered\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    optimizer.step()
+    with pytest.raises(SyncError, match="have been written since"):
+        early.backward()
+
+    def write(module: nn.Module, inputs: Any) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)
+
+    def shown_write(module: nn.Module, inputs: Any) -> None:
+        with torch.no_grad():
+            float(module.weight.sum())  # gathers it
+            module.weight.clamp_(-0.01, 0.01)
+
+    for hook in (write, shown_write):
+        handle = ddp.module.blocks[1].up.register_forward_pre_hook(hook)
+        with pytest.raises(SyncError, match="'blocks.1.up.weight' (is sharded and|was written while its values were)"):
+            loss_of(ddp, rank, 0)
+        handle.remove()
+
+
+@ranks(1)
+def test_what_is_no_weight_keeps_the_check_of_writes_in_place(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()))
+    saved = ddp(torch.ones(2, 3))
+    with torch.no_grad():
+        saved.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+        saved.sum().backward()
+
+
+class TwoOrders(nn.Module):
+    """Two layers of one size, in an order that a rank chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (self.two, self.one) if self.turned else (self.one, self.two)
+        return second(torch.tanh(first(x)))
+
+
+@ranks(2)
+def test_ranks_that_use_parameters_in_other_orders_are_told_the_first_that_differs(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(TwoOrders(), bucket_size=1, share_host_memory=False)
+    ddp.module.turned = rank == 1
+    ddp(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(SyncError, match="gathered sharded parameters in different orders.*for 'two.weight'"):
+        finalize_model_grads([ddp])
+    ddp = sharded(TwoOrders(), bucket_size=1)  # with mapped memory nobody waits for anybody
+    ddp.module.turned = rank == 1
+    ddp(torch.ones(2, 8)).sum().backward()
+    finalize_model_grads([ddp])
+
+
+@ranks(1)
+def test_options_that_gather_in_the_step_are_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="nothing is gathered there"):
+        sharded(Model(), overlap_param_gather=True)
+    config = OptimizerConfig(overlap_param_gather_with_optimizer_step=True, **SGD)
+    with pytest.raises(ValueError, match="the step gathers nothing"):
+        get_megatron_optimizer(config, [sharded(Model())])
