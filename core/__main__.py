@@ -10,6 +10,8 @@ COMMANDS = """usage: python -m core doctor
 other commands, each with --help:
   python -m core.training      train a GPT (the same as pretrain_gpt.py)
   python -m core.verify        compare gradients of many layouts with one process
+  python -m core.generate      continue a text with a trained GPT
+  python -m core.convert       a trained GPT as a model of Hugging Face's transformers, and back
   python -m core.checkpoint    look at checkpoints, check them, turn them into other files"""
 
 

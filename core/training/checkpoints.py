@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -40,12 +41,10 @@ class JobCheckpoints:
     Raises CheckpointError, the same on every rank, when a save fails: training ends, the last checkpoint is intact.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        config = trainer.config
-        assert config.checkpoint.dir is not None, "only made for a run that names its directory"
-        self.config = config
+    def __init__(self, trainer: Trainer, root: Path) -> None:
+        self.config = trainer.config
         self.trainer = trainer
-        self.root = config.checkpoint.dir
+        self.root = root
         # Ranks on devices agree on files through their CPUs.
         self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
         self.saved_step = -1

@@ -154,7 +154,8 @@ class RunOptions:
     stop_after: int | None = None  # end after this many steps of it
     global_batch_size: int = 16  # windows in one optimizer step, whatever the layout
     micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
-    validation_windows: int = 128  # windows the validation loss at the end is taken over
+    validation_windows: int = 128  # windows that a validation loss is taken over
+    validate_every: int = 50  # steps between validation losses; 0 takes the one at the end only
     seed: int = 1234
     ranks: int = 4  # processes to start when no launcher (torchrun, SLURM) has started this one
     threads_per_rank: int | None = None  # None for OMP_NUM_THREADS where the user set it, else cores / local ranks
@@ -171,7 +172,9 @@ class RunOptions:
 class CheckpointOptions:
     """What is saved of a run, when, and whether a run goes on from it."""
 
-    dir: Path | None = None  # on a file system that all ranks share; None saves nothing
+    dir: Path | None = None  # on a file system that all ranks share; None is for what at_end says
+    # where no dir is given: save in the directory of a run on one machine when it ends or is asked to stop
+    at_end: bool = True
     every: int | None = None  # steps between saves; None saves only when the run ends or is asked to stop
     keep: int | None = None  # the newest so many; None keeps all
     asynchronous: bool = False  # write while training goes on

@@ -30,11 +30,11 @@ from core.training.model_config import ddp_config, optimizer_config, transformer
 from core.training.output import output_is_gone
 from core.training.plan import JobPlan
 from core.training.reporter import Reporter
-from core.training.run_directory import CONFIGURATION, RunDirectory
+from core.training.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
-from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file
+from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file, save_tokenizer
 from core.training.trainer import Trainer
 
 NO_LIMIT = timedelta(days=365)
@@ -65,7 +65,8 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        return train(config, plan, device, prepares_data=launch.local_rank == 0)
+        one_machine = launch.world_size == launch.local_world_size
+        return train(config, plan, device, prepares_data=launch.local_rank == 0, keeps=one_machine)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -88,18 +89,23 @@ def choose_device(config: JobConfig, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_data: bool) -> JobResult:
+def train(
+    config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_data: bool, keeps: bool = False
+) -> JobResult:
     """The run, on started ranks. Collective.
 
     prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
+    keeps: all ranks can write to the run's directory, so a run that names no other place saves its checkpoint there.
     """
     start_groups(config, plan)
     tokens = open_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
-    checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer)
+    checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
     goes_on = config.checkpoint.resume or config.checkpoint.step is not None
     resumed = checkpoints.resume() if checkpoints is not None and goes_on else None
     with claim_directory(config, None if checkpoints is None else checkpoints.run) as run:
+        if checkpoints is None and keeps and config.checkpoint.at_end:
+            checkpoints = JobCheckpoints(trainer, run.path / CHECKPOINTS)
         if checkpoints is not None:
             checkpoints.run = run.path.name
         if dist.get_rank() != 0:
@@ -108,6 +114,8 @@ def train(config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_da
         with reporter.disk.forgiven():
             (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
             (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+            save_tokenizer(config.data, run.path)
+            run.link_latest()
         numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
         print(plan.describe(config))
         print(tokens.header.describe())
@@ -176,12 +184,21 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             losses.append(result.loss)
             traces.append(result.trace)
             if reporter is not None:
-                reporter.show_step(result, trainer)
+                reporter.end_step()
+            validation_loss = None
+            if not stopped and validates_after(trainer.step, config):
+                validation_loss = trainer.validation_loss(signals.agreed)
+                stopped = signals.reason is not None
+            if reporter is not None:
+                reporter.show_step(result, trainer, validation_loss)
             if checkpoints is not None:
                 checkpoints.step_edge()
         if checkpoints is not None:
             checkpoints.save()
+            if reporter is not None:
+                reporter.kept = checkpoints.root
         seconds = time.perf_counter() - started_s
+        validation_loss = None
         if not stopped:
             validation_loss = trainer.validation_loss(signals.agreed)
             stopped = signals.reason is not None
@@ -189,6 +206,12 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
         if reporter is not None:
             reporter.show_end(validation_loss, all_traces, stopped=stopped)
     return JobResult(losses, validation_loss, seconds, stopped)
+
+
+def validates_after(step: int, config: JobConfig) -> bool:
+    """True after each so many steps but the last, whose validation the end of the run does."""
+    every = config.run.validate_every
+    return every > 0 and step % every == 0 and step < config.run.last_step
 
 
 def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:

@@ -37,7 +37,9 @@ RANGES: dict[str, dict[str, Range]] = {
         "validation_fraction": Range(Real, 0, 1, open_low=True, open_high=True),
     },
     "run": {
-        **dict.fromkeys(("steps", "stop_after", "global_batch_size", "micro_batch_size", "validation_windows"), SIZE),
+        **dict.fromkeys(("steps", "stop_after", "global_batch_size", "micro_batch_size"), SIZE),
+        "validation_windows": SIZE,
+        "validate_every": whole(0, SIZE.high),
         "seed": whole(0, 2**32 - 1),
         **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # of one machine
     },

@@ -29,11 +29,14 @@ def figure(width: float, height: float) -> Any:
 
 
 def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: float | None) -> None:
-    """Loss and gradient norm over the steps, the validation loss as a line."""
+    """Loss and gradient norm over the steps; validation losses as points, and the one at the end as a line."""
     picture = figure(8, 6)
     losses, norms = picture.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     steps = [record.step for record in records]
     losses.plot(steps, [record.loss for record in records], linewidth=1, label="training, each step's batch")
+    validated = [(record.step, record.validation_loss) for record in records if record.validation_loss is not None]
+    if validated:
+        losses.plot(*zip(*validated, strict=True), "o", color="tab:red", markersize=4, label="validation")
     if validation_loss is not None:
         text = f"validation at the end: {validation_loss:.3f}"
         losses.axhline(validation_loss, color="tab:red", linestyle="--", linewidth=1, label=text)

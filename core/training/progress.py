@@ -39,9 +39,10 @@ def make_progress(steps: int, print_every: int, stream: TextIO | None = None) ->
 def line(record: StepRecord, steps: int, remaining_s: float) -> str:
     """'step 20/300  loss 2.914  |g| 0.52  81,920 tokens/s  exposed 3.1 ms  0:42 left'."""
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.2f}"
+    validation = "" if record.validation_loss is None else f"  validation {record.validation_loss:.3f}"
     return (
-        f"step {record.step}/{steps}  loss {record.loss:.3f}  |g| {norm}  {record.tokens_per_s:,.0f} tokens/s  "
-        f"exposed {record.exposed_ms:.1f} ms  {duration(remaining_s)} left"
+        f"step {record.step}/{steps}  loss {record.loss:.3f}{validation}  |g| {norm}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  exposed {record.exposed_ms:.1f} ms  {duration(remaining_s)} left"
     )
 
 
@@ -67,7 +68,7 @@ class RemainingTime:
 
 
 class PlainLines:
-    """A line for the first, the last and every `print_every`-th step."""
+    """A line for the first, the last and every `print_every`-th step, and for those with a validation loss."""
 
     def __init__(self, steps: int, print_every: int, stream: TextIO) -> None:
         self.steps = steps
@@ -78,7 +79,8 @@ class PlainLines:
     def show(self, record: StepRecord) -> None:
         """Print the step if it is due."""
         remaining_s = self.remaining.after(record)
-        if record.step in (1, self.steps) or record.step % self.print_every == 0:
+        is_due = record.step in (1, self.steps) or record.step % self.print_every == 0
+        if is_due or record.validation_loss is not None:
             print(line(record, self.steps, remaining_s), file=self.stream, flush=True)
 
     def __enter__(self) -> PlainLines:

@@ -30,15 +30,20 @@ class Reporter:
         self.disk = self.log.disk
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
+        self.kept: Path | None = None  # where the run's last checkpoint is
         self.last_trace: StepTrace | None = None
         self.started_s = time.perf_counter()
-        self.step_started_s = self.started_s
+        self.step_started_s = self.step_ended_s = self.started_s
 
-    def show_step(self, result: StepResult, trainer: Trainer) -> None:
-        """Log and show the step that has just ended."""
-        ended_s = time.perf_counter()
+    def end_step(self) -> None:
+        """The step has ended; what comes until it is shown is not counted as its time."""
+        self.step_ended_s = time.perf_counter()
+
+    def show_step(self, result: StepResult, trainer: Trainer, validation_loss: float | None = None) -> None:
+        """Log and show the step that `end_step` has ended."""
+        ended_s = self.step_ended_s
         step_s = ended_s - self.step_started_s
-        self.step_started_s = ended_s
+        self.step_started_s = time.perf_counter()
         report = trainer.chunks[0].step_report()
         record = StepRecord(
             step=trainer.step,
@@ -55,6 +60,7 @@ class Reporter:
             collectives=report.collectives,
             windows=trainer.sampler.consumed,
             elapsed_s=ended_s - self.started_s,
+            validation_loss=validation_loss,
         )
         self.last_trace = result.trace
         self.log.add(record)
@@ -83,7 +89,7 @@ class Reporter:
     def __enter__(self) -> Reporter:
         self.log.__enter__()
         self.progress.__enter__()
-        self.started_s = self.step_started_s = time.perf_counter()
+        self.started_s = self.step_started_s = self.step_ended_s = time.perf_counter()
         return self
 
     def __exit__(
@@ -94,6 +100,8 @@ class Reporter:
         records = self.log.records
         if records:
             print(self._last_words(ended_by=kind))
+        if self.kept is not None and kind is None:
+            print(self._what_next(self.kept), flush=True)
         if records and self.config.logging.plots:
             with self.disk.forgiven():
                 draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
@@ -117,3 +125,13 @@ class Reporter:
         elif last.step < self.config.run.last_step:
             words += f"; stopped before step {last.step + 1} of {self.config.run.last_step}"
         return words
+
+    def _what_next(self, kept: Path) -> str:
+        """What can be done with the checkpoint, as commands."""
+        longer = ""
+        if self.log.records and self.log.records[-1].step >= self.config.run.steps:
+            longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
+        return (
+            f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}\n"
+            f"continue a text: python -m core.generate {self.directory}"
+        )

@@ -3,6 +3,7 @@
 runs/default/           the first run of this name
 runs/default-2/         the second one
 runs/default/run.lock   locked by the process that writes there, for as long as that process lives
+runs/latest             a link to the directory of the run that began last
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from types import TracebackType
 
 from core.training.errors import ConfigError
 
-LOCK, CONFIGURATION = "run.lock", "config.json"
+LOCK, CONFIGURATION, CHECKPOINTS, LATEST = "run.lock", "config.json", "checkpoints", "latest"
 
 
 def check_run_name(name: str) -> None:
     """ConfigError for a name that is no name of a directory: with a separator in it, '.', '..', or empty."""
-    if name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+    if name in ("", ".", "..", LATEST) or re.search(r"[/\\\0]", name):
         raise ConfigError(
-            f"--run.name is {name!r}; it names one directory in --run.directory, so it must not be empty, '.' or '..', "
-            "or hold a slash"
+            f"--run.name is {name!r}; it names one directory in --run.directory, so it must not be empty, '.', '..' or "
+            f"{LATEST!r}, or hold a slash"
         )
 
 
@@ -69,6 +70,14 @@ class RunDirectory:
                 "that one, or go on under another --run.name"
             )
         return RunDirectory(path, lock)
+
+    def link_latest(self) -> None:
+        """Let `latest` beside the directory lead to it. OSError where links cannot be made there."""
+        link = self.path.with_name(LATEST)
+        new = link.with_name(f".{LATEST}.{os.getpid()}")
+        new.unlink(missing_ok=True)
+        new.symlink_to(self.path.name)
+        new.replace(link)
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -30,6 +30,7 @@ class StepRecord:
     collectives: int
     windows: int  # consumed since the start
     elapsed_s: float  # since the first step began
+    validation_loss: float | None = None  # nats per byte, after the update; None where it was not taken
 
 
 def read_records(path: Path) -> list[StepRecord]:
@@ -72,7 +73,7 @@ class StepLog:
         self.records.append(record)
         self._write(record)
         if self._writer is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms"):
+            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms", "validation_loss"):
                 value = getattr(record, name)
                 if value is not None:
                     with self.disk.forgiven():

@@ -15,6 +15,7 @@ from core.training.text import Text, open_text
 from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
 
 READ_BYTES = 4 << 20
+TOKENIZER = "tokenizer.json"
 FORMAT = 2  # changes whenever the same text and tokenizer would give another file
 
 
@@ -86,13 +87,27 @@ def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokeni
         return ByteTokenizer()
     if options.tokenizer != "bpe":
         return read_tokenizer(Path(options.tokenizer))
-    path = options.cache / f"bpe-{options.bpe_vocab_size}-{text_digest[:16]}.tokenizer"
+    path = _bpe_path(options, text_digest)
     told = path.with_suffix(".sha256")  # of the tokenizer
     if not told.is_file() or not path.is_file() or _sha256(path) != told.read_bytes():
         tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
         _write_whole(path, tokenizer.tokenizer.to_str().encode())
         _write_whole(told, _sha256(path))
     return read_tokenizer(path)
+
+
+def save_tokenizer(options: DataOptions, directory: Path) -> None:
+    """Write the tokenizer of these options to `directory`/tokenizer.json, for who reads the model; bytes need none."""
+    if options.tokenizer == "bytes":
+        return
+    path = Path(options.tokenizer)
+    if options.tokenizer == "bpe":
+        path = _bpe_path(options, open_text(options.text).digest())
+    _write_whole(directory / TOKENIZER, path.read_bytes())
+
+
+def _bpe_path(options: DataOptions, text_digest: str) -> Path:
+    return options.cache / f"bpe-{options.bpe_vocab_size}-{text_digest[:16]}.tokenizer"
 
 
 def _sha256(path: Path) -> bytes:

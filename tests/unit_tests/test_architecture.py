@@ -32,6 +32,8 @@ FLOORS = {
     "core.training": 4,
     "core.verify": 4,
     "core.doctor": 5,
+    "core.generate": 5,
+    "core.convert": 5,
     "core.__main__": 5,
     "pretrain_gpt": 5,
     "benchmarks": 5,

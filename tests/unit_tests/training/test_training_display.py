@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from core import convert, generate
 from core.training import progress
 from core.training.config import JobConfig
 from core.training.progress import LiveLine, PlainLines, duration, make_progress
@@ -91,6 +92,9 @@ def test_every_command_and_file_on_the_page_is_understood(tmp_path: Path) -> Non
     read = []
     for command in commands:
         words = shlex.split(command, comments=True)
+        if words[1:2] == ["-m"] and words[2] != "core.training":
+            {"core.generate": generate, "core.convert": convert}[words[2]].read_arguments(words[3:])
+            continue
         start = next(i for i, word in enumerate(words) if word in ("pretrain_gpt.py", "core.training"))
         flags = [word.replace("wider.toml", str(tmp_path / "wider.toml")) for word in words[start + 1 :]]
         flags = [word.replace("configs/", f"{PAGE.parents[2]}/configs/") for word in flags]

@@ -1,0 +1,167 @@
+"""`python -m core.convert`: a trained GPT as a model of Hugging Face's transformers, and back. One process.
+
+convert runs/latest my-model       a directory that AutoModelForCausalLM.from_pretrained loads
+convert my-model runs/start        a checkpoint of step 0, for python -m core.generate and load_checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from core.checkpoint import CheckpointError, save_checkpoint
+from core.checkpoint.convert import parse_size
+from core.checkpoint.pieces import MODEL
+from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
+from core.generate import UNKNOWN, load_trained, words_of
+from core.models.gpt import GPTModel
+from core.models.transformers_layouts import (
+    DTYPES,
+    config_for_transformers,
+    config_from_transformers,
+    from_transformers,
+    to_transformers,
+)
+from core.training.config import JobConfig, ModelOptions, ParallelOptions
+from core.training.errors import ConfigError
+from core.training.extras import MissingExtra
+from core.training.model_config import transformer_config
+from core.training.run_directory import CHECKPOINTS
+from core.training.token_file import TOKENIZER
+from core.training.tokenizer import END_OF_TEXT
+from core.transformer.transformer_config import TransformerConfig
+
+CONFIG = "config.json"
+BYTES = 256  # the vocabulary of a model that was trained on bytes
+
+
+class Weights:
+    """A state_dict as a source of whole tensors, for the writer of safetensors."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = {f"{MODEL}.{name}": tensor for name, tensor in state.items()}
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.state
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        return self.state[key].nbytes
+
+    def read(self, key: str) -> Tensor:
+        """One tensor that shares memory with no other."""
+        return self.state[key].detach().clone()
+
+
+def is_of_transformers(place: Path) -> bool:
+    """True for a directory whose config.json tells a model_type."""
+    return (place / CONFIG).is_file() and "model_type" in json.loads((place / CONFIG).read_text())
+
+
+def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: int) -> str:
+    """Write the model of a run for transformers; what was written, in a sentence."""
+    trained = load_trained(place, step)
+    config = config_for_transformers(trained.model.config)
+    words = None if trained.tokenizer == UNKNOWN else words_of(place, trained)
+    if words is not None:
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id"), words.end)
+    state = to_transformers(trained.model.config, trained.model.state_dict())
+    files = write_safetensors(target, Weights(state), max_shard_bytes=shard_bytes)
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if words is not None and words.tokenizer is not None:
+        (target / TOKENIZER).write_text(words.tokenizer.tokenizer.to_str())
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
+    return f"{target}: {config['model_type']} of step {trained.step}, {len(state)} tensors in {len(files)} file(s)"
+
+
+def bring_in(place: Path, target: Path) -> str:
+    """Write a model of transformers as a checkpoint of step 0; what was written, in a sentence."""
+    theirs = config_from_transformers(json.loads((place / CONFIG).read_text()))
+    options = options_for(theirs)
+    files = SafetensorsFiles(place)
+    given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
+    model = GPTModel(dataclasses.replace(theirs, perform_initialization=False))
+    model.load_state_dict(from_transformers(theirs, given))
+    has_tokenizer = (place / TOKENIZER).is_file()
+    tokenizer = TOKENIZER if has_tokenizer else "bytes" if theirs.vocab_size == BYTES else UNKNOWN
+    configuration = {"model": dataclasses.asdict(options), "data": {"tokenizer": tokenizer}}
+    report = save_checkpoint(target / CHECKPOINTS, 0, [model], configuration=configuration)
+    if has_tokenizer:
+        (target / TOKENIZER).write_bytes((place / TOKENIZER).read_bytes())
+    return f"{report.directory}: {len(given)} tensors"
+
+
+def options_for(config: TransformerConfig) -> ModelOptions:
+    """The main job's options for a model. ConfigError names what they cannot say."""
+    options = ModelOptions(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        ffn_hidden_size=config.ffn_size,
+        sequence_length=config.max_sequence_length,
+        normalization=config.normalization,  # type: ignore[arg-type]
+        activation=config.activation,  # type: ignore[arg-type]
+        position_embedding_type=config.position_embedding_type,  # type: ignore[arg-type]
+        add_bias_linear=config.add_bias_linear,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        dtype=DTYPES[config.params_dtype],  # type: ignore[arg-type]
+        vocab_size=config.vocab_size,
+    )
+    job = transformer_config(JobConfig(model=options, parallel=ParallelOptions(tp=1)), config.vocab_size)
+    for name in ("head_size", "rotary_base", "layernorm_epsilon"):
+        ours, asked = getattr(job, name), getattr(config, name)
+        if ours != asked:
+            raise ConfigError(f"the model's {name} is {asked}; the main job's GPT has {ours}, and no option for it")
+    return options
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; status 2 for one that cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m core.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a run's directory, or a directory that save_pretrained has written")
+    parser.add_argument("target", type=Path, help="a directory that is not there yet, or is empty")
+    parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step (default: the newest)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default 5GB)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert in the direction that the source asks for; the exit status."""
+    options = read_arguments(arguments)
+    try:
+        print(convert(options))
+    except KeyError as error:
+        print(f"error: {options.source / CONFIG} has no entry {error}", file=sys.stderr)
+        return 2
+    except (ConfigError, CheckpointError, MissingExtra, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def convert(options: Any) -> str:
+    """What was written, in a sentence."""
+    source, target = options.source, options.target
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists; choose another target, or move it away")
+    if not is_of_transformers(source):
+        return export(source, target, step=options.step, shard_bytes=parse_size(options.max_shard_size))
+    if options.step is not None:
+        raise ConfigError(f"--step is for a run, and {source} is a model of transformers")
+    return bring_in(source, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
