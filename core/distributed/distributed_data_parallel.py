@@ -339,13 +339,26 @@ class DistributedDataParallel(nn.Module):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the wrapped module. `assign` would replace parameters that live in the buffer, and is refused."""
+        """Load the wrapped module, also from a state dict of torch's DDP, whose names begin with 'module.'.
+
+        `assign` would replace parameters that live in the buffer, and is refused.
+        """
         if assign:
             raise ValueError(
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
         with self.gathered():
-            return self.module.load_state_dict(state_dict, strict=strict)
+            return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict=strict)
+
+
+def _without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Names without torch DDP's prefix, unless the module's own names begin with it."""
+    prefix = "module."
+    if not state or not all(name.startswith(prefix) for name in state):
+        return state
+    if any(name.startswith(prefix) for name in module.state_dict()):
+        return state
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 # What the engine made, and a copy does not have.

@@ -8,6 +8,8 @@ author = copyright = "the gradient-core authors"
 html_title = "gradient-core"
 extensions = ["sphinx.ext.autodoc", "myst_parser"]
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

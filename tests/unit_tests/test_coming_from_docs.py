@@ -1,0 +1,216 @@
+"""The pages for those who come from elsewhere: the loops side by side train alike, and the files of examples/ work."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_docs import ROOT, run_page
+
+PAGES = ROOT / "docs" / "source"
+
+
+def page(name: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run_page(PAGES / f"{name}.md", monkeypatch)
+
+
+def whole_batch(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page's batches of all ranks, one after the other."""
+    parts = [torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * number + r)) for r in range(world)]
+    return torch.cat(parts), torch.cat(parts).sum(1, keepdim=True)
+
+
+def trained_on_one_process(new_model: Any, world: int) -> nn.Module:
+    """Four steps of torch's AdamW with clipping, on the whole batch."""
+    model: nn.Module = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        x, y = whole_batch(step, world)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def assert_alike(ours: Any, expected: nn.Module, start: nn.Module, bound: float = 2e-5) -> None:
+    for (name, want), begin in zip(expected.named_parameters(), start.parameters(), strict=True):
+        found = dict(ours.named_parameters())[name]
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        torch.testing.assert_close(found, want, atol=bound, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert (want - begin).abs().max() > 500 * min(bound, 2e-5), "the reference has hardly moved"
+
+
+@ranks(2)
+def test_the_loop_of_torch_ddp_and_ours_have_equal_weights_and_its_state_dict_loads(rank: int, world: int) -> None:
+    names = page("coming_from_torch_ddp")
+    theirs, start = names["theirs"].module, names["new_model"]()
+    assert all(name.startswith("module.") for name in names["theirs"].state_dict())
+    for ours, want in zip(names["model"].module.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, want)
+    x, y = zip(*(whole_batch(number, world) for number in (0, 1)), strict=True)
+    first = start(torch.cat(x)), torch.cat(y)
+    assert nn.functional.mse_loss(theirs(torch.cat(x)), first[1]) < nn.functional.mse_loss(*first)
+
+
+@ranks(2)
+def test_torch_ddp_and_ours_train_alike_before_its_state_dict_is_loaded(rank: int, world: int) -> None:
+    text = (PAGES / "coming_from_torch_ddp.md").read_text()
+    assert text.count("model.load_state_dict(theirs.state_dict())\n") == 1
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("core.distributed.DistributedDataParallel.load_state_dict", lambda *_: None)
+        names = page("coming_from_torch_ddp")
+    assert_alike(names["model"].module, names["theirs"].module, names["new_model"]())
+
+
+@ranks(2)
+def test_fsdp_and_ours_train_alike(rank: int, world: int) -> None:
+    names = page("coming_from_fsdp")
+    expected = trained_on_one_process(names["new_model"], world)
+    assert_alike(names["model"].module, expected, names["new_model"]())
+    assert_alike(names["theirs"], expected, names["new_model"]())
+    assert names["updated"] and names["grad_norm"] > 0
+
+
+@ranks(2)
+def test_the_two_loops_for_deepspeeds_users_train_like_one_process(rank: int, world: int) -> None:
+    names = page("coming_from_deepspeed")
+    expected = trained_on_one_process(names["new_model"], world)
+    assert_alike(names["model"].unwrap(), expected, names["new_model"]())
+    assert_alike(names["sharded"].module, expected, names["new_model"]())
+
+
+@ranks(2)
+def test_the_loop_for_accelerates_users_trains_like_one_process(rank: int, world: int) -> None:
+    names = page("coming_from_accelerate")
+
+    def new_model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+    expected = new_model()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        x = names["inputs"][16 * step : 16 * (step + 1)]  # the ranks' samples alternate
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(expected(x).float(), x.sum(1, keepdim=True))
+        loss.backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+    assert_alike(names["model"].unwrap(), expected, new_model(), bound=4e-3)
+
+
+@ranks(2)
+def test_the_loop_for_hugging_faces_users_trains_like_one_process_and_is_loaded_again(rank: int, world: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = page("coming_from_hugging_face")
+
+    def new_model() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**names["shape"]))
+
+    expected = new_model()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
+    for step in range(4):
+        parts = [
+            torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)
+        ]
+        optimizer.zero_grad()
+        expected(input_ids=torch.cat(parts), labels=torch.cat(parts)).loss.backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    start = new_model()
+    for (name, want), begin in zip(expected.named_parameters(), start.parameters(), strict=True):
+        found = dict(names["model"].named_parameters())[name]
+        assert (want - begin).abs().max() > 1e-3
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
+    if rank == 0:
+        for ours, want in zip(names["again"].parameters(), names["model"].parameters(), strict=True):
+            assert torch.equal(ours, want)
+
+
+@ranks(2)
+def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) -> None:
+    names = page("mixed_precision")
+    exact = names["in_fp32"]
+    assert exact[-1] < 0.25 * exact[0]
+    for name in ("with_autocast", "in_bf16", "in_fp16"):
+        losses = names[name]
+        assert losses != exact, f"{name} is fp32"
+        assert losses[0] == pytest.approx(exact[0], rel=2e-2) and losses[-1] == pytest.approx(exact[-1], rel=0.1), name
+
+
+FAKE_SRUN = """#!/bin/bash
+for task in 0 1 2 3; do
+  SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 SLURM_NNODES=2 "$@"
+done
+"""
+
+
+def test_the_slurm_script_gives_a_loop_what_torchrun_would(tmp_path: Path) -> None:
+    programs = {"srun": FAKE_SRUN, "scontrol": "#!/bin/bash\necho node7; echo node8\n"}
+    programs["python"] = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+    (tmp_path / "loop.py").write_text(f"import os, sys\nprint(*map(os.environ.get, {names}), *sys.argv[1:])\n")
+    given = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_CPUS_PER_TASK": "5"}
+    environment = {**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "examples" / "slurm.sh"), str(tmp_path / "loop.py"), "--words", "a b"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{rank} {rank % 2} 4 2 node7 20003 5 --words a b" for rank in range(4)]
+
+
+def test_the_flags_of_the_slurm_script_are_understood() -> None:
+    pytest.importorskip("tyro")
+    from core.training.config_file import load_config
+
+    line = (ROOT / "examples" / "slurm.sh").read_text().splitlines()[-1]
+    config = load_config(line.partition("core.training ")[2].split())
+    assert config.checkpoint.resume and config.checkpoint.dir is not None and config.parallel.tp == 8
+
+
+def test_the_image_copies_what_a_wheel_is_built_of() -> None:
+    text = (ROOT / "examples" / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py", "core"} <= copied
+
+
+def test_each_table_of_old_and_new_names_has_arguments_that_exist() -> None:
+    """`name=` and bare option names in the last column are fields or parameters of ours."""
+    import inspect
+
+    from core.booster.plugin import LowLevelZeroPlugin
+    from core.distributed import DistributedDataParallelConfig
+    from core.optimizer import OptimizerConfig
+
+    known: set[str] = set()
+    for kind in (DistributedDataParallelConfig, OptimizerConfig, LowLevelZeroPlugin):
+        known |= set(inspect.signature(kind).parameters)
+    wrong = []
+    for name in ("torch_ddp", "fsdp", "deepspeed", "accelerate"):
+        text = (PAGES / f"coming_from_{name}.md").read_text().partition("## Old and new")[2]
+        for row in re.findall(r"^\| .* \|$", text, re.MULTILINE)[1:]:
+            for cell in row.split(" | ")[1:]:
+                for code in re.findall(r"`([^`]+)`", cell):
+                    for option in re.findall(r"(?:[(, ]|^)([a-z]\w*_\w+)=", code):
+                        if option not in known | {"mixed_precision", "zero_stage"}:
+                            wrong.append(f"{name}: {option}")
+    assert not wrong, wrong
