@@ -11,7 +11,7 @@
 set -euo pipefail
 
 # What torchrun would set, for a loop of yours. SLURM's own variables are enough for the main job.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 

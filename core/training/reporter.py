@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,5 +136,14 @@ class Reporter:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
         return (
             f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}\n"
-            f"continue a text: python -m core.generate {self.directory}"
+            f"continue a text: {_python()} -m core.generate {self.directory}"
         )
+
+
+def _python() -> str:
+    """What a user types for this interpreter: `python` where that is found, else its path, short where it is below."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
+        return "python"
+    below = os.path.relpath(sys.executable)
+    return sys.executable if below.startswith(os.pardir) else below

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.test_docs import ROOT, run_page
+from tests.unit_tests.test_docs import ROOT, program_of, run_page
 
 PAGES = ROOT / "docs" / "source"
 
@@ -78,7 +78,10 @@ def test_torch_ddp_and_ours_train_alike_before_its_state_dict_is_loaded(rank: in
 def test_fsdp_and_ours_train_alike(rank: int, world: int) -> None:
     names = page("coming_from_fsdp")
     expected = trained_on_one_process(names["new_model"], world)
-    assert_alike(names["model"].module, expected, names["new_model"]())
+    with names["model"].gathered():
+        assert_alike(names["model"].module, expected, names["new_model"]())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(names["weights"][name], value, atol=2e-5, rtol=0)
     assert_alike(names["theirs"], expected, names["new_model"]())
     assert names["updated"] and names["grad_norm"] > 0
 
@@ -152,6 +155,23 @@ def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) ->
         losses = names[name]
         assert losses != exact, f"{name} is fp32"
         assert losses[0] == pytest.approx(exact[0], rel=2e-2) and losses[-1] == pytest.approx(exact[-1], rel=0.1), name
+
+
+TYPED = [
+    *(f"coming_from_{name}" for name in ("torch_ddp", "fsdp", "accelerate", "deepspeed", "hugging_face")),
+    "booster",
+]
+TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero"]
+
+
+def test_type_checkers_have_nothing_to_say_about_documented_loops(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    for path in [ROOT / "README.md", *(PAGES / f"{name}.md" for name in TYPED)]:
+        (tmp_path / f"{path.stem.lower()}_page.py").write_text(program_of(path) + "\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--allow-untyped-defs"]
+    programs = sorted(map(str, tmp_path.glob("*_page.py")))
+    done = subprocess.run([*command, *programs], capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 FAKE_SRUN = """#!/bin/bash

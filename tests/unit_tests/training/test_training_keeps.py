@@ -19,6 +19,7 @@ pytest.importorskip("tyro")
 from core import generate
 from core.checkpoint import list_steps
 from core.generate import continued, load_trained, words_of
+from core.training import reporter
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.training.job import train
@@ -186,6 +187,21 @@ def test_the_model_sees_the_last_tokens_and_the_text_ends_before_the_end_mark() 
     made = list(continued(counts_up, [1, 2], 20, length=3, vocab_size=10, temperature=0, end=6))
     assert made == [3, 4, 5]
     assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
+def test_the_last_line_names_the_interpreter_that_has_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
+    monkeypatch.setenv("PATH", str(binaries))
+    assert reporter._python() == "python"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert reporter._python() == str(binaries / "python")
+    monkeypatch.chdir(tmp_path)
+    assert reporter._python() == ".venv/bin/python"
 
 
 @pytest.mark.parametrize(
