@@ -152,5 +152,3 @@ def link_chunks(reducers: Sequence[GradReducer]) -> None:
     chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
     for reducer in reducers:
         reducer.chunks = chunks
-    for reducer in reducers:
-        reducer.look_around()
