@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from core import agree
@@ -87,6 +86,10 @@ def assemble(
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
     unsharder = Unsharder(module, list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
+    # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
+    unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
+    asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
+    launches = asked if plan.may_overlap else Launches.AT_THE_END
     watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
     nan_watch = NonFiniteWatch(buckets) if watches_nan else None
     reducer = GradReducer(
@@ -94,7 +97,7 @@ def assemble(
         gradient_collectives(ddp_config.grad_communication_dtype, plain),
         _control_groups(buckets, groups),
         ModelWatch(module, plan, buckets).problems,
-        launches=_launches(ddp_config) if plan.may_overlap else Launches.AT_THE_END,
+        launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
         take_gathers=list if unsharder is None else unsharder.take_gathers,
@@ -114,13 +117,6 @@ def assemble(
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )
-
-
-def _launches(ddp_config: DistributedDataParallelConfig) -> Launches:
-    """Sharded gradients leave in backward without overlap too, or memory of all of them would be needed."""
-    if ddp_config.overlap_grad_reduce:
-        return Launches.IN_BACKWARD
-    return Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
 
 
 def _settle_other_models(groups: ProcessGroups) -> None:
@@ -151,17 +147,15 @@ def _plan_together(
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
-    agree.same(_fingerprints(plan, option_table(config, ddp_config), groups), failure)
+    options = option_table(config, ddp_config)
+    fingerprints = (
+        (f"group {name!r}", groups.control(name), [] if plan is None else [*options, *plan.fingerprint(name)])
+        for name in (*DATA_KINDS, *COPY_AXES)
+        if groups.size(name) > 1
+    )
+    agree.same(fingerprints, failure)
     assert plan is not None, "agree.same raises this rank's failure"
     return plan
-
-
-def _fingerprints(
-    plan: ModelPlan | None, options: Sequence[str], groups: ProcessGroups
-) -> Iterator[tuple[str, dist.ProcessGroup, list[str]]]:
-    for name in (*DATA_KINDS, *COPY_AXES):
-        if groups.size(name) > 1:
-            yield f"group {name!r}", groups.control(name), [] if plan is None else [*options, *plan.fingerprint(name)]
 
 
 def _allocate(

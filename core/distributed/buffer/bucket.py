@@ -84,7 +84,7 @@ class Bucket(BucketMemory):
         self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
         self.arrivals = [0] * len(params)
-        self.expected = [1] * len(params)
+        self.expected = [1] * len(params)  # a wrong number costs overlap or a second reduction, never correctness
         self.pending = len(params)
         self.handle: Flight | None = None
         self.events: list[CollectiveEvent] = []  # of this step's reductions
@@ -244,13 +244,6 @@ class Bucket(BucketMemory):
                 self.shard_of(self.grad).copy_(self.owned_grad)
             collectives.all_gather(self.grad, self.groups.shard, self.name).wait()
             self.gathered = True
-
-    def learn(self) -> None:
-        """Expect next time what was seen this time, so that a bucket leaves as soon as its last gradient is there.
-
-        A wrong expectation costs overlap or a second reduction, never correctness.
-        """
-        self.expected = list(self.arrivals)
 
     # -- several reductions in a step -------------------------------------------------------------------------------
 

@@ -111,11 +111,9 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:
     columns = body.sum(dim=0, dtype=torch.int64)
     columns[: tail.numel()] += tail
     rows = torch.cat([body.sum(dim=1, dtype=torch.int64), tail.sum(dtype=torch.int64).reshape(1)])
-    return int(columns.sum()), int((columns * _count(columns)).sum()), int((rows * _count(rows)).sum())
-
-
-def _count(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, like.numel() + 1, device=like.device)
+    numbers = torch.arange(1, max(width, rows.numel()) + 1, device=flat.device)
+    by_column, by_row = columns * numbers[:width], rows * numbers[: rows.numel()]
+    return int(columns.sum()), int(by_column.sum()), int(by_row.sum())
 
 
 def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:

@@ -172,10 +172,13 @@ class GradReducer:
             self._launch_next()
 
     def _learn(self) -> None:
-        """Expect as many gradients in the next step as came in this one, unless none came."""
+        """Expect as many gradients in the next step as came in this one, unless none came.
+
+        So a bucket leaves as soon as its last gradient is there.
+        """
         if any(any(bucket.arrivals) for bucket in self.buckets):
             for bucket in self.buckets:
-                bucket.learn()
+                bucket.expected = list(bucket.arrivals)
 
     # -- microbatch reductions --------------------------------------------------------------------------------------
 
