@@ -266,6 +266,14 @@ def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGrou
     refuse_unequal(finding, groups, at_wrap=False, trained=step > 1)
 
 
+def _checks_replicas(chunk: DistributedDataParallel) -> bool:
+    """True always where the config says so; once for a model that says so, because its contracts were derived."""
+    if chunk.ddp_config.check_replicas:
+        return True
+    modules = chunk.module.modules() if chunk.reducer.steps == 0 else ()
+    return any(getattr(module, "check_replicas_in_first_step", False) for module in modules)
+
+
 def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
     for parts in models:
         _check_weights(parts, groups)
@@ -276,5 +284,5 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
     for chunk in chunks:
         if chunk.large_watch is not None:
             chunk.large_watch.look()
-    if any(chunk.ddp_config.check_replicas for chunk in chunks):
+    if any(_checks_replicas(chunk) for chunk in chunks):
         check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)

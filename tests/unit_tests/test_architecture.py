@@ -29,6 +29,7 @@ FLOORS = {
     "core.interface": 4,
     "core.gradient_accumulation": 4,
     "core.gradient_handler": 4,
+    "core.hugging_face": 4,
     "core.training": 4,
     "core.verify": 4,
     "core.doctor": 5,

@@ -1,0 +1,40 @@
+"""The table of families: each configuration class with a plan, made small, split and compared on ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from core.hugging_face.check import Verdict, check_on_rank
+from core.hugging_face.tiny import families
+from core.verify.rank_pool import RankFailure, RankPool
+
+
+def check_families(
+    names: Iterable[str],
+    tp: int,
+    told: Callable[[Verdict], object] = lambda verdict: None,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[Verdict]:
+    """The verdicts on families (`family/ConfigClass`), one after another on `tp` processes of this machine."""
+    verdicts = []
+    with RankPool(tp) as pool:
+        for name in names:
+            try:
+                verdict: Verdict = pool.run(_on_rank, tp, (name, tp, dict(overrides or {})), limit_s=180.0)
+            except RankFailure as error:
+                last = str(error).strip().splitlines()[-1]
+                verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
+            told(verdict)
+            verdicts.append(verdict)
+    return verdicts
+
+
+def _on_rank(name: str, tp: int, overrides: Mapping[str, Any]) -> Verdict:
+    import warnings
+
+    from core.hugging_face.transformers_plans import transformers_package
+
+    transformers_package().logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    return check_on_rank(name, families()[name], tp, overrides)

@@ -1,0 +1,218 @@
+"""Plan: which parameters of a model are split over tensor parallelism, and what happens at its seams. No processes.
+
+A style is a word of Transformers for what becomes of one module. Here it is a row of a table: how the weight and the
+bias are cut, what is done to the module's input, and what to its output. All else follows from that table and from the
+shapes of the parameters, so a plan can be printed, and refused, before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Before = Literal["", "copy", "scatter", "vocabulary", "divide"]
+After = Literal["", "reduce", "gather", "copy tail"]
+BEFORE = {
+    "": "as it is",
+    "copy": "whole; its gradient is summed over tp",
+    "scatter": "whole; this rank's part of the last dimension is used",
+    "vocabulary": "token ids; those of other ranks' rows give zero",
+    "divide": "divided by tp",
+}
+AFTER = {
+    "": "as it is",
+    "reduce": "summed over tp",
+    "gather": "gathered along the last dimension",
+    "copy tail": "the gradient of its last features is summed over tp",
+}
+
+
+class PlanError(ValueError):
+    """A model cannot be split as asked. The message names family and parameter or module, and says what would fit."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a rule does to a module and its parameters.
+
+    weight, bias: the dimension that is cut, from the end; None where every rank keeps the whole. A vector under
+    `weight` is cut along its only dimension. blocks: parts of that dimension which are cut each for itself (gate, up).
+    partial: True if whole parameters see this rank's part of an activation, so that their gradients are summed over tp.
+    """
+
+    weight: int | None = None
+    bias: int | None = None
+    blocks: int = 1
+    before: Before = ""
+    after: After = ""
+    partial: bool = False
+
+    @property
+    def has_seam(self) -> bool:
+        """True if something happens to the module's input or output."""
+        return bool(self.before or self.after)
+
+
+COLUMN = Style(weight=-2, bias=-1, before="copy")
+ROW = Style(weight=-1, after="reduce")
+# The styles of Transformers 5.23; `moe_tp_experts` is a row without parameters: those have rules of their own.
+STYLES: dict[str, Style] = {
+    "colwise": COLUMN,
+    "colwise_gather_output": Style(weight=-2, bias=-1, before="copy", after="gather"),
+    "colwise_rep": Style(weight=-2, bias=-1, before="copy", after="gather"),
+    "packed_colwise": Style(weight=-2, bias=-1, blocks=2, before="copy"),
+    "rowwise": ROW,
+    "rowwise_split_input": Style(weight=-1, before="scatter", after="reduce"),
+    "rowwise_rep": Style(weight=-1, before="scatter", after="reduce"),
+    "packed_rowwise": Style(weight=-1, blocks=2, after="reduce"),
+    "embedding_rowwise": Style(weight=-2, before="vocabulary", after="reduce"),
+    "embedding_colwise": Style(weight=-1, after="gather"),
+    "moe_tp_experts": Style(before="copy", after="reduce"),
+    "moe_identity_expert": Style(before="divide"),
+    "mla_kv_a_proj": Style(after="copy tail"),
+    "replicated_with_grad_allreduce": Style(partial=True),
+    "all_reduce": Style(before="copy", after="reduce"),  # a sum of what each rank makes of a whole input
+    "local_params": Style(),
+    "replicate": Style(),
+}
+PADDED = {"embedding_rowwise"}  # a vocabulary is padded with zero rows; so is an output layer over it
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter that is cut: along `dim`, of `length` in the whole model, in `blocks` parts each cut for itself.
+
+    padded: True if a length that does not divide is padded with zeros at its end (a vocabulary).
+    heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    dim: int
+    blocks: int = 1
+    padded: bool = False
+    heads: int = 0
+
+    @property
+    def length(self) -> int:
+        """Of the dimension, in the whole model."""
+        return self.shape[self.dim]
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """What a rank of `tp` holds."""
+        local = list(self.shape)
+        local[self.dim] = -(-self.length // tp)
+        return tuple(local)
+
+    def misfit(self, tp: int) -> str | None:
+        """Why it cannot be cut into `tp` equal parts, in words."""
+        if self.heads and self.heads % tp:
+            return f"{self.parameter!r} {list(self.shape)} holds {self.heads} heads"
+        if not self.padded and self.length % (self.blocks * tp):
+            parts = f" in {self.blocks} parts" if self.blocks > 1 else ""
+            return f"{self.parameter!r} {list(self.shape)} is cut along its dimension of {self.length}{parts}"
+        return None
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What happens to the input and the output of one module. tail: the number of last features of `copy tail`."""
+
+    module: str
+    style: str
+    before: Before = ""
+    after: After = ""
+    tail: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model of a family is split over tensor parallelism.
+
+    splits and seams are keyed by the name of the parameter or module. partial: whole parameters whose gradients are
+    parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut.
+    """
+
+    family: str
+    splits: Mapping[str, Split]
+    seams: Mapping[str, Seam]
+    partial: frozenset[str] = frozenset()
+    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def check_size(self, tp: int) -> None:
+        """Raise PlanError, with the sizes that fit, if the model cannot be cut into `tp` equal parts."""
+        misfits = [found for found in (split.misfit(tp) for split in self.splits.values()) if found]
+        if misfits:
+            more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+            raise PlanError(
+                f"{self.family} over {tp} tensor-parallel ranks: {misfits[0]}{more}, which is not divisible by {tp}. "
+                f"Sizes that fit this model: {', '.join(map(str, self.sizes()))}"
+            )
+
+    def sizes(self) -> list[int]:
+        """Every tensor-parallel size that all splits can be cut into."""
+        lengths = [split.length // split.blocks for split in self.splits.values() if not split.padded]
+        largest = math.gcd(*lengths, *(split.heads for split in self.splits.values() if split.heads)) or 1
+        return [size for size in range(1, largest + 1) if all(s.misfit(size) is None for s in self.splits.values())]
+
+    def table(self, tp: int) -> str:
+        """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
+        lines = [f"{self.family} over tp {tp}"]
+        rows = [
+            f"{_any_layer(split.parameter)}: {list(split.shape)} cut along {split.dim}"
+            + (f" in {split.blocks} blocks" if split.blocks > 1 else "")
+            + f", a rank holds {list(split.local_shape(tp))}"
+            for split in self.splits.values()
+        ]
+        rows += [f"{_any_layer(name)}: whole; its gradient is summed over tp" for name in sorted(self.partial)]
+        lines += _counted("parameters", rows)
+        lines += _counted(
+            "seams",
+            [
+                f"{_any_layer(seam.module)} ({seam.style}): input {BEFORE[seam.before]}; output {AFTER[seam.after]}"
+                for seam in self.seams.values()
+            ],
+        )
+        cut = sum(math.prod(split.shape) for split in self.splits.values())
+        rest = sum(math.prod(shape) for shape in self.whole.values())
+        held = rest + sum(math.prod(split.local_shape(tp)) for split in self.splits.values())
+        lines.append(f"{cut + rest:,} parameters in the model; a rank of {tp} holds {held:,}, {rest:,} of them whole")
+        return "\n".join(lines)
+
+
+def _any_layer(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _counted(heading: str, rows: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
+    return [f"{heading}:", *(f"  {n:>3} x {row}" for row, n in counts.items())]
+
+
+def style_of(family: str, name: str, style: str) -> Style:
+    """The table's row. PlanError for a style that it does not have."""
+    if style not in STYLES:
+        raise PlanError(
+            f"{family}: the rule for {name!r} has style {style!r}, which is unknown here (known: {', '.join(STYLES)}). "
+            "What becomes of that module cannot be told, so nothing of the model is split"
+        )
+    return STYLES[style]
+
+
+def cut_of(style: Style, parameter: str, shape: tuple[int, ...], *, named: bool) -> tuple[int, int] | None:
+    """(dimension, blocks) along which a style cuts a parameter; None where it stays whole.
+
+    named: True if the rule names this parameter; else it names the module, whose bias has a cut of its own: it follows
+    the outputs, or is whole and added after the sum.
+    """
+    if style.weight is None:
+        return None
+    if len(shape) == 1:
+        return None if style.bias is None else (0, style.blocks)
+    if not named and parameter.rpartition(".")[2].endswith("bias"):
+        return None if style.bias is None else (len(shape) + style.bias, style.blocks)
+    return len(shape) + style.weight, style.blocks

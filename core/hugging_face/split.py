@@ -1,0 +1,235 @@
+"""split_model: cut a transformers model over tensor parallelism in place, by its plan. No DTensor, no tracing.
+
+Parameters become this rank's slices and carry the tags that the gradient contract reads; modules at seams get a
+SeamForward. One forward on a small example then shows what each whole parameter meets, which decides its contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.distributed.contract.gradient_contract import declare_gradient
+from core.hugging_face.dataflow import Dataflow, run_watched
+from core.hugging_face.parallel_loss import use_parallel_loss
+from core.hugging_face.plan import Plan, PlanError, Split
+from core.hugging_face.seams import SeamForward
+from core.hugging_face.transformers_plans import read_plan
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import tensor_parallel_slice
+from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+
+AGAIN = "The model has been cut; make it anew"
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
+REPORT = "split_report"  # the attribute of a split model that says how it was split
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """How a model was split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
+
+    unseen: parameters that learn and that the example did not reach; they are taken to be whole with whole gradients.
+    """
+
+    plan: Plan
+    tp: int
+    rank: int
+    partial: frozenset[str]
+    unseen: frozenset[str]
+
+    def __str__(self) -> str:
+        lines = [self.plan.table(self.tp)]
+        if self.partial:
+            lines.append("gradients summed over tp: " + ", ".join(sorted(self.partial)))
+        if self.unseen:
+            lines.append("not reached by the example: " + ", ".join(sorted(self.unseen)))
+        return "\n".join(lines)
+
+
+def split_model(
+    model: Any,
+    plan: Plan | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    parallel_output: bool = False,
+    pg_collection: ProcessGroups | None = None,
+) -> SplitReport:
+    """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
+
+    model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
+    default. example: keyword arguments of one small forward, equal on all ranks; by default 8 token ids. It is run
+    before and after the cut, without backward, and the outputs must be equal. parallel_output: keep the logits split
+    and compute the loss from the parts.
+
+    Collective over the tensor-parallel group. Raises PlanError on all of its ranks where sizes do not fit or the plan
+    cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
+    """
+    group = resolve_groups(pg_collection).tp
+    tp, rank = group_size(group), group_rank(group)
+    plan = prepare(model, plan, tp)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split instead")
+    arguments = dict(example_of(model) if example is None else example)
+    before = _first_output(model, arguments) if tp > 1 else None
+    cut_parameters(model, plan, tp, rank)
+    report = finish_split(model, plan, arguments, parallel_output=parallel_output, pg_collection=pg_collection)
+    if before is not None and not parallel_output:
+        _refuse_other_output(plan, before, _first_output(model, arguments))
+    return report
+
+
+def prepare(model: Any, plan: Plan | None, tp: int) -> Plan:
+    """The plan, with everything refused that can be refused before a parameter is touched."""
+    if getattr(model, REPORT, None) is not None:
+        raise PlanError(f"this {type(model).__name__} was split already; split each model once")
+    if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
+        raise PlanError(
+            f"split_model takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
+        )
+    plan = read_plan(model) if plan is None else plan
+    plan.check_size(tp)
+    return plan
+
+
+def cut_parameters(model: nn.Module, plan: Plan, tp: int, rank: int) -> None:
+    """Replace each parameter of the plan by this rank's slice, under all of its names."""
+    if tp == 1:
+        return
+    cut: dict[int, tuple[nn.Parameter, Split]] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        split = plan.splits.get(name)
+        if split is None:
+            continue
+        if id(parameter) not in cut:
+            piece = tensor_parallel_slice(parameter.detach(), split.dim, tp, rank, split.blocks)
+            # A slice along the first dimension is a view, which would keep the whole parameter in memory.
+            piece = piece.clone(memory_format=torch.contiguous_format) if not piece.is_meta else piece
+            cut[id(parameter)] = nn.Parameter(piece, requires_grad=parameter.requires_grad), split
+        replacement, first = cut[id(parameter)]
+        if (first.dim, first.blocks) != (split.dim, split.blocks):
+            raise PlanError(f"{plan.family}: {first.parameter!r} and {name!r} are tied and are cut differently")
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, replacement)
+
+
+def finish_split(
+    model: Any,
+    plan: Plan,
+    arguments: dict[str, Any],
+    *,
+    parallel_output: bool,
+    pg_collection: ProcessGroups | None,
+) -> SplitReport:
+    """Tags, seams, and the forward that decides the contracts of whole parameters."""
+    group = resolve_groups(pg_collection).tp
+    tp, rank = group_size(group), group_rank(group)
+    partial: set[str] = set()
+    unseen: set[str] = set()
+    if tp > 1:
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            if name in plan.splits:
+                split = plan.splits[name]
+                set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
+        if parallel_output:
+            plan = use_parallel_loss(model, plan, group)
+        modules = dict(model.named_modules())
+        for seam in plan.seams.values():
+            module = modules[seam.module]
+            module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
+        flow = _watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
+        for name, parameter in parameters.items():
+            if name in plan.splits or not parameter.requires_grad:
+                continue
+            seen = name in flow.partial or name in flow.complete
+            if name in flow.partial or (not seen and name in plan.partial):
+                declare_gradient(parameter, partial_over=("tp",))
+                partial.add(name)
+            elif seen:
+                declare_gradient(parameter)
+            if not seen:
+                unseen.add(name)
+    report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
+    setattr(model, REPORT, report)
+    model.check_replicas_in_first_step = tp > 1  # finalize_model_grads compares what must be equal, once
+    return report
+
+
+def _length(plan: Plan, module: str) -> int:
+    """Of what a seam gathers or looks up, in the whole model; 0 where it does neither."""
+    split = plan.splits.get(f"{module}.weight")
+    return 0 if split is None else split.length
+
+
+def _first_output(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """The first tensor that a forward gives, in evaluation mode and without gradients."""
+    training = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            output = model.eval()(**arguments)
+    finally:
+        model.train(training)
+    values = output.values() if hasattr(output, "values") else output
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _refuse_other_output(plan: Plan, before: Tensor, after: Tensor) -> None:
+    """The split model computes what the whole one did, up to rounding, or its plan is wrong."""
+    off = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
+    if not off <= ROUNDING.get(before.dtype, 0.1):
+        raise PlanError(
+            f"{plan.family}: split over tp, its output for the example is {off:.2g} away from that of the whole model "
+            "(relative to its norm), so its plan is wrong. " + AGAIN
+        )
+
+
+def _watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
+    try:
+        flow = run_watched(model, split, arguments)
+    except PlanError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        text = str(error).strip().splitlines() or [""]
+        raise PlanError(
+            f"{plan.family}: its forward fails once it is split: {type(error).__name__}: {text[0]} (in module "
+            f"{where_it_failed(error)!r}). A module there needs its whole width, which its plan does not give it. "
+            + AGAIN
+        ) from error
+    both = sorted(flow.partial & flow.complete)
+    if flow.faults:
+        more = f" (and {len(flow.faults) - 1} more places)" if len(flow.faults) > 1 else ""
+        raise PlanError(f"{plan.family}: {flow.faults[0]}{more}. {AGAIN}")
+    if both:
+        raise PlanError(
+            f"{plan.family}: parameter {both[0]!r} is used beside split tensors and beside whole ones, so its gradient "
+            f"is neither whole nor a part of a sum over tp. {AGAIN}"
+        )
+    return flow
+
+
+def where_it_failed(error: BaseException) -> str:
+    """The innermost module class whose forward the error came from."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            place = type(owner).__name__
+        trace = trace.tb_next
+    return place
+
+
+def example_of(model: Any) -> dict[str, Any]:
+    """A forward's arguments for a model of token ids: one sequence of 8."""
+    if model.main_input_name != "input_ids":
+        raise PlanError(
+            f"{type(model).__name__} takes {model.main_input_name!r}; pass example= with the arguments of a small "
+            "forward, equal on all ranks"
+        )
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", 8)
+    ids = torch.arange(8, device=model.device).unsqueeze(0) % vocabulary
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})}

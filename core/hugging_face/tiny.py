@@ -1,0 +1,271 @@
+"""Tiny random copies of families, made offline: what `check` splits and compares.
+
+A configuration class is made small by a table of names that Transformers' configurations share. Everything that is no
+size (norms of queries, sinks, kinds of layers) stays as the family has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.hugging_face.transformers_plans import transformers_package
+
+LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
+BATCH, TOKENS = 2, 12
+# Value -> names in configurations that get it. A name that a class does not have is left out.
+SMALL: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size vision_vocab_size"),
+        (HIDDEN, "hidden_size n_embd d_model embed_dim out_hidden_size mlp_hidden_size prediction_head_size"),
+        (HIDDEN, "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size moe_hidden_size"),
+        (HIDDEN, "shared_experts_intermediate_size moe_shared_expert_intermediate_size share_expert_dim"),
+        (HIDDEN, "expert_ffn_hidden_size shared_intermediate_size projector_hidden_size projector_input_dim"),
+        (HIDDEN, "projector_output_dim"),
+        (2 * HIDDEN, "intermediate_size ffn_dim d_ff dense_intermediate_size intermediate_size_mlp ffn_hidden_size"),
+        (LAYERS, "num_hidden_layers n_layer num_layers depth"),
+        (HEADS, "num_attention_heads n_head num_heads swa_num_attention_heads num_sliding_attention_heads"),
+        (KEY_VALUE_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads"),
+        (HEAD, "head_dim kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim global_head_dim"),
+        (HEAD, "swa_v_head_dim rotary_dim index_head_dim indexer_head_dim"),
+        (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+        (2, "num_experts_per_tok moe_k num_experts_per_token moe_topk top_k_experts num_shared_experts"),
+        (1, "n_group topk_group num_expert_group"),
+        (16, "q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank hc_lowrank embedding_rank laurel_rank"),
+        (16, "hidden_size_per_layer_input ple_embed_dim"),
+        (64, "max_position_embeddings"),
+        (1, "first_k_dense_replace num_dense_layers"),
+        (4, "index_n_heads indexer_num_heads linear_num_key_heads"),
+        (HEADS, "linear_num_value_heads mamba_num_heads mamba_n_heads"),
+        (HEAD, "linear_key_head_dim linear_value_head_dim ssm_state_size mamba_d_state mamba_d_head mamba_head_dim"),
+        (4, "chunk_size mamba_chunk_size n_groups o_groups index_topk"),
+        (0, "num_kv_shared_layers pad_token_id zero_expert_num"),
+        (1, "bos_token_id eos_token_id"),
+    )
+    for name in names.split()
+}
+
+
+# Sizes that a family may leave open, to be worked out from others; a small copy needs them.
+NEEDED = {
+    *("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "n_routed_experts"),
+    *("moe_intermediate_size", "top_k_experts", "n_group", "topk_group"),
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def families() -> dict[str, type]:
+    """Each configuration class of transformers with a tensor-parallel plan, by `family/ClassName`."""
+    transformers_package()
+    import transformers.models as models
+
+    found: dict[str, type] = {}
+    folder = os.path.dirname(str(models.__file__))
+    for family in sorted(os.listdir(folder)):
+        path = Path(folder, family, f"configuration_{family}.py")
+        if not path.exists() or "base_model_tp_plan" not in path.read_text(encoding="utf-8"):
+            continue
+        module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            is_old_name = any(base.__module__ == module.__name__ for base in kind.__bases__)  # a deprecated subclass
+            if kind.__module__ == module.__name__ and getattr(kind, "base_model_tp_plan", None) and not is_old_name:
+                found[f"{family}/{kind.__name__}"] = kind
+    return found
+
+
+def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
+    """A small configuration of a class, or of what holds it where it is no model alone.
+
+    overrides: values that replace the table's. Configurations inside are small.
+    """
+    outer = kind if _class_or_none(kind) is not None else container_of(kind)
+    return _shrunk(outer, overrides)
+
+
+def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
+    default: Any = kind()
+    values = {
+        name: value
+        for name, value in SMALL.items()
+        if hasattr(kind, name) and (name in NEEDED or _value(default, name) is not None)
+    }
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:
+        values["num_key_value_heads"] = HEADS  # each head has its own keys, made from the compressed ones
+    for name in dir(default):
+        if ("dropout" in name or "jitter" in name) and isinstance(_value(default, name), float):
+            values[name] = 0.0  # two runs would draw different numbers
+    if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()):
+        rope = {**ROPE, **(_value(default, "rope_parameters") or {})}
+        pairs = int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+        section = [pairs // 3, pairs // 3, pairs - 2 * (pairs // 3)]
+        values["rope_parameters"] = {**rope, "mrope_section": section}
+    for name, inner in (getattr(kind, "sub_configs", None) or {}).items():
+        part = getattr(default, name, None)
+        if part is not None:
+            values[name] = _shrunk(type(part) if inner.__name__ == "AutoConfig" else inner)
+    values.update(SPECIAL.get(kind.__name__, {}))
+    values.update(overrides or {})
+    config: Any = kind(**values)
+    config._experts_implementation = "eager"  # the grouped product of experts wants 16 or 32 bits
+    return config
+
+
+def _value(config: Any, name: str) -> Any:
+    """An attribute; False where it differs between layers, which some configurations refuse to read."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return False
+
+
+def container_of(kind: type) -> type:
+    """The configuration class that a model is made of: this one, or one of its module that holds it as a part."""
+    module = importlib.import_module(kind.__module__)
+    for _, other in inspect.getmembers(module, inspect.isclass):
+        parts = getattr(other, "sub_configs", None) or {}
+        if other.__module__ == module.__name__ and kind in parts.values():
+            return container_of(other)
+    return kind
+
+
+def model_class(kind: type) -> type:
+    """The class of models for a configuration class: one with a head for text where there is one."""
+    found = _class_or_none(kind)
+    if found is None:
+        raise LookupError(f"transformers ships no class of models for the configuration {kind.__name__}")
+    return found
+
+
+def _class_or_none(kind: type) -> type | None:
+    transformers = transformers_package()
+    found = _mapped(transformers.MODEL_FOR_CAUSAL_LM_MAPPING, kind)
+    if found is not None:
+        return found
+    family = kind.__module__.split(".")[2]
+    try:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ModuleNotFoundError:  # a family whose models are not shipped
+        return None
+    fitting = [
+        found
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if getattr(found, "config_class", None) is kind and found.__module__ == module.__name__
+    ]
+    for ending in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"):
+        for found in fitting:
+            if found.__name__.endswith(ending) and not found.__name__.endswith("PreTrainedModel"):
+                return found
+    return _mapped(transformers.MODEL_MAPPING, kind)
+
+
+def _mapped(mapping: Any, kind: type) -> type | None:
+    try:
+        found = mapping[kind]
+    except (KeyError, ValueError):
+        return None
+    return found if isinstance(found, type) and getattr(found, "config_class", None) is kind else None
+
+
+def tiny_model(config: Any) -> Any:
+    """A model with random weights, biases and norms in fp64, the same in every process. Nothing is at its init."""
+    torch.manual_seed(1234)
+    model: Any = model_class(type(config))(config)
+    model = model.double().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Some families leave memory uninitialized, so every value is drawn here.
+            centre = 1.0 if "norm" in name and parameter.dim() == 1 else 0.0
+            parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, dtype=torch.float64))
+    return model
+
+
+def tiny_inputs(model: Any) -> dict[str, Any]:
+    """Arguments of a forward: random token ids, or what `INPUTS` has for the class of the configuration."""
+    generator = torch.Generator().manual_seed(7)
+    config = model.config
+    special = INPUTS.get(type(config).__name__)
+    if special is not None:
+        return special(generator)
+    if model.main_input_name != "input_ids":
+        raise LookupError(f"{type(model).__name__} takes {model.main_input_name!r}, and a small one is not made here")
+    vocabulary = getattr(config.get_text_config(), "vocab_size", VOCABULARY)
+    ids = torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
+    return {
+        "input_ids": ids,
+        **({"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {"use_cache": False}),
+    }
+
+
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _ids(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (BATCH, TOKENS), generator=generator)
+
+
+# Families whose forward takes more than token ids; patches are those of one image of 4 by 4.
+GRID = torch.tensor([[1, 4, 4]])
+INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
+    "Dots3NoteVisionConfig": lambda g: {"pixel_values": _random(g, 16, 3 * 14 * 14), "grid_thw": GRID},
+    "Ernie4_5_VLMoeVisionConfig": lambda g: {"hidden_states": _random(g, 16, 3 * 14 * 14), "grid_thw": GRID},
+    "Gemma4VisionConfig": lambda g: {
+        "pixel_values": _random(g, 1, 9, 3 * 16 * 16),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(3), torch.arange(3)).unsqueeze(0),
+    },
+    "Llama4VisionConfig": lambda g: {"pixel_values": _random(g, BATCH, 3, 28, 28)},
+    "MuseGlimmerVisionConfig": lambda g: {"pixel_values": _random(g, 16, 2 * 3 * 14 * 14), "grid_thw": GRID},
+    "MuseGlimmerAssistantConfig": lambda g: {
+        "noise_embeds": _random(g, BATCH, 4, HIDDEN),
+        "context_hidden_states": _random(g, BATCH, TOKENS, 5 * HIDDEN),
+    },
+    "Qwen3OmniMoeTalkerCodePredictorConfig": lambda g: {"input_ids": _ids(g), "generation_steps": 1},
+    "Qwen3OmniMoeTalkerTextConfig": lambda g: {"inputs_embeds": _random(g, BATCH, TOKENS, HIDDEN)},
+    "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
+}
+# What the table cannot say for a class: sizes that hang together, and lists of kinds of layers.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "Dots1Config": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "Dots3NoteVisionConfig": {
+        "pyramid_num_routed": [-1, 4, 4, 4],
+        **{"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "patch_size": 14},
+    },
+    "EmbeddingGemma2TextConfig": {"global_head_dim": HEAD, "num_global_key_value_heads": KEY_VALUE_HEADS},
+    "Llama4VisionConfig": {"image_size": 28, "vision_output_dim": HIDDEN, "intermediate_size": 4 * HIDDEN},
+    "MuseGlimmerAssistantConfig": {"block_size": 4},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
+    "Ernie4_5_VL_MoeTextConfig": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
+    "EsmcConfig": {"num_key_value_heads": HEADS},
+    "Glm5NextTextConfig": {
+        **{"index_kpool": 2, "index_topk": 4, "qk_rope_head_dim": 0, "num_key_value_heads": HEADS},
+    },
+    "PaddleOCRTextConfig": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "KimiLinearConfig": {"linear_head_dim": HEAD, "linear_num_heads": HEADS, "num_hidden_layers": 5},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
+    "NeoMMEConfig": {"head_dim": 16},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": HIDDEN},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "ngram_vocab_size_base": 64,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+    },
+    "Step3p7TextConfig": {"sliding_window": 4},
+}
