@@ -113,7 +113,7 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     values.update(SPECIAL.get(kind.__name__, {}))
     values.update(overrides or {})
     config: Any = kind(**values)
-    config._experts_implementation = "eager"  # the grouped product of experts wants 16 or 32 bits
+    config.update({"_experts_implementation": "eager"})  # the grouped product of experts wants 16 or 32 bits
     return config
 
 
