@@ -27,7 +27,8 @@ from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest, Segmen
 class CheckedReader(StorageReader):
     """Reads one committed directory."""
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, rank: int, *, trust_foreign_files: bool = False) -> None:
+        self.trust_foreign_files = trust_foreign_files
         self.path = path
         self.manifest = manifest
         self.rank = rank  # that reads, for messages
@@ -43,6 +44,11 @@ class CheckedReader(StorageReader):
         """The index of tensors, from the manifest; from torch's own index where an earlier version has saved."""
         if self.manifest.tells_boxes:
             return index_of(self.manifest)
+        if not self.trust_foreign_files:
+            raise CheckpointError(
+                f"{self.path} was saved by an earlier version, whose index of tensors is a pickle. If you trust those "
+                "who made it, load it with trust_foreign_files=True (--checkpoint.trust-foreign-files) and save it anew"
+            )
         data = read_whole(self.path, METADATA_NAME, self.manifest)
         if isinstance(data, Damage):
             raise CheckpointDamaged(f"rank {self.rank}: {self.path}: {data}")

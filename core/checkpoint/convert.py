@@ -3,6 +3,7 @@
 convert runs/checkpoints weights.pt                     the newest step as a plain state_dict
 convert runs/checkpoints hf --to safetensors            safetensors with an index, 5 GB a file
 convert weights.pt runs/start                           a checkpoint that every layout loads (step 0)
+convert saved_by_dcp runs/start --trust-foreign-files   a directory of torch.distributed.checkpoint, whose index is code
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from core.checkpoint.directory import find_intact
 from core.checkpoint.errors import CheckpointError
+from core.checkpoint.manifest import METADATA_NAME
 from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece
 from core.checkpoint.plain_files import (
     PLAIN_SUFFIXES,
@@ -40,19 +43,14 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class CheckpointTensors:
-    """A checkpoint's tensors, each put together from its chunks when it is asked for.
+class IndexedTensors:
+    """Tensors that an index of torch.distributed.checkpoint tells, each put together from its chunks when asked for."""
 
-    masters: give the master weights, where there are any, for the parameters.
-    """
-
-    def __init__(self, root: Path, step: int | None = None, *, masters: bool = False) -> None:
-        self.directory = find_intact(root, step)
-        self.reader: StorageReader = self.directory.reader()
-        self.metadata: Metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+    def __init__(self, reader: StorageReader) -> None:
+        self.reader = reader
+        self.metadata: Metadata = reader.read_metadata()
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.records = tensor_records(self.metadata)
-        self.masters = masters
 
     def keys(self) -> Iterable[str]:
         """The names."""
@@ -73,9 +71,43 @@ class CheckpointTensors:
         return whole
 
     def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
+        """A tensor's name in the index, and its record."""
+        return key, self.records[key]
+
+
+class CheckpointTensors(IndexedTensors):
+    """A checkpoint's tensors. masters: give the master weights, where there are any, for the parameters."""
+
+    def __init__(
+        self, root: Path, step: int | None = None, *, masters: bool = False, trust_foreign_files: bool = False
+    ) -> None:
+        self.directory = find_intact(root, step)
+        super().__init__(self.directory.reader(trust_foreign_files=trust_foreign_files))
+        self.masters = masters
+
+    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
         master = key.replace(f"{MODEL}.", f"{OPTIMIZER}.master.", 1) if key.startswith(f"{MODEL}.") else key
         stored = master if self.masters and master in self.records else key
         return stored, self.records[stored]
+
+
+class ForeignTensors(IndexedTensors):
+    """The weights of a directory that torch.distributed.checkpoint has written. Reading its index runs code from it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            super().__init__(FileSystemReader(path))
+        except Exception as error:  # what a broken pickle raises is without end
+            raise CheckpointError(f"{path} has no index of torch.distributed.checkpoint: {error}") from None
+        inside = [key for key in self.records if key.startswith(f"{MODEL}.")]
+        self.names = {key if inside else f"{MODEL}.{key}": key for key in inside or self.records}
+
+    def keys(self) -> Iterable[str]:
+        """The names; a state_dict that is no part of a larger one counts as the model's."""
+        return self.names
+
+    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
+        return self.names[key], self.records[self.names[key]]
 
 
 class Cast:
@@ -128,18 +160,28 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: Path) -> str | None:
-    """'checkpoint', 'state_dict' or 'safetensors', by what lies at a path or by its name; None if nothing tells."""
+    """'checkpoint', 'state_dict', 'safetensors' or 'foreign' (of torch.distributed.checkpoint); None if nothing tells.
+
+    What lies at the path decides, or its name.
+    """
     if path.suffix in PLAIN_SUFFIXES:
         return "state_dict"
     if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
         return "safetensors"
     if path.is_dir() and (list_committed(path) or (path / "commit.json").exists()):
         return "checkpoint"
+    if (path / METADATA_NAME).exists():
+        return "foreign"
     return None
 
 
-def open_source(path: Path, step: int | None = None, *, masters: bool = False) -> WholeTensors:
-    """The tensors at a path. CheckpointError where nothing that can be read lies there."""
+def open_source(
+    path: Path, step: int | None = None, *, masters: bool = False, trust_foreign_files: bool = False
+) -> WholeTensors:
+    """The tensors at a path. CheckpointError where nothing that can be read lies there.
+
+    trust_foreign_files: also read files that can run code while they are read.
+    """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     kind = kind_of(path)
@@ -151,7 +193,14 @@ def open_source(path: Path, step: int | None = None, *, masters: bool = False) -
     if kind != "checkpoint" and (masters or step is not None):
         raise CheckpointError(f"{path} is a {kind} file; --step and --masters are for checkpoints")
     if kind == "state_dict":
-        return StateDictFile(path)
+        return StateDictFile(path, trust=trust_foreign_files)
+    if kind == "foreign":
+        if not trust_foreign_files:
+            raise CheckpointError(
+                f"{path} is a directory of torch.distributed.checkpoint, whose index is a pickle and can run code; if "
+                "you trust those who made it, add --trust-foreign-files"
+            )
+        return ForeignTensors(path)
     if kind == "safetensors":
         return SafetensorsFiles(path)
     if (path / "commit.json").exists():  # one step's directory
@@ -161,8 +210,8 @@ def open_source(path: Path, step: int | None = None, *, masters: bool = False) -
         newest = [found for found in list_committed(path.parent) if found.step == int(number.group(1))]
         if newest and newest[-1].path.name != path.name:
             raise CheckpointError(f"{path} was replaced by {newest[-1].path.name}, a later commit of the same step")
-        return CheckpointTensors(path.parent, int(number.group(1)), masters=masters)
-    return CheckpointTensors(path, step, masters=masters)
+        path, step = path.parent, int(number.group(1))
+    return CheckpointTensors(path, step, masters=masters, trust_foreign_files=trust_foreign_files)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masters", action="store_true", help="fp32 master weights in place of 16-bit parameters")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="cast weights")
     parser.add_argument("--optimizer", action="store_true", help="state_dict: also the optimizer's state, by name")
+    parser.add_argument("--trust-foreign-files", action="store_true", help="read files that can run code: pickles")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default 5GB)")
 
 
@@ -206,7 +256,9 @@ def convert(options: argparse.Namespace) -> str:
     if occupied and kind != "checkpoint":
         raise ValueError(f"{target} exists; move it away, or choose another target")
     limit = parse_size(options.max_shard_size)
-    source = open_source(source_path, options.step, masters=options.masters)
+    source = open_source(
+        source_path, options.step, masters=options.masters, trust_foreign_files=options.trust_foreign_files
+    )
     tied = source.directory.meta.get("tied", {}) if isinstance(source, CheckpointTensors) else {}
     count = sum(key.startswith(f"{MODEL}.") for key in source.keys())  # noqa: SIM118
     if not count:

@@ -51,11 +51,14 @@ class CheckpointDirectory:
         """Whole shapes and dtypes by name."""
         return self.manifest.tensors
 
-    def reader(self) -> StorageReader:
-        """What `dcp.load` reads from; it checks each item once more."""
+    def reader(self, *, trust_foreign_files: bool = False) -> StorageReader:
+        """What `dcp.load` reads from; it checks each item once more.
+
+        trust_foreign_files: read the pickled index of a checkpoint of an earlier version, whose manifest has none.
+        """
         from core.checkpoint.checked_reader import CheckedReader
 
-        return CheckedReader(self.path, self.manifest, self.rank)
+        return CheckedReader(self.path, self.manifest, self.rank, trust_foreign_files=trust_foreign_files)
 
 
 def list_steps(root: Root) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -66,3 +67,9 @@ def amount(count: int) -> str:
             break
         value /= 1024
     return f"{count} bytes" if unit == "bytes" else f"{count} bytes ({value:.1f} {unit})"
+
+
+def code_in(error: Exception) -> str:
+    """What torch's safe unpickler has refused, in one line: the name of a function or class, or its first words."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return str(error).strip().partition("\n")[0] if found is None else found[1]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from core.checkpoint.errors import CheckpointError
+from core.checkpoint.errors import CheckpointError, code_in
 from core.checkpoint.pieces import MODEL, OPTIMIZER
 from core.checkpoint.tensor_files import (
     check,
@@ -49,14 +49,22 @@ class WholeTensors(Protocol):
 
 
 class StateDictFile:
-    """A file of torch.save: a state_dict, or {'model': one, 'optimizer': {name: {key: tensor}}}."""
+    """A file of torch.save: a state_dict, or {'model': one, 'optimizer': {name: {key: tensor}}}.
 
-    def __init__(self, path: Path) -> None:
+    trust: also read a file that holds other things than tensors, which can run code while it is read.
+    """
+
+    def __init__(self, path: Path, *, trust: bool = False) -> None:
         try:
             check(path)
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{path} is no file of torch.save with tensors only: {error}") from None
+            found = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} is no file of torch.save with tensors only ({code_in(error)}); if you trust those who made "
+                "it, add --trust-foreign-files, and code from it is run"
+            ) from None
+        except (RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{path} is no file of torch.save: {error}") from None
         self.tensors = dict(_flattened(path, found))
 
     def keys(self) -> Iterable[str]:

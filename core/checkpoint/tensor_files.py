@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import json
 import os
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from core.checkpoint.bounded_read import crc32_of, file_name, inflates, open_regular, parse_json, read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
-from core.checkpoint.errors import CheckpointDamaged, CheckpointError
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 
 Item = TypeVar("Item")
 SAFE_SUFFIX = ".safetensors"
@@ -65,6 +66,12 @@ def load(path: Path) -> Any:
             if load_file is not None:
                 return load_file(str(path))
             return torch.load(stream, map_location="cpu", weights_only=True)  # given a name, torch goes by its suffix
+        except pickle.UnpicklingError as error:
+            raise CheckpointDamaged(
+                f"{path} holds other things than tensors ({code_in(error)}), and reading them can run code; if you "
+                "trust those who made it, make a plain file of it: python -m core.checkpoint convert "
+                "--trust-foreign-files"
+            ) from None
         except Exception as error:  # each version of torch and of safetensors has classes of its own
             raise CheckpointDamaged(f"{path} is no file of tensors: {error or type(error).__name__}") from error
 

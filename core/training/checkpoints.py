@@ -62,7 +62,13 @@ class JobCheckpoints:
             with warnings.catch_warnings():  # what was damaged is in the report, and so in the sentence below
                 warnings.filterwarnings("ignore", message="Checkpoint of step .* is damaged", category=RuntimeWarning)
                 report = load_checkpoint(
-                    self.root, trainer.chunks, trainer.optimizer, trainer.scheduler, step=options.step, group=self.group
+                    self.root,
+                    trainer.chunks,
+                    trainer.optimizer,
+                    trainer.scheduler,
+                    step=options.step,
+                    trust_foreign_files=options.trust_foreign_files,
+                    group=self.group,
                 )
         except CheckpointNotFound:
             if options.step is not None:

@@ -180,6 +180,7 @@ class CheckpointOptions:
     asynchronous: bool = False  # write while training goes on
     resume: bool = False  # go on from the newest intact checkpoint in dir; where there is none, begin
     step: int | None = None  # go on from this one, and no other
+    trust_foreign_files: bool = False  # read an index that is a pickle, as earlier versions saved it
     schedule: Literal["same", "saved", "given"] = (
         "same"  # of the learning rate; 'same' refuses one that is not the saved
     )

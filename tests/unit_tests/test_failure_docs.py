@@ -23,8 +23,8 @@ def texts_of_core() -> str:
 
 
 def messages() -> list[str]:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return [row.split("`")[1] for row in rows]
+    cells = [line.split(" | ")[0] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return [message for cell in cells for message in re.findall("`([^`]*)`", cell)]
 
 
 def test_every_message_on_the_page_is_one_of_the_code() -> None:

@@ -56,12 +56,13 @@ def save_alone(root: Path, *steps: int, world: int = 1) -> None:
             saver.save(step, fill_with(state), meta={"layout": {"dp": world}})
 
 
-def loaded(directory: CheckpointDirectory, rank: int) -> State:
+def loaded(directory: CheckpointDirectory, rank: int, *, trust_foreign_files: bool = False) -> State:
     """What a rank of the same job reads from a checkpoint."""
+    reader = directory.reader(trust_foreign_files=trust_foreign_files)
     state = {name: torch.full_like(tensor, 7) for name, tensor in state_of(0, rank).items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=directory.reader(), no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     return state
 
 

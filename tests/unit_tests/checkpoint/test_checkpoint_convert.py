@@ -6,10 +6,12 @@ import argparse
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -220,3 +222,46 @@ def test_runs_of_names_stay_below_the_limit_where_they_can() -> None:
     sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 0}
     assert list(runs_by_size(sizes, sizes.__getitem__, 6)) == [["a", "b"], ["c"], ["d", "e"]]
     assert list(runs_by_size({}, sizes.__getitem__, 6)) == []
+
+
+class Runs:
+    """A value whose pickle runs code: it makes a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.place,)
+
+
+def test_a_foreign_file_that_can_run_code_is_read_only_where_it_is_trusted(tmp_path: Path) -> None:
+    ran = tmp_path / "it ran"
+    weights = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    torch.save({"model": weights, "by": Runs(ran)}, tmp_path / "foreign.pt")
+    words = [tmp_path / "foreign.pt", tmp_path / "root"]
+    with pytest.raises(
+        CheckpointError, match=r"with tensors only \(.*\); if you trust .* --trust-foreign-files"
+    ) as error:
+        convert(options(*words))
+    assert "\n" not in str(error.value) and not ran.exists()
+    convert(options(*words, "--trust-foreign-files"))
+    assert ran.exists()
+    convert(options(tmp_path / "root", tmp_path / "plain.pt"))
+    assert_same(torch.load(tmp_path / "plain.pt", weights_only=True), weights)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_directory_of_torchs_own_checkpoints_is_read_only_where_it_is_trusted(tmp_path: Path, inside: bool) -> None:
+    weights = {"layer.a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
+    state = {"model": weights, "optimizer": {"lr": torch.tensor(0.1)}} if inside else weights
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    words = [tmp_path / "foreign", tmp_path / "plain.pt"]
+    with pytest.raises(CheckpointError, match="whose index is a pickle and can run code.*add --trust-foreign-files"):
+        convert(options(*words))
+    convert(options(*words, "--trust-foreign-files"))
+    assert_same(torch.load(tmp_path / "plain.pt", weights_only=True), weights)
+    (tmp_path / "foreign" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(CheckpointError, match="has no index of torch.distributed.checkpoint"):
+        convert(options(tmp_path / "foreign", tmp_path / "other.pt", "--trust-foreign-files"))

@@ -26,7 +26,7 @@ import torch
 from core.checkpoint.bounded_read import crc32_of, crc32_of_zeros
 from core.checkpoint.damage import open_manifest
 from core.checkpoint.directory import check_directory, find_intact
-from core.checkpoint.errors import CheckpointDamaged
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError
 from core.checkpoint.index import read_older_index
 from core.checkpoint.inspection import inspect, verify
 from core.checkpoint.item_content import wrong_content
@@ -322,11 +322,11 @@ def test_torchs_index_is_never_unpickled(tmp_path: Path) -> None:
 
     edit(directory, forget_boxes)  # as a version before this one had saved it
     with pytest.raises(CheckpointDamaged, match=r"is no index of tensors: it names .*, which may run code"):
-        find_intact(root).reader().read_metadata()
+        find_intact(root).reader(trust_foreign_files=True).read_metadata()
     assert not ran.exists()
 
 
-def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_loads_where_it_is_trusted(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     directory = list_committed(tmp_path)[-1].path
 
@@ -337,7 +337,10 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
     edit(directory, forget_boxes)
     opened = open_manifest(directory)
     assert isinstance(opened, tuple) and not opened[1].tells_boxes
-    assert_is_step(loaded(find_intact(tmp_path, strict=True), 0), 1, 0)
+    found = find_intact(tmp_path, strict=True)
+    with pytest.raises(CheckpointError, match="earlier version, whose index of tensors is a pickle.*trust_foreign_fi"):
+        found.reader().read_metadata()
+    assert_is_step(loaded(found, 0, trust_foreign_files=True), 1, 0)
 
 
 @pytest.mark.parametrize("value", [print, Path("/"), {"a": torch.zeros(3)}, [1], zlib.crc32, Manifest], ids=repr)
