@@ -49,7 +49,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _torchrun_launch(environment)
-    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1, default=1)
+    tasks = read_number(environment, "SLURM_STEP_NUM_TASKS", at_least=1, default=1)
     if tasks > 1:  # a step of one task is a shell, or srun without -n
         return _slurm_launch(environment)
     return None
@@ -62,22 +62,22 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
             f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set and {', '.join(missing)} "
             "not; start with torchrun, or unset RANK to let this program start its own ranks"
         )
-    world_size = _number(environment, "WORLD_SIZE", at_least=1)
-    rank = _number(environment, "RANK", below=world_size)
-    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", at_least=1, below=world_size + 1, default=world_size)
+    world_size = read_number(environment, "WORLD_SIZE", at_least=1)
+    rank = read_number(environment, "RANK", below=world_size)
+    here = read_number(environment, "LOCAL_WORLD_SIZE", at_least=1, below=world_size + 1, default=world_size)
     return Launch(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environment, "LOCAL_RANK", below=local_world_size, default=rank),
-        local_world_size=local_world_size,
-        master_addr=environment["MASTER_ADDR"],
-        master_port=_number(environment, "MASTER_PORT", at_least=1, below=PORTS),
+        local_rank=read_number(environment, "LOCAL_RANK", below=here, default=rank),
+        local_world_size=here,
+        master_addr=_address(environment["MASTER_ADDR"]),
+        master_port=read_number(environment, "MASTER_PORT", at_least=1, below=PORTS),
         launcher="torchrun",
-        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
+        restarts=read_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
-def _number(
+def read_number(
     environment: Mapping[str, str],
     name: str,
     *,
@@ -97,6 +97,12 @@ def _number(
     return int(text)
 
 
+def _address(text: str) -> str:
+    if not re.fullmatch(r"[^\s/]{1,253}", text) or not text.isprintable():
+        raise ConfigError(f"MASTER_ADDR is {text[:300]!r}; expected the name or the address of a host")
+    return text
+
+
 def _slurm_launch(environment: Mapping[str, str]) -> Launch:
     def read(*names: str) -> str:
         for name in names:
@@ -104,31 +110,37 @@ def _slurm_launch(environment: Mapping[str, str]) -> Launch:
                 return environment[name]
         raise ConfigError(f"this is a SLURM step of several tasks, and {' / '.join(names)} is not set; start with srun")
 
-    tasks_per_node = expand_counts(read("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    world_size = read_number(environment, "SLURM_STEP_NUM_TASKS", at_least=1)
+    counts = read("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    tasks_per_node = expand_counts(counts, at_most=world_size)
+    if sum(tasks_per_node) != world_size:
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS is {world_size}, and the tasks a node, {counts!r}, are not as many")
     hosts = read("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    job = _number(environment, "SLURM_JOB_ID", default=0)
-    world_size = _number(environment, "SLURM_STEP_NUM_TASKS", at_least=1)
-    node = _number(environment, "SLURM_NODEID", below=len(tasks_per_node), default=0)
+    job = read_number(environment, "SLURM_JOB_ID", default=0)
+    node = read_number(environment, "SLURM_NODEID", below=len(tasks_per_node), default=0)
     return Launch(
-        rank=_number(environment, "SLURM_PROCID", below=world_size),
+        rank=read_number(environment, "SLURM_PROCID", below=world_size),
         world_size=world_size,
-        local_rank=_number(environment, "SLURM_LOCALID", below=tasks_per_node[node]),
+        local_rank=read_number(environment, "SLURM_LOCALID", below=tasks_per_node[node]),
         local_world_size=tasks_per_node[node],
-        master_addr=environment.get("MASTER_ADDR", first_host(hosts)),
+        master_addr=_address(environment.get("MASTER_ADDR", first_host(hosts))),
         # the same port on every node without asking anybody, another one for another job
-        master_port=_number(environment, "MASTER_PORT", at_least=1, below=PORTS, default=20000 + job % 20000),
+        master_port=read_number(environment, "MASTER_PORT", at_least=1, below=PORTS, default=20000 + job % 20000),
         launcher="slurm",
     )
 
 
-def expand_counts(text: str) -> list[int]:
-    """SLURM's tasks per node, '4(x2),3', as [4, 4, 3]."""
+def expand_counts(text: str, at_most: int = 1 << 20) -> list[int]:
+    """SLURM's tasks per node, '4(x2),3', as [4, 4, 3]. ConfigError for anything else, or more than so many tasks."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None:
-            raise ConfigError(f"cannot read the number of tasks a node from {text!r}; e.g. '4(x2),3'")
-        counts.extend([int(match[1])] * int(match[2] or 1))
+            raise ConfigError(f"cannot read the number of tasks a node from {text[:100]!r}; e.g. '4(x2),3'")
+        tasks, nodes = int(match[1]), int(match[2] or 1)
+        if tasks < 1 or nodes < 1 or tasks * nodes + sum(counts) > at_most:
+            raise ConfigError(f"the tasks a node, {text[:100]!r}, are none, or more than {at_most} together")
+        counts.extend([tasks] * nodes)
     return counts
 
 

@@ -20,6 +20,7 @@ from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.plan import plan_job
 from core.training.run_directory import check_writable
 from core.training.sizes import check_memory
+from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
 
@@ -49,6 +50,12 @@ def _main(arguments: list[str]) -> int:
             config = after_restart(config)
         plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
         check_extras(config)
+        threads = intra_op_threads(
+            os.environ,
+            requested=config.run.threads_per_rank,
+            cores=available_cores(),
+            local_world_size=config.run.ranks if launch is None else launch.local_world_size,
+        )
         check_room(config, config.run.ranks if launch is None else launch.local_world_size)
         if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
             check_places(config)
@@ -67,14 +74,7 @@ def _main(arguments: list[str]) -> int:
     os.environ.update(launch.environment())
     for name, value in launch.interfaces(sys.platform).items():
         os.environ.setdefault(name, value)
-    torch.set_num_threads(
-        intra_op_threads(
-            os.environ,
-            requested=config.run.threads_per_rank,
-            cores=available_cores(),
-            local_world_size=launch.local_world_size,
-        )
-    )
+    torch.set_num_threads(threads)
     try:
         with EndAtSecondInterrupt(says=launch.rank == 0):
             run_job(config, plan, launch)
@@ -108,6 +108,7 @@ def check_extras(config: JobConfig) -> None:
 def check_places(config: JobConfig) -> None:
     """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
     check_writable(config.run.directory, "--run.directory")
+    check_writable(config.data.cache, "--data.cache")
     if config.checkpoint.dir is not None:
         check_writable(config.checkpoint.dir, "--checkpoint.dir")
     check_root(config.checkpoint)
@@ -116,9 +117,11 @@ def check_places(config: JobConfig) -> None:
             read_tokenizer(Path(config.data.tokenizer))
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-    for path in config.data.text:
-        if not path.is_file() and not path.is_dir():  # a FIFO would be waited for, a device never ends
-            raise ConfigError(f"--data.text {path} is neither a file nor a directory (from {Path.cwd()})")
+    try:
+        if config.data.text:  # the standard library is there
+            open_text(config.data.text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:

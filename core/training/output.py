@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ class Output:
     """A text stream whose writes do not raise. `is_gone` is True once nobody can read it any more."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """stream: None where the process was started with this descriptor closed."""
+        """stream: None where the process was started with this descriptor closed.
+
+        Names of files may hold what the terminal's encoding has not: it is written as an escape.
+        """
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         self.stream = stream
         self.is_gone = False
         self.has_warned = False

@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +26,12 @@ LOCK, CONFIGURATION, CHECKPOINTS, LATEST = "run.lock", "config.json", "checkpoin
 
 
 def check_run_name(name: str) -> None:
-    """ConfigError for a name that is no name of a directory: with a separator in it, '.', '..', or empty."""
-    if name in ("", ".", "..", LATEST) or re.search(r"[/\\\0]", name):
+    """ConfigError for a name that is no name of a directory: with a separator in it, '.', '..', empty, or too long."""
+    odd = name in ("", ".", "..", LATEST) or re.search(r"[/\\]", name) is not None
+    if odd or not name.isprintable() or len(name.encode()) > 200:
         raise ConfigError(
-            f"--run.name is {name!r}; it names one directory in --run.directory, so it must not be empty, '.', '..' or "
-            f"{LATEST!r}, or hold a slash"
+            f"--run.name is {name[:300]!r}; it names one directory in --run.directory, so it must not be empty, '.', "
+            f"'..' or {LATEST!r}, hold a slash or what cannot be printed, or have more than 200 bytes"
         )
 
 
@@ -109,10 +111,17 @@ class RunDisk:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """ConfigError where a directory cannot be made at `path`, or written to. Makes nothing."""
-    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {path}: {place} is no directory that this user may write to")
+    """ConfigError where no directory can be made at `path`, or no file in it. Leaves nothing there."""
+    try:
+        if "\0" in str(path):
+            raise ValueError("the name holds a NUL")
+        place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        told = repr(str(path)[:300])[1:-1]
+        raise ConfigError(f"{flag} {told}: no directory that this user may write to ({reason})") from None
 
 
 def _lock(path: Path) -> int | None:

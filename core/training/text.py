@@ -35,8 +35,14 @@ class Text:
 
 
 def open_text(paths: Sequence[Path]) -> Text:
-    """The files and directories given, or the source of the Python standard library when none are."""
-    return text_of_paths(paths) if paths else standard_library()
+    """The files and directories given, or the source of the Python standard library when none are.
+
+    OSError or ValueError where they are not there, or all of them are empty.
+    """
+    text = text_of_paths(paths) if paths else standard_library()
+    if not any(file.stat().st_size for file in text.files):
+        raise ValueError(f"the text {text.name} is empty: {len(text.files)} files, 0 bytes")
+    return text
 
 
 def standard_library() -> Text:

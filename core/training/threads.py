@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from core.training.launch import read_number
+
 
 def intra_op_threads(
     environment: Mapping[str, str], *, requested: int | None, cores: int, local_world_size: int
@@ -13,16 +15,17 @@ def intra_op_threads(
     """Threads of this rank: the flag, else the user's OMP_NUM_THREADS, else cores / local ranks (at least 1).
 
     torchrun sets OMP_NUM_THREADS=1 by itself when there are several ranks; that 1 is not taken for the user's wish.
-    SLURM binds each task to its own cores, so there `cores` is not divided again.
+    SLURM binds each task to its own cores, so there `cores` is not divided again. ConfigError for a variable that is no
+    such number.
     """
     if requested is not None:
         return max(1, requested)
     from_user = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     set_by_torchrun = "TORCHELASTIC_RUN_ID" in environment and from_user == "1"
     if from_user and not set_by_torchrun:
-        return int(from_user)
+        return read_number({"OMP_NUM_THREADS": from_user}, "OMP_NUM_THREADS", at_least=1)
     if "SLURM_CPUS_PER_TASK" in environment:
-        return int(environment["SLURM_CPUS_PER_TASK"])
+        return read_number(environment, "SLURM_CPUS_PER_TASK", at_least=1)
     return max(1, cores // local_world_size)
 
 

@@ -128,9 +128,6 @@ def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
             digest.update(numbers.data)
             tokens += len(numbers)
             text_bytes += len(document)
-    if text_bytes == 0:
-        partial.unlink()
-        raise ValueError(f"the text {text.name} is empty: {len(text.files)} files, 0 bytes")
     partial.replace(path.with_suffix(".tokens"))
     header = TokenFileHeader(
         text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()

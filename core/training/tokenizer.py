@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from core.checkpoint.bounded_read import read_bytes
 from core.training.extras import require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,7 +80,7 @@ def read_tokenizer(path: Path) -> FileTokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"--data.tokenizer is {str(path)!r}: not 'bytes', not 'bpe', and no such file")
     try:
-        return FileTokenizer(path.read_text(encoding="utf-8"))
+        return FileTokenizer(read_bytes(path).decode())
     except ImportError:
         raise
     except Exception as error:  # the package raises bare Exceptions

@@ -81,6 +81,9 @@ TORCHRUN_ALL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_P
         *((SLURM, "SLURM_JOB_ID", value) for value in ("job", "-1")),
         *((SLURM, "SLURM_STEP_NODELIST", value) for value in ("", ",", "[1-2]", "gpu[", "gpu[]", "gpu[a]", "a b")),
         *((SLURM, "SLURM_STEP_TASKS_PER_NODE", value) for value in ("", "x2", "4(x0)", "4(", "9" * 5000)),
+        *((SLURM, "SLURM_STEP_TASKS_PER_NODE", value) for value in ("4(x2),2", "999999(x999999)", "0(x2),11")),
+        *((TORCHRUN_ALL, "MASTER_ADDR", value) for value in ("", "a b", "http://here", "a\0", "a" * 5000)),
+        (TORCHRUN_ALL, "TORCHELASTIC_RESTART_COUNT", "x"),
     ],
 )
 def test_a_variable_that_is_wrong_is_refused_in_one_line(start: dict[str, str], name: str, value: str) -> None:
