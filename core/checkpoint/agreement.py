@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from core import agree
-from core.checkpoint.errors import CheckpointError
+from core.checkpoint.errors import CheckpointError, explain
 
 T = TypeVar("T")
 
@@ -40,8 +41,11 @@ class Ranks:
         """The number by which the job knows a rank of this group."""
         return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
 
-    def on_first(self, act: Callable[[], T]) -> T:
-        """Let rank 0 act; its answer, or its CheckpointError, on every rank."""
+    def on_first(self, act: Callable[[], T], where: Path | None = None) -> T:
+        """Let rank 0 act; its answer, or its CheckpointError, on every rank.
+
+        where: the directory it acts in, for the message of a disk that is full or cannot be written.
+        """
         answer: T | None = None
         error: str | None = None
         cause: Exception | None = None
@@ -51,6 +55,8 @@ class Ranks:
             except Exception as failure:  # whatever it is: the others are waiting in the gather
                 cause = failure
                 error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+                if where is not None and isinstance(failure, OSError):
+                    error = explain(failure, where)
         answer, error = self.gather((answer, error))[0]
         if error is not None:
             raise CheckpointError(error) from cause

@@ -88,7 +88,7 @@ class CheckpointSaver:
         self._known_intact = KnownIntact()
         self._in_flight: PendingSave | None = None
         try:
-            self.ranks.on_first(self._open_root)
+            self.ranks.on_first(self._open_root, self.root.path)
             self._require_shared_root()
         except BaseException:
             self.root.unlock()
@@ -194,7 +194,7 @@ class CheckpointSaver:
 
     def _require_shared_root(self) -> None:
         """CheckpointError on all ranks, naming those that do not see what rank 0 writes."""
-        name, text = self.ranks.on_first(self.root.put_token)
+        name, text = self.ranks.on_first(self.root.put_token, self.root.path)
         sees = self.ranks.gather(self.root.sees_token(name, text, SHARED_LIMIT_S))
         if self.ranks.rank == 0:
             (self.root.path / name).unlink(missing_ok=True)
@@ -209,7 +209,7 @@ class CheckpointSaver:
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
         """A directory for the save, held by every rank. Collective."""
-        name = self.ranks.on_first(lambda: self._new_directory(step))
+        name = self.ranks.on_first(lambda: self._new_directory(step), self.root.path)
         saving = self.root.path / name
         hold: SharedHold | None = None
         error = None

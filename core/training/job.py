@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from core import agree, parallel_state
 from core.checkpoint import StopSignal
+from core.checkpoint.errors import explain
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.rank_grid import size_options
@@ -237,6 +238,8 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
     if prepares_data:
         try:
             name = prepare_token_file(config.data).name
+        except OSError as error:
+            failure = explain(error, config.data.cache)
         except Exception as error:  # packages of tokenizers raise whatever they like, and the others wait
             failure = str(error) or repr(error)
     told = agree.gather((failure, name), group, "the text")

@@ -121,13 +121,17 @@ def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     tokens = text_bytes = 0
     digest = hashlib.sha256(dtype.encode())
-    with partial.open("wb") as file:
-        for document in text.documents():
-            numbers = tokenizer.encode(document).astype(dtype, copy=False)
-            file.write(numbers.data)
-            digest.update(numbers.data)
-            tokens += len(numbers)
-            text_bytes += len(document)
+    try:
+        with partial.open("wb") as file:
+            for document in text.documents():
+                numbers = tokenizer.encode(document).astype(dtype, copy=False)
+                file.write(numbers.data)
+                digest.update(numbers.data)
+                tokens += len(numbers)
+                text_bytes += len(document)
+    except BaseException:
+        partial.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
     partial.replace(path.with_suffix(".tokens"))
     header = TokenFileHeader(
         text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()

@@ -167,6 +167,18 @@ def fail_on(point: str, rank: int, number: int) -> save_points.Hook:
     return hook
 
 
+@ranks(2)
+@pytest.mark.parametrize("call", ["lock", "put_token"])
+def test_a_root_on_a_full_disk_is_named_on_all_ranks(rank: int, world: int, call: str, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RootDirectory, call, refuse)
+        with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}: No space left on device, .* are free at"):
+            CheckpointSaver(tmp_path)
+
+
 AFTER_COMMIT = ("before latest", "half a latest", "before deletion", "between deletions", "during deletion")
 IN_A_THREAD = [
     ("half a file", 1),

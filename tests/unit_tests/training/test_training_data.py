@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import time
 from datetime import timedelta
@@ -255,3 +256,23 @@ def test_a_text_that_cannot_be_prepared_is_told_on_all_ranks(rank: int, world: i
     config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")])
     with pytest.raises(ConfigError, match="rank 0 could not prepare the text: the text .* is empty"):
         open_tokens(config, rank == 0)
+
+
+@ranks(2)
+def test_a_cache_on_a_full_disk_is_named_on_all_ranks_and_nothing_is_left_in_it(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 1000)
+    cache = tmp_path / "cache"
+    config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(cache)])
+
+    def fill(_: object, document: bytes) -> np.ndarray:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("core.training.tokenizer.ByteTokenizer.encode", fill)
+        with pytest.raises(
+            ConfigError, match=f"rank 0 could not prepare the text: cannot write {cache}: No space.*free"
+        ):
+            open_tokens(config, rank == 0)
+    assert not list(cache.iterdir())
