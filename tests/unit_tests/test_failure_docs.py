@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from tests.unit_tests.test_docs import ROOT
 
@@ -37,3 +38,39 @@ def test_every_message_on_the_page_is_one_of_the_code() -> None:
         missing += [(message, part) for part in fragments if len(part) >= SHORT and part not in texts]
     assert not missing, f"no text of core has {missing}"
     assert any(len(part) >= SHORT for part in VARIABLE.split(quoted[0]))
+
+
+# The calls whose texts a user meets when something fails, by file.
+TOLD = {
+    "checkpoint/damage.py": ("_damage", "Damage"),
+    "checkpoint/manifest.py": ("ManifestError",),
+    "training/checkpoints.py": ("ConfigError",),
+    "training/job.py": ("ConfigError",),
+    "training/run_directory.py": ("ConfigError", "print"),
+    "training/output.py": ("print",),
+    "training/second_interrupt.py": ("print",),
+}
+
+
+def texts_told(name: str, calls: tuple[str, ...]) -> Iterator[str]:
+    """The longest fixed piece of each text that the calls of a file are given."""
+    for node in ast.walk(ast.parse((ROOT / "core" / name).read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
+            pieces = [
+                part.value
+                for argument in node.args
+                for part in ast.walk(argument)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            ]
+            longest = max(pieces, key=len, default="").strip(" ,;:()\n")
+            if len(longest) >= SHORT:
+                yield longest
+
+
+def test_every_text_of_these_failures_is_on_the_page() -> None:
+    page = " ".join(PAGE.read_text().split())
+    told = [(name, text) for name, calls in TOLD.items() for text in texts_told(name, calls)]
+    assert len(told) > 20
+    # A quotation may end early, or fill in names: the first words of a piece are what a user searches for.
+    missing = [(name, text) for name, text in told if text[:30] not in page]
+    assert not missing, f"docs/source/when_something_fails.md does not have {missing}"
