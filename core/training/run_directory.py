@@ -112,6 +112,7 @@ class RunDisk:
 
 def check_writable(path: Path, flag: str) -> None:
     """ConfigError where no directory can be made at `path`, or no file in it. Leaves nothing there."""
+    place = path
     try:
         if "\0" in str(path):
             raise ValueError("the name holds a NUL")
@@ -120,8 +121,8 @@ def check_writable(path: Path, flag: str) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        told = repr(str(path)[:300])[1:-1]
-        raise ConfigError(f"{flag} {told}: no directory that this user may write to ({reason})") from None
+        told, where = (repr(str(each)[:300])[1:-1] for each in (path, place))
+        raise ConfigError(f"{flag} {told}: {where} is no directory that this user may write to ({reason})") from None
 
 
 def _lock(path: Path) -> int | None:
