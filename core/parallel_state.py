@@ -6,6 +6,7 @@ All state is in the one object `_state`. Groups are a `ProcessGroups`, arithmeti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -128,18 +129,22 @@ def initialize_model_parallel(
         position_embedding_ranks=get_position_embedding_ranks,
     )
     options = group_options(high_priority_stream_groups or (), nccl_communicator_config_path)
+    timeout = timedelta(minutes=distributed_timeout_minutes)
 
-    _state.groups = ProcessGroups.build(
-        members,
-        timeout=timedelta(minutes=distributed_timeout_minutes),
-        control_groups=create_gloo_process_groups,
-        options=options,
-    )
+    _state.watch = start_watch(members["pp"].index(dist.get_rank())) if watch_ranks else None  # groups wait for ranks
+    try:
+        _state.groups = ProcessGroups.build(
+            members, timeout=timeout, control_groups=create_gloo_process_groups, options=options
+        )
+    except BaseException:
+        destroy_model_parallel()
+        raise
+    if _state.watch is not None:
+        _state.watch.meet()
     _state.grid = grid
     _state.memory = GlobalMemoryBuffer()
     _state.virtual_size = virtual_pipeline_model_parallel_size
     _state.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
-    _state.watch = start_watch() if watch_ranks else None
     drop_connections_in_workers()
 
 
@@ -148,7 +153,7 @@ def destroy_model_parallel() -> None:
     global _state
     groups, watch, _state = _state.groups, _state.watch, _ParallelState()
     if watch is not None:
-        watch.stop()
+        watch.stop(sys.exc_info()[1])  # the error by which this rank ends, if this is called on its way out
     if groups is not None:
         groups.destroy()
 

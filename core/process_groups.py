@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from core.group_options import NO_OPTIONS, GroupOptions
 from core.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
+from core.waiting import waiting
 
 # Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
 CONTROL_GROUPS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
@@ -233,7 +234,8 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
     key = f"core.process_groups/built/{build}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/by all", "")
-    store.wait([f"{key}/by all"], *([timeout] if timeout else []))
+    with waiting("all ranks in initialize_model_parallel", range(dist.get_world_size())):
+        store.wait([f"{key}/by all"], *([timeout] if timeout else []))
 
 
 # Note [Lanes]

@@ -6,44 +6,53 @@ reads the beat of the next rank. The thread calls no collective and never touche
 
 - A process of this host that has ended, or that was stopped (SIGSTOP, a debugger), is seen in /proc.
 - A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there.
-- What one rank has found it writes into the store. All ranks read it, and log it with the place where they wait.
-- A rank that ends on purpose says so. One that ends because another rank was lost names that one, so the first
-  rank that fell is blamed, and not those that followed.
+- What one rank has found it appends to a list in the store. All ranks read it, and log it with their own place.
+- A rank that ends on purpose says so. One that fails because another rank was lost waits until that one is named. So
+  the rank that fell first is blamed, and not those that followed.
+- A wait that fails takes its message from here (`account`). One that goes on END_AFTER_S after a rank has ended can
+  never succeed; the process is then ended, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import itertools
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
 
-from core import agree
+from core.place import Place, place_in_code, place_of_main_thread
 from core.processes import ENDED, STOPPED, boot_id, state_of
-from core.waiting import current_wait
+from core.stragglers import Stragglers, own_times
+from core.waiting import in_words, is_backends, waiting
 
 BEAT_S = 0.5
 SILENT_S = 6.0  # without a beat; a thread of Python may be kept from running for seconds by a long call
 LONG_WAIT_S = 20.0  # in one place, before everybody's place is logged; doubled each time
 STORE_LIMIT_S = 5.0  # for one answer of the store
-EXPECTED_S = 1.5  # in one wait, before a rank that has left is missed
+EXPECTED_S = 1.0  # in one wait, before a rank that has left is missed
+GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may fail a little later
+END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
+COMPARE_BEATS = 4  # from one look at everybody's step times to the next
+LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
 LEFT = -1  # the last beat of a rank that has ended by itself
-PEERS_FAULT = re.compile("PeerLost|gloo|nccl|connection|timed out|timeout|broken pipe|did not come", re.IGNORECASE)
+
+DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +62,7 @@ class Member:
     """One rank's process.
 
     machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
-    are used again; "" where the system does not tell.
+    are used again; "" where the system does not tell. stage: of the pipeline; ranks of one stage do equal work.
     """
 
     rank: int
@@ -61,133 +70,254 @@ class Member:
     machine: str
     pid: int
     born: str
+    stage: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def this_member(rank: int) -> Member:
+def this_member(rank: int, stage: int = 0) -> Member:
     """The process that calls it."""
     state = state_of(os.getpid())
-    return Member(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1])
+    return Member(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1], stage)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What has happened to a rank: one of the kinds above, in words."""
+
+    kind: str
+    words: str
+    seen: float  # monotonic seconds
 
 
 class RankWatch:
     """Watches the ranks of a job from `start` to `stop`.
 
-    store: the job's; the watch opens a connection of its own. members: of all ranks, in rank order.
+    store: the job's; the watch opens a connection of its own.
     """
 
-    def __init__(self, store: dist.Store, members: list[Member], rank: int) -> None:
+    def __init__(self, store: dist.Store, member: Member, world: int) -> None:
         self.store = store.clone()
         self.store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
-        self.members = members
-        self.rank = rank
-        self.neighbours = [m for m in members if m.machine == members[rank].machine and m.rank != rank and m.born]
-        self.lost: dict[int, str] = {}  # rank -> what happened to it, in the order in which it was found
+        self.rank = member.rank
+        self.world = world
+        self.members = {member.rank: member}  # of the ranks that have come so far
+        self.lost: dict[int, Finding] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
-        self.place = Place("", 0.0)
+        self.place = Place("", time.monotonic())
+        self.failed = ""  # the last wait that failed here, in words
+        self.stragglers = Stragglers()
+        self._told: Counter[int] = Counter()  # findings about each rank that were read
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when this rank saw it change
         self._beat = 0
+        self._arrived = 0
         self._read = 0  # findings of the store that this rank has read
         self._next_report_s = LONG_WAIT_S
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="core-rank-watch", daemon=True)
+        self._at_exit: Any = None
 
     def start(self) -> None:
-        """Begin to watch."""
-        atexit.register(self.stop)
+        """Begin to watch; returns at once, whether or not the other ranks have come."""
+        self._tell_beat()  # a member has a beat
+        self.store.set(f"member/{self.rank}", json.dumps(asdict(self.members[self.rank])))
+        self.store.add("members", 1)
+        atexit.register(self._end)
+        self._at_exit = Finalize(None, self._end, exitpriority=100)  # processes of multiprocessing run no atexit
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, and tell the others that this rank leaves on purpose. May be called twice."""
-        atexit.unregister(self.stop)
-        if self._ending.is_set():
+    def meet(self) -> None:
+        """Read which ranks have come."""
+        if len(self.members) == self.world:
             return
+        arrived = self.store.add("members", 0)
+        if arrived == self._arrived:
+            return
+        self._arrived = arrived
+        for rank in range(self.world):
+            if rank not in self.members and self.store.check([f"member/{rank}"]):
+                self.members[rank] = Member(**json.loads(self.store.get(f"member/{rank}")))
+
+    def stop(self, failure: BaseException | None = None) -> None:
+        """End the thread, and tell the others that this rank leaves. May be called twice.
+
+        failure: what ends this rank, if it ends by an error. If other ranks are its cause, they are named first.
+        """
+        if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends by itself
+            return
+        atexit.unregister(self._end)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+        own = own_failure(failure)
+        if is_peers(failure) and not self.failed:
+            self._find_lost(range(self.world))
+            own = None if self.lost else in_short(failure)
         self._ending.set()
         self._thread.join(2 * BEAT_S)
-        failure = getattr(sys, "last_value", None)  # what ends this process, if it ends by an error
-        try:
-            if failure is not None and not PEERS_FAULT.search(f"{type(failure).__name__} {failure}"):
-                said = str(failure).strip().partition("\n")[0]
-                self._publish(self.rank, f"{self.members[self.rank]} failed: {type(failure).__name__}: {said}")
-            self.store.set(_beat_key(self.rank), json.dumps({"beat": LEFT, "place": "has left"}))
-        except RuntimeError:
-            pass  # the store has gone, and with it everybody who could read this
+        with suppress(RuntimeError):  # the store has gone, and with it everybody who could read this
+            if own is not None:
+                self._publish(self.rank, DEAD, f"{self.members[self.rank]} failed: {own}", _place_of(failure))
+            told = {"beat": LEFT, "place": "it has left", "failed": self.failed}
+            self.store.set(_beat_key(self.rank), json.dumps(told))
+
+    def _end(self) -> None:
+        self.stop(sys.exc_info()[1] or getattr(sys, "last_value", None))
+
+    @property
+    def neighbours(self) -> list[Member]:
+        """The other ranks whose processes can be seen from here."""
+        own = self.members[self.rank]
+        return [m for m in list(self.members.values()) if m.machine == own.machine and m is not own and m.born]
+
+    def account(self, wait: waiting) -> str:
+        """Who did not come to a wait of this rank that has failed, and where the others are, in words.
+
+        Takes at most GRACE_S: until a lost rank is found, or all others have said what they wait for.
+        """
+        self.failed = wait.failed
+        others = [rank for rank in wait.ranks if rank != self.rank]
+        self._find_lost(others)
+        lost = dict(self.lost)
+        said: dict[str, list[int]] = defaultdict(list)
+        told: dict[int, dict[str, Any]] = {}
+        with suppress(RuntimeError):  # the store may have gone with its rank
+            told = self._told_by_all(others)
+        for rank in others:
+            if rank not in lost:
+                beat = told.get(rank, {})
+                said[beat.get("failed") or f"did not come: {beat.get('place', 'nothing is known')}"].append(rank)
+        found = [finding.words for finding in lost.values()]
+        found += [f"{in_words(ranks)} {words}" for words, ranks in said.items()]
+        return "".join(f"; {words}" for words in found)
+
+    def _find_lost(self, others: Sequence[int]) -> None:
+        """Wait until a rank is known to be lost, or until all `others` have failed too; GRACE_S at most."""
+        begun = time.monotonic()
+        looked = -BEAT_S
+        with suppress(RuntimeError):
+            self._tell_beat()
+        while not self.lost and (waited := time.monotonic() - begun) < GRACE_S and self._thread.is_alive():
+            if waited - looked >= BEAT_S:
+                looked = waited
+                with suppress(RuntimeError):
+                    told = self._told_by_all([rank for rank in others if rank != self.rank])
+                    if all(beat.get("failed") for beat in told.values()):
+                        return
+                    for rank in self.left & set(others):
+                        self._miss(rank)
+            time.sleep(0.05)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._ending.wait(BEAT_S):
-            try:
+        try:
+            while not self._ending.wait(BEAT_S):
                 self._look()
-            except RuntimeError as error:
-                if not self._ending.is_set():
-                    log.error("rank %d: %s%s", self.rank, _store_lost(error), self._here())
+        except RuntimeError as error:
+            if not self._ending.is_set():
+                self._go_on_alone(error)
+
+    def _go_on_alone(self, error: Exception) -> None:
+        """The store has gone: what happens to the processes of this host is still seen."""
+        log.error("rank %d: %s%s", self.rank, _store_lost(error), self._here())
+        while True:
+            self.place = place_of_main_thread(self.place)
+            for rank, (kind, what) in self._look_at_processes().items():
+                self._note(rank, kind, what)
+            self._end_hopeless_wait()
+            if self._ending.wait(BEAT_S):
                 return
 
     def _look(self) -> None:
         self.place = place_of_main_thread(self.place)
+        self.meet()
         found = self._look_at_processes()
         self._tell_beat()
-        found = found or self._look_at_next_rank() or self._look_for_those_who_left()
-        for rank, what in found.items():
-            self._publish(rank, what)
+        found = found or self._look_at_beats()
+        waits = {rank: self._told_by(rank).get("waits", False) for rank in found}
+        for rank, (kind, what) in sorted(found.items(), key=lambda entry: waits[entry[0]]):  # one that waited followed
+            self._publish(rank, kind, what)
+        self._look_for_those_who_left()
         self._read_findings()
         self._report_long_wait()
+        self._compare_steps()
+        self._end_hopeless_wait()
 
-    def _look_at_processes(self) -> dict[int, str]:
+    def _look_at_processes(self) -> dict[int, tuple[str, str]]:
         found = {}
         for member in self.neighbours:
-            if member.rank in self.lost or member.rank in self.left:
+            rank = member.rank
+            known = self.lost.get(rank)
+            if rank in self.left or (known is not None and known.kind == DEAD):
                 continue
             state = state_of(member.pid)
             if state is None or state[1] != member.born or state[0] in ENDED:
-                self._beat_of(member.rank)  # a process that ended by itself has said so
-                if member.rank not in self.left:
-                    found[member.rank] = f"{member} has ended"
-            elif state[0] in STOPPED:
-                found[member.rank] = f"{member} is stopped, by SIGSTOP or a debugger"
+                with suppress(RuntimeError):  # the store may have ended with it
+                    self._told_by(rank)  # a process that ended by itself has said so
+                if rank not in self.left:
+                    found[rank] = DEAD, f"{member} has ended"
+            elif known is None and state[0] in STOPPED:
+                found[rank] = PAUSED, f"{member} is stopped, by SIGSTOP or a debugger"
+            elif known is not None and known.kind == PAUSED and state[0] not in STOPPED:
+                found[rank] = BACK, f"{member} runs again"
         return found
 
-    def _look_for_those_who_left(self) -> dict[int, str]:
+    def _look_for_those_who_left(self) -> None:
         """Ranks that this one has waited for since they ended without an error."""
-        if not self.place.waits or time.monotonic() - self.place.since < EXPECTED_S:
-            return {}
-        missed = sorted(self.left & set(self.place.ranks) - set(self.lost))
-        return {rank: f"{self.members[rank]} has ended without an error, and others wait for it" for rank in missed}
+        if self.place.waits and time.monotonic() - self.place.since > EXPECTED_S:
+            for rank in sorted(self.left & set(self.place.ranks)):
+                self._miss(rank)
 
-    def _look_at_next_rank(self) -> dict[int, str]:
+    def _miss(self, rank: int) -> None:
+        if rank not in self.lost and not self._told_by(rank).get("failed"):  # one whose wait has failed was not first
+            self._publish(rank, MISSED, f"{self.members[rank]} {LEFT_EARLY}")
+
+    def _look_at_beats(self) -> dict[int, tuple[str, str]]:
+        """The next rank that is there, which only this one looks at; and those that are silent."""
         now = time.monotonic()
-        world = len(self.members)
-        after = ((self.rank + step) % world for step in range(1, world))
-        rank = next((rank for rank in after if rank not in self.lost and rank not in self.left), None)
-        if rank is None:
-            return {}
-        beat = self._beat_of(rank).get("beat", 0)
-        if rank not in self._beats or self._beats[rank][0] != beat:
-            self._beats[rank] = beat, now
-        elif now - self._beats[rank][1] > SILENT_S:
-            silent = f"is silent since {now - self._beats[rank][1]:.0f} s: its host or process is lost, or stopped"
-            return {rank: f"{self.members[rank]} {silent}"}
-        return {}
+        silent = [rank for rank, finding in self.lost.items() if finding.kind == SILENT]
+        after = ((self.rank + step) % self.world for step in range(1, self.world))
+        there = (rank for rank in after if rank in self.members and rank not in self.lost and rank not in self.left)
+        found: dict[int, tuple[str, str]] = {}
+        beats = {}
+        for rank in (*silent, *itertools.islice(there, 1)):
+            beat = self._told_by(rank).get("beat", 0)
+            before, since = self._beats.get(rank, (beat, now))
+            beats[rank] = (beat, since if beat == before else now)
+            if rank in silent and beat != before:
+                found[rank] = BACK, f"{self.members[rank]} is there again"
+            elif rank not in silent and beat == before and now - since > SILENT_S:
+                what = f"is silent since {now - since:.0f} s: its host or process is lost, or stopped"
+                found[rank] = SILENT, f"{self.members[rank]} {what}"
+        self._beats = beats  # a rank that is looked at anew has all the time again
+        return found
 
-    def _publish(self, rank: int, what: str) -> None:
-        """Write a finding into the store, once for each rank that is lost."""
-        if self.store.add(f"found/{rank}", 1) == 1:
-            doing = self._beat_of(rank).get("place", "")
-            number = self.store.add("findings", 1)
-            self.store.set(f"finding/{number}", json.dumps([rank, f"{what}{f', {doing}' if doing else ''}"]))
+    def _publish(self, rank: int, kind: str, what: str, place: str = "") -> None:
+        """Append a finding to the store's list. Of several about one event all ranks take the first."""
+        if kind in (DEAD, PAUSED, SILENT) and not place:
+            place = self._told_by(rank).get("place", "")
+        words = f"{what}{f', last seen {place}' if place else ''}"
+        self.store.append("findings", json.dumps([rank, self._told[rank], kind, words]) + "\n")
 
     def _read_findings(self) -> None:
-        count = self.store.add("findings", 0)
-        for number in range(self._read + 1, count + 1):
-            if not self.store.check([f"finding/{number}"]):
-                return  # it is being written
-            rank, what = json.loads(self.store.get(f"finding/{number}"))
-            self._read = number
-            self.lost.setdefault(rank, what)
-            log.error("rank %d: %s%s", self.rank, what, self._here())
+        if not self.store.check(["findings"]):
+            return
+        lines = self.store.get("findings").decode().splitlines()
+        for line in lines[self._read :]:
+            rank, number, kind, words = json.loads(line)
+            if number == self._told[rank]:
+                self._told[rank] += 1
+                self._note(rank, kind, words)
+        self._read = len(lines)
+
+    def _note(self, rank: int, kind: str, words: str) -> None:
+        if kind == BACK:
+            self.lost.pop(rank, None)
+            log.warning("rank %d: %s", self.rank, words)
+            return
+        self.lost[rank] = Finding(kind, words, time.monotonic())
+        log.error("rank %d: %s%s", self.rank, words, self._here())
 
     def _report_long_wait(self) -> None:
         waited = time.monotonic() - self.place.since
@@ -198,21 +328,53 @@ class RankWatch:
             return
         self._next_report_s *= 2
         places: dict[str, list[int]] = defaultdict(list)
-        for rank in range(len(self.members)):
-            beat = self._beat_of(rank)
-            if rank < self.rank and beat.get("waits") and beat.get("seconds", 0.0) >= LONG_WAIT_S:
+        for rank in range(self.world):
+            told = self._told_by(rank)
+            if rank < self.rank and told.get("waits") and told.get("seconds", 0.0) >= LONG_WAIT_S:
                 return  # a lower rank says it
-            places[beat.get("place", "unknown")].append(rank)
-        said = [f"{_ranks(ranks)} {place}" for place, ranks in sorted(places.items(), key=lambda entry: len(entry[1]))]
-        log.warning("rank %d has waited %.0f s: %s", self.rank, waited, "; ".join(said))
+            unknown = "unknown" if rank in self.members else "not come to initialize_model_parallel"
+            places[told.get("place", unknown)].append(rank)
+        fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
+        said = "; ".join(f"{in_words(ranks)} {place}" for place, ranks in fewest_first)
+        log.warning("rank %d has waited %.0f s: %s", self.rank, waited, said)
+
+    def _compare_steps(self) -> None:
+        """On the lowest rank that is there: name ranks that are slower than the others."""
+        lower = any(rank not in self.lost and rank not in self.left for rank in range(self.rank))
+        if self._beat % COMPARE_BEATS or lower or len(self.members) < self.world:
+            return
+        told = self._told_by_all([rank for rank in self.members if rank not in self.left])
+        times = {rank: beat.get("own") for rank, beat in told.items()}
+        for words in self.stragglers.compare(times, self.members):
+            log.warning("rank %d: %s", self.rank, words)
+
+    def _end_hopeless_wait(self) -> None:
+        fell = min((finding.seen for finding in self.lost.values() if finding.kind == DEAD), default=None)
+        if fell is None or not self.place.waits:
+            return
+        if time.monotonic() - max(fell, self.place.since) > END_AFTER_S:
+            log.critical(
+                "rank %d: it waits since a rank has ended, and this cannot succeed; it is ended too%s",
+                self.rank,
+                self._here(),
+            )
+            faulthandler.dump_traceback()
+            sys.stdout.flush()
+            os._exit(1)
 
     def _tell_beat(self) -> None:
         self._beat += 1
-        seconds = time.monotonic() - self.place.since
-        told = {"beat": self._beat, "place": self.place.words, "waits": self.place.waits, "seconds": seconds}
+        told = {
+            "beat": self._beat,
+            "place": self.place.words,
+            "waits": self.place.waits,
+            "seconds": time.monotonic() - self.place.since,
+            "failed": self.failed,
+            "own": own_times(),
+        }
         self.store.set(_beat_key(self.rank), json.dumps(told))
 
-    def _beat_of(self, rank: int) -> dict[str, Any]:
+    def _told_by(self, rank: int) -> dict[str, Any]:
         """What a rank has told last; notes a rank that has left."""
         key = _beat_key(rank)
         told: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
@@ -220,93 +382,79 @@ class RankWatch:
             self.left.add(rank)
         return told
 
+    def _told_by_all(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The same of several ranks, in one request; nothing of ranks that have not come."""
+        come = [rank for rank in ranks if rank in self.members]
+        beats = self.store.multi_get([_beat_key(rank) for rank in come]) if come else []
+        told: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
+        told.update((rank, json.loads(beat)) for rank, beat in zip(come, beats, strict=True))
+        self.left.update(rank for rank, beat in told.items() if beat.get("beat") == LEFT)
+        return told
+
     def _here(self) -> str:
         return f". This rank is {self.place.words}" if self.place.words else ""
 
 
-def start_watch() -> RankWatch | None:
-    """Watch the ranks of the default group. Collective.
+def start_watch(stage: int) -> RankWatch | None:
+    """Watch the ranks of the default group, on which every rank calls this. Waits for nobody.
 
-    None in a job of one rank or with torch's fake backend; and, with a warning, where the job's store cannot be shared.
+    stage: of this rank in its pipeline. None in a job of one rank or with torch's fake backend; and, with a warning,
+    where the job's store cannot be shared.
     """
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    world = dist.get_world_size()
+    if world == 1 or dist.get_backend() == "fake":
         return None
     rank = dist.get_rank()
-    members = agree.gather(this_member(rank), None, "the processes of this job")
     store = distributed_c10d._get_default_store()
-    number = store.add(f"core.rank_watch/starts/{rank}", 1)  # the same on all ranks, as all start together
     try:
-        watch = RankWatch(dist.PrefixStore(f"core.rank_watch/{number}", store), list(members.values()), rank)
+        number = store.add(f"core.rank_watch/starts/{rank}", 1)  # the same on all ranks, as all start equally often
+        watch = RankWatch(dist.PrefixStore(f"core.rank_watch/{number}", store), this_member(rank, stage), world)
+        watch.start()
     except RuntimeError as error:
         log.warning("lost ranks will not be named: %s of the job cannot be shared (%s)", type(store).__name__, error)
         return None
-    watch.start()
     return watch
 
 
-# --- where the main thread is -----------------------------------------------------------------------------------------
+# --- what ends a rank -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a main thread is: words, and since when (monotonic seconds). waits: True if it waits for other ranks.
-
-    ranks: those it waits for, as far as that is known. key: tells the innermost frame; it is still there as long as
-    this does not change.
-    """
-
-    words: str
-    since: float
-    waits: bool = False
-    ranks: tuple[int, ...] = ()
-    key: tuple[int, int] = (0, 0)
+def own_failure(error: BaseException | None) -> str | None:
+    """The error by which a rank ends, in words; None for none, and for one that follows from another rank's."""
+    if error is None or is_peers(error):
+        return None
+    own = next((each for each in _chain(error) if not isinstance(each, SystemExit) and not is_backends(each)), None)
+    if own is not None:
+        return in_short(own)
+    return f"exit status {error.code}" if isinstance(error, SystemExit) and error.code else None
 
 
-def place_of_main_thread(before: Place) -> Place:
-    """The main thread's place now; `before` itself as long as that has not changed."""
-    main = threading.main_thread()
-    frame = sys._current_frames().get(main.ident or 0)
-    wait = current_wait(main)
-    if frame is None:
-        return before
-    key = (id(wait), hash(wait.began)) if wait is not None else (id(frame), frame.f_lasti)
-    if key == before.key:
-        return before
-    if wait is None:
-        return _place_in_code(frame, key)
-    try:
-        ranks = wait.ranks
-    except KeyError:  # the wait has ended meanwhile, and its group is destroyed
-        return before
-    return Place(f"waiting for {wait}, ranks {_short(ranks)}", time.monotonic(), True, tuple(ranks), key)
+def in_short(error: BaseException | None) -> str:
+    """An error's kind and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _place_in_code(innermost: FrameType, key: tuple[int, int]) -> Place:
-    modules: list[nn.Module] = []
-    backward, waits, where = False, False, ""
-    frame: FrameType | None = innermost
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
-            modules.append(frame.f_locals["self"])
-        waits = waits or code.co_filename.endswith(("distributed_c10d.py", "_functional_collectives.py"))
-        backward = backward or code.co_name == "_engine_run_backward"
-        if not where and "torch" not in Path(code.co_filename).parts:
-            where = f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})"
-        frame = frame.f_back
-    words = f"in {where}" if where else ""
-    if modules:
-        words = f"in forward of {_path(modules[::-1])}, {words}"
-    elif backward:
-        words = f"in backward, {words}"
-    return Place(words, time.monotonic(), waits, (), key)
+def is_peers(error: BaseException | None) -> bool:
+    """True if an error began with a wait for other ranks that failed."""
+    return error is not None and is_backends(_chain(error)[-1])
 
 
-def _path(nested: list[nn.Module]) -> str:
-    """The innermost module's name in the outermost one."""
-    root, inner = nested[0], nested[-1]
-    name = next((name for name, module in root.named_modules() if module is inner), "")
-    return f"{type(root).__name__}.{name}" if name else type(inner).__name__
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and what it came from, the first cause last."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _place_of(error: BaseException | None) -> str:
+    """Where an error was raised."""
+    trace = None if error is None else _chain(error)[-1].__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return place_in_code(trace.tb_frame)[0]
 
 
 # --- small things ----------------------------------------------------------------------------------------------------
@@ -326,11 +474,3 @@ def _store_lost(error: Exception) -> str:
 
 def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_short(ranks)}"
-
-
-def _short(ranks: list[int]) -> str:
-    return f"{ranks[:8]}"[1:-1] + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,27 +1,64 @@
-"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails."""
+"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails.
+
+`waiting` surrounds a wait for other ranks, `calling` a call of the user that waits. Both cost about a microsecond where
+nothing fails. The rank watch reads them from its own thread.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch.distributed as dist
 
+SHOWN = 8  # ranks of a long list
+RECENT = 10  # steps whose own time is remembered
+BACKENDS_WORDS = re.compile(
+    "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
+)
+ADVICE = (
+    "Did a rank get fewer batches than the others, or leave out a backward, finalize_model_grads or optimizer.step? "
+    "The output of the rank that failed first says more; restart from the last checkpoint"
+)
 
-class waiting:
-    """Surrounds a wait for other ranks. Costs about a microsecond where it does not fail.
 
-    what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them.
+class PeerLost(RuntimeError):
+    """A wait for other ranks failed: one has ended, does not come, or came with another reduction.
+
+    wait: what this rank waited for; None as long as no `waiting` has said it.
     """
 
-    __slots__ = ("began", "group", "name", "outer", "thread", "waited_s", "what")
+    wait: waiting | None = None
 
-    def __init__(self, what: str, group: dist.ProcessGroup | Sequence[int], name: str = "") -> None:
+
+def is_backends(error: BaseException) -> bool:
+    """True if an error is one by which torch.distributed or mapped memory says that other ranks did not answer."""
+    if isinstance(error, PeerLost | dist.DistError):
+        return True
+    return type(error) is RuntimeError and BACKENDS_WORDS.search(str(error)) is not None
+
+
+class waiting:
+    """Surrounds a wait for other ranks. Raises PeerLost, which says who did not come, instead of a backend's error.
+
+    what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them. computes: True if
+    what it surrounds computes too, so that only torch.distributed's own frames in it are waits.
+    """
+
+    __slots__ = ("began", "call", "computes", "group", "name", "outer", "thread", "waited_s", "what")
+
+    def __init__(
+        self, what: str, group: dist.ProcessGroup | Sequence[int], name: str = "", *, computes: bool = False
+    ) -> None:
         self.what = what
         self.name = name
         self.group = group
+        self.computes = computes
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
@@ -30,10 +67,25 @@ class waiting:
         self.thread["core_wait"] = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.thread["core_wait"] = self.outer
-        if error is not None and wait_of(error) is None:  # an inner wait has said it more closely
-            self.waited_s = time.monotonic() - self.began
-            vars(error)["core_wait"] = self
+        self.waited_s = time.monotonic() - self.began
+        try:
+            if error is not None and is_backends(error) and not (isinstance(error, PeerLost) and error.wait):
+                raise self._lost(error) from error
+        finally:
+            self.thread["core_wait"] = self.outer
+            if not self.computes and (self.outer is None or self.outer.computes):
+                steps_of(self.thread).waited_s += self.waited_s
+
+    def _lost(self, error: BaseException) -> PeerLost:
+        """What is raised instead of a backend's error. Takes a few seconds, because others have to be asked."""
+        from core import parallel_state  # it imports this file; only a failure looks back
+
+        watch = parallel_state.get_rank_watch()
+        self.call = call_of(self.thread)
+        found = "" if watch is None else watch.account(self)
+        lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {ADVICE}")
+        lost.wait = self
+        return lost
 
     @property
     def ranks(self) -> list[int]:
@@ -42,8 +94,75 @@ class waiting:
             return dist.get_process_group_ranks(self.group)
         return list(self.group)
 
+    @property
+    def failed(self) -> str:
+        """How the wait failed, in words."""
+        return f"waited {self.waited_s:.1f} s for {self}{self.call}, {in_words(self.ranks)}, which failed"
+
     def __str__(self) -> str:
         return f"{self.what} {self.name}".strip()
+
+
+class calling:
+    """Surrounds a call of the user that may wait for other ranks: its name, and the number of the step."""
+
+    __slots__ = ("call", "outer", "step", "thread")
+
+    def __init__(self, call: str, step: int) -> None:
+        self.call = call
+        self.step = step
+
+    def __enter__(self) -> None:
+        self.thread = vars(threading.current_thread())
+        self.outer = self.thread.get("core_call")
+        self.thread["core_call"] = self
+        steps = steps_of(self.thread)
+        if steps.number != self.step:
+            steps.turn(self.step)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.thread["core_call"] = self.outer
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of one thread. own_s: of the last ones, the seconds in which the thread did not wait for ranks."""
+
+    number: int = 0
+    began: float = 0.0
+    waited_s: float = 0.0  # in this step
+    done: int = 0
+    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def turn(self, number: int) -> None:
+        """Begin step `number`."""
+        now = time.monotonic()
+        if self.number:
+            self.own_s.append(now - self.began - self.waited_s)
+            self.done += 1
+        self.number, self.began, self.waited_s = number, now, 0.0
+
+
+def steps_of(thread: dict[str, object]) -> Steps:
+    """The steps of a thread, by its variables."""
+    found = thread.get("core_steps")
+    if not isinstance(found, Steps):
+        found = thread["core_steps"] = Steps()
+    return found
+
+
+def add_wait(seconds: float) -> None:
+    """Count a wait for other ranks in this thread's step."""
+    steps_of(vars(threading.current_thread())).waited_s += seconds
+
+
+def call_of(thread: dict[str, object]) -> str:
+    """The user's call that a thread is in, and its step, in words: " in finalize_model_grads (step 3)"."""
+    call = thread.get("core_call")
+    if isinstance(call, calling):
+        return f" in {call.call} (step {call.step})"
+    steps = steps_of(thread)
+    return f" (step {steps.number})" if steps.number else ""
 
 
 def current_wait(thread: threading.Thread) -> waiting | None:
@@ -52,7 +171,12 @@ def current_wait(thread: threading.Thread) -> waiting | None:
     return found if isinstance(found, waiting) else None
 
 
-def wait_of(error: BaseException) -> waiting | None:
-    """The wait in which an error was raised, if one was."""
-    found = vars(error).get("core_wait")
-    return found if isinstance(found, waiting) else None
+def in_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 1, 2"; of a long list the first ones, and how many more there are."""
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of an error, without the place in the backend's source; the rest is advice."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).strip()).partition("\n")[0].split(". ")[0]

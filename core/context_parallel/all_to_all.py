@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.context_parallel.documents import visible_tokens
 from core.context_parallel.sequence_split import join_sequence, rank_order
+from core.waiting import waiting
 
 
 def all_to_all_attention(
@@ -71,7 +72,8 @@ class _Exchange(torch.autograd.Function):
         ctx.group = group
         parts = parts.contiguous()
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
+        with waiting("an exchange of sequence for heads", group):
+            dist.all_to_all_single(received, parts, group=group)
         return received
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
 from core.context_parallel.sequence_split import split_sequence
+from core.waiting import waiting
 
 
 def ring_attention(
@@ -105,10 +106,12 @@ class _Passing:
     works: list[dist.Work]
     sent: Tensor
     received: Tensor
+    group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with waiting("keys and values of the ring", self.group):
+            for work in self.works:
+                work.wait()
         return self.received
 
 
@@ -122,4 +125,4 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Passing:
             dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
         ]
     )
-    return _Passing(works, tensor, received)
+    return _Passing(works, tensor, received, group)

@@ -6,6 +6,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.guard.finite import NonFiniteGradientError, ReplicaDriftError
+from core.waiting import PeerLost
 
 __all__ = [
     "ContractError",
@@ -15,6 +16,7 @@ __all__ = [
     "GradientContract",
     "LayoutMismatch",
     "NonFiniteGradientError",
+    "PeerLost",
     "ReplicaDriftError",
     "SyncError",
     "declare_gradient",

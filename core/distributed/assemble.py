@@ -101,7 +101,6 @@ def assemble(
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
         take_gathers=list if unsharder is None else unsharder.take_gathers,
-        channels=plain.channels,
     )
     return Engine(
         module,

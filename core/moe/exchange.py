@@ -19,6 +19,7 @@ from core.tensor_parallel.mappings import (
     group_size,
     reduce_scatter_to_sequence_parallel_region,
 )
+from core.waiting import waiting
 
 
 class _AllToAll(torch.autograd.Function):
@@ -30,7 +31,8 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+        with waiting("the rows of experts", group):
+            dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
         return received
 
     @staticmethod

@@ -19,6 +19,7 @@ from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups
 from core.transformer.transformer_config import TransformerConfig
+from core.waiting import waiting
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -119,7 +120,9 @@ class TopKRouter(nn.Module):
         """Counts over the ranks that route other tokens of the same load."""
         several = any(self.groups.size(axis) > 1 for axis in axes.split("_"))
         if several:
-            dist.all_reduce(counts, group=self.groups.require(axes))
+            group = self.groups.require(axes)
+            with waiting("the sum of the experts' loads", group):
+                dist.all_reduce(counts, group=group)
         return counts
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TopKRouter:

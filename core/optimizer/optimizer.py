@@ -10,7 +10,6 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from core.agree import SyncError
 from core.distributed.buffer.bucket import BucketState
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.reduce.model_chunks import models_of
 from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.model_check import buckets_of, params_of
@@ -41,6 +39,7 @@ from core.optimizer.optimizer_state import (
 from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import Factors, InnerStep
 from core.optimizer.step.skip_log import SkipLog
+from core.waiting import calling
 
 
 class MegatronOptimizer:
@@ -151,9 +150,8 @@ class MegatronOptimizer:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
 
-    def _named(self) -> AbstractContextManager[None]:
-        reducer = self.model_chunks[0].reducer
-        return naming_lost_ranks("optimizer.step", reducer.steps, reducer.channels)
+    def _named(self) -> calling:
+        return calling("optimizer.step", self.model_chunks[0].reducer.steps)
 
     def _settings(self) -> Settings:
         """What all ranks must step with alike."""

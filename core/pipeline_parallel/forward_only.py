@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.stage import check_sent
+from core.waiting import waiting
 
 
 def forward_only(
@@ -37,7 +38,8 @@ def forward_only(
                 inputs = tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in received(stage))
                 source = dist.get_global_rank(group, layout.rank_of(stage - 1))
                 for tensor in inputs:
-                    dist.recv(tensor, src=source, group=group)
+                    with waiting("the activations of a microbatch", group):
+                        dist.recv(tensor, src=source, group=group)
             output = runs[stage](number, inputs)
             if stage == layout.num_stages - 1:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
-from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -22,7 +22,7 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
 from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
 from core.process_groups import ProcessGroups
-from core.waiting import waiting
+from core.waiting import add_wait, calling, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,13 @@ class PipelineRunner:
             # The target only numbers the microbatches: the last stage's output is its loss already.
             with (
                 auxiliary_loss_scale(self._weight_of_a_loss()),
-                naming_lost_ranks(f"PipelineRunner.step with {len(microbatches)} microbatches", self.steps),
-                waiting("the activations or gradients of a microbatch", self.group),
+                calling(f"PipelineRunner.step with {len(microbatches)} microbatches", self.steps),
+                waiting("the activations or gradients of a microbatch", self.group, computes=True),
             ):
+                begun_s = time.perf_counter()
                 schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
+                worked_s = sum(event.end_s - event.start_s for event in self.events)
+                add_wait(time.perf_counter() - begun_s - worked_s)
         finally:
             for sync in self.syncs:
                 sync.leave()
@@ -231,7 +234,7 @@ class PipelineRunner:
         if self.losses:
             totals[0] = torch.stack(self.losses).double().sum()
             totals[1] = sum(torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None)
-        with naming_lost_ranks("PipelineRunner.step", self.steps), waiting("the loss", self.group):
+        with calling("PipelineRunner.step", self.steps), waiting("the loss", self.group):
             dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
         loss = totals[0] / (divisor_of_tokens(totals[1]) if self.per_token else len(self.microbatches))
         return StepOutcome(loss, totals[1] if self.per_token else None, self.losses, self.reports)

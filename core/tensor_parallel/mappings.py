@@ -21,6 +21,9 @@ from torch import Tensor
 from core import parallel_state
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
+from core.waiting import waiting
+
+ACTIVATIONS = "an exchange of activations or of their gradients"  # what a rank waits for here
 
 # torch 2.13 renames the flat collectives; 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -78,7 +81,7 @@ def start_all_reduce(
 ) -> Pending:
     """Begin the elementwise sum (or `op`) of every rank's tensor, in new memory."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    return Pending(dist.all_reduce(total, op=op, group=group, async_op=True), total)
+    return Pending(dist.all_reduce(total, op=op, group=group, async_op=True), total, group)
 
 
 @dataclass(slots=True)
@@ -87,18 +90,20 @@ class Pending:
 
     work: dist.Work
     result: Tensor
+    group: dist.ProcessGroup
     parts: Tensor | None = None  # [ranks, *result.shape]: what is left to add up
 
     def wait(self) -> Tensor:
         """The result, defined from here on."""
-        self.work.wait()
+        with waiting(ACTIVATIONS, self.group):
+            self.work.wait()
         return self.result if self.parts is None else torch.sum(self.parts, dim=0, out=self.result)
 
 
 def start_gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to concatenate every rank's [n, ...] to [n * size, ...]."""
     full = tensor.new_empty((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
-    return Pending(_all_gather(full, tensor.contiguous(), group=group, async_op=True), full)
+    return Pending(_all_gather(full, tensor.contiguous(), group=group, async_op=True), full, group)
 
 
 def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -109,9 +114,9 @@ def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Pend
         # gloo's reduce-scatter is an all-reduce plus copies; an exchange takes 0.6 (2 ranks) to 0.2 (4) of its time.
         parts = tensor.new_empty((size, *part.shape))
         work = dist.all_to_all_single(parts.view(tensor.shape), tensor.contiguous(), group=group, async_op=True)
-        return Pending(work, part, parts)
+        return Pending(work, part, group, parts)
     work = _reduce_scatter(part, tensor.contiguous(), op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return Pending(work, part)
+    return Pending(work, part, group)
 
 
 def _rows_of_a_rank(tensor: Tensor, group: dist.ProcessGroup) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from core import parallel_state
 from core.training.config import JobConfig
 from core.training.perfetto import write_trace
 from core.training.plan import JobPlan
@@ -48,6 +49,7 @@ class Reporter:
         step_s = ended_s - self.step_started_s
         self.step_started_s = time.perf_counter()
         report = trainer.chunks[0].step_report()
+        watch = parallel_state.get_rank_watch()
         record = StepRecord(
             step=trainer.step,
             loss=result.loss,
@@ -64,6 +66,7 @@ class Reporter:
             windows=trainer.sampler.consumed,
             elapsed_s=ended_s - self.started_s,
             validation_loss=validation_loss,
+            slow_ranks=() if watch is None else tuple(sorted(watch.stragglers.slow)),
         )
         self.last_trace = result.trace
         self.log.add(record)

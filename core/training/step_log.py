@@ -31,6 +31,7 @@ class StepRecord:
     windows: int  # consumed since the start
     elapsed_s: float  # since the first step began
     validation_loss: float | None = None  # nats per byte, after the update; None where it was not taken
+    slow_ranks: tuple[int, ...] = ()  # stragglers, as the rank watch names them
 
 
 def read_records(path: Path) -> list[StepRecord]:

@@ -10,7 +10,7 @@ from tests.unit_tests.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "source" / "when_something_fails.md"
 VARIABLE = re.compile(r"<[^>]*>|\[[^\]]*\]|\([^)]*\.\.\.\)|\.\.\.")  # what stands for a name, a number or more text
-SHORT = 12  # a shorter fragment could be found anywhere
+SHORT = 9  # a shorter fragment could be found anywhere
 
 
 def texts_of_core() -> str:

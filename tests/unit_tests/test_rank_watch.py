@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state, rank_watch
+from core.stragglers import Stragglers
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
-from core.waiting import waiting
+from core.waiting import calling, waiting
 
 VICTIM, WORLD = 1, 3
 LIMIT_S = {"kill": 2.0, "stop": 2.0, "exit": 4.0, "silent": 10.0}  # within which every survivor has named the rank
@@ -71,6 +75,8 @@ def lose_one(folder: Path, how: str, where: str) -> None:
     rank = dist.get_rank()
     watch = parallel_state.get_rank_watch()
     assert watch is not None, "three ranks are watched"
+    while VICTIM not in watch.members:  # they are read as they come
+        time.sleep(0.05)
     victim = watch.members[VICTIM].pid
     if rank == VICTIM:
         time.sleep(1.0)
@@ -97,7 +103,11 @@ def lose_one(folder: Path, how: str, where: str) -> None:
         ("kill", "collective", "has ended"),
         ("kill", "forward", "has ended"),
         ("stop", "forward", "is stopped, by SIGSTOP or a debugger"),
-        ("exit", "collective", "has ended without an error, and others wait for it"),
+        (
+            "exit",
+            "collective",
+            "has left without an error, and others wait for it: it ended, or called destroy_model_parallel",
+        ),
         ("silent", "forward", "is silent since"),
     ],
 )
@@ -121,11 +131,12 @@ def test_every_survivor_names_the_lost_rank_in_time(
 
 def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    here = rank_watch.this_member(0)
+    watch = rank_watch.RankWatch(store, here := rank_watch.this_member(0), 2)
     twin = replace(here, rank=1, pid=2**30)
-    assert rank_watch.RankWatch(store, [here, twin], 0).neighbours == [twin]
-    elsewhere = replace(twin, machine=f"another {here.machine}")
-    assert rank_watch.RankWatch(store, [here, elsewhere], 0).neighbours == []
+    watch.members[1] = twin
+    assert watch._look_at_processes() == {1: ("dead", f"{twin} has ended")}
+    watch.members[1] = replace(twin, machine=f"another {here.machine}")
+    assert watch._look_at_processes() == {}
 
 
 def test_the_rank_that_failed_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:
@@ -153,3 +164,154 @@ time.sleep(4)
     said = [process.communicate(timeout=60)[1] for process in processes]
     assert "rank 1 (process" in said[2] and "failed: ValueError: a bad batch" in said[2]
     assert "rank 2: rank 0" not in said[2]
+
+
+# --- jobs of processes that nobody looks after ------------------------------------------------------------------------
+
+
+def run_plain(act: Callable[[int], object], folder: Path, world: int, port: int) -> list[int]:
+    """Run `act(rank)` in `world` processes of multiprocessing; each one's exit status. What they log is in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "core.parallel_state"])
+    job = [context.Process(target=in_a_process, args=(act, folder, rank, world, port)) for rank in range(world)]
+    for process in job:
+        process.start()
+    for process in job:
+        process.join(60)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in job]
+
+
+def in_a_process(act: Callable[[int], object], folder: Path, rank: int, world: int, port: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    logging.basicConfig(filename=folder / f"{rank}.log", format="%(message)s")
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    holds_store = port < 0 and rank == 0
+    store = dist.TCPStore("127.0.0.1", abs(port), is_master=holds_store, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel()
+    dist.barrier()
+    act(rank)
+
+
+def said_by(folder: Path, rank: int) -> list[str]:
+    return (folder / f"{rank}.log").read_text().splitlines()
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def fail_and_follow(rank: int) -> None:
+    """Rank 1 fails, rank 0 fails because of it, and rank 2 computes."""
+    pair = dist.new_group([0, 1])
+    if rank == 1:
+        raise ValueError("a bad batch")
+    if rank == 0:
+        dist.barrier(pair)
+    time.sleep(3)
+
+
+def test_processes_of_multiprocessing_blame_the_first_too_and_the_follower_names_it(
+    tmp_path: Path, store: dist.TCPStore
+) -> None:
+    assert run_plain(fail_and_follow, tmp_path, 3, store.port) == [1, 1, 0]
+    for rank in (0, 2):
+        (line,) = said_by(tmp_path, rank)
+        assert f"rank {rank}: rank 1 (process " in line
+        assert "failed: ValueError: a bad batch, last seen in fail_and_follow (unit_tests/test_rank_watch.py:" in line
+
+
+def wait_in_vain(rank: int) -> None:
+    rank_watch.END_AFTER_S = 1.0
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with waiting("an answer", [1]):
+        time.sleep(30)
+
+
+def test_a_wait_that_cannot_succeed_ends_with_its_process(tmp_path: Path, store: dist.TCPStore) -> None:
+    begun = time.monotonic()
+    assert run_plain(wait_in_vain, tmp_path, 2, store.port) == [1, -signal.SIGKILL]
+    assert time.monotonic() - begun < 25
+    named, ended = said_by(tmp_path, 0)
+    assert "rank 1 (process " in named and "has ended" in named
+    assert ended.startswith(
+        "rank 0: it waits since a rank has ended, and this cannot succeed; it is ended too. This rank"
+    )
+
+
+def lose_the_store(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3)
+
+
+def test_a_rank_that_holds_the_store_is_named_by_the_others_of_its_host(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_plain(lose_the_store, tmp_path, 3, -port) == [-signal.SIGKILL, 0, 0]
+    killed = (tmp_path / "0.pid").read_text()
+    for rank in (1, 2):
+        assert any(f"rank {rank}: rank 0 (process {killed} on " in line for line in said_by(tmp_path, rank))
+
+
+def stop_go_on_and_fall(rank: int) -> None:
+    begun = time.monotonic()
+    if rank == 0:
+        pid = parallel_state.get_rank_watch().members[1].pid  # type: ignore[union-attr]
+        for sign in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
+            os.kill(pid, sign)
+            time.sleep(1.5)
+    while time.monotonic() - begun < 10 and rank == 1:
+        time.sleep(0.1)
+
+
+def test_a_rank_that_was_stopped_and_goes_on_is_no_longer_lost_and_named_again_when_it_falls(
+    tmp_path: Path, store: dist.TCPStore
+) -> None:
+    assert run_plain(stop_go_on_and_fall, tmp_path, 2, store.port) == [0, -signal.SIGKILL]
+    stopped, back, ended = said_by(tmp_path, 0)
+    assert "is stopped, by SIGSTOP or a debugger" in stopped and "runs again" in back and "has ended" in ended
+
+
+# --- stragglers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_slow_in_each_of_its_last_steps_is_named_once_and_again_when_it_is_not() -> None:
+    members = {rank: replace(rank_watch.this_member(rank), stage=rank // 4) for rank in range(6)}
+    watch = Stragglers()
+    even = {rank: (0.09, 0.1) for rank in range(4)} | {rank: (0.9, 1.0) for rank in (4, 5)}  # stages differ
+    assert watch.compare(even, members) == []
+    assert watch.compare(even | {2: (0.1, 0.2)}, members) == [], "one of its steps was as fast"
+    (line,) = watch.compare(even | {2: (0.16, 0.2), 3: None}, members)
+    assert line.startswith(
+        f"{members[2]} is slow: it works 0.2 s in a step, and the median of the ranks that do the same"
+    )
+    assert watch.slow == {2: 2.0}
+    assert watch.compare(even | {2: (0.09, 0.2)}, members) == [], "still slow in most steps"
+    assert watch.compare(even, members) == [f"{members[2]} is as fast as the others again"]
+    assert watch.slow == {}
+
+
+def work_and_wait(rank: int) -> None:
+    """Steps of 50 ms, in which each rank but the last waits most of the time."""
+    for step in range(1, 60):
+        with calling("finalize_model_grads", step):
+            own_s = 0.04 if rank == 2 else 0.005
+            time.sleep(own_s)
+            with waiting("the others", [0, 1, 2]):
+                time.sleep(0.05 - own_s)
+    slow = parallel_state.get_rank_watch().stragglers.slow  # type: ignore[union-attr]
+    logging.getLogger().error("slow: %s", list(slow))
+
+
+def test_a_slow_rank_is_named_by_its_own_work_though_all_steps_take_equally_long(
+    tmp_path: Path, store: dist.TCPStore
+) -> None:
+    assert run_plain(work_and_wait, tmp_path, 3, store.port) == [0, 0, 0]
+    assert said_by(tmp_path, 1)[-1] == "slow: []", "only the lowest rank compares"
+    named, slow = said_by(tmp_path, 0)[:2]
+    assert named.startswith("rank 0: rank 2 (process ") and " is slow: it works 0.0" in named and slow == "slow: [2]"

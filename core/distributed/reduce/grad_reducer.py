@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,14 +26,13 @@ from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
-from core.distributed.guard.lost_ranks import naming_lost_ranks
 from core.distributed.reduce.fused_kernels import check_declared
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.overlap import measure_overlap
-from core.distributed.wire.shared_memory import HostChannel
+from core.waiting import calling
 
 
 @dataclass(slots=True)
@@ -61,8 +60,7 @@ class GradReducer:
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
     buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. take_gathers:
-    tells the gathers of sharded parameters since it was called last. channels: the memory of ranks of this host, which
-    also tells whether they still run.
+    tells the gathers of sharded parameters since it was called last.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class GradReducer:
         every_microbatch: bool = False,
         watch: NonFiniteWatch | None = None,
         take_gathers: Callable[[], list[str]] = list,
-        channels: Sequence[HostChannel] = (),
     ) -> None:
         self.buckets = list(buckets)  # in launch order
         self.collectives = collectives
@@ -86,7 +83,6 @@ class GradReducer:
         self.every_microbatch = every_microbatch
         self.watch = watch
         self.take_gathers = take_gathers
-        self.channels = list(channels)
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
@@ -426,9 +422,9 @@ class GradReducer:
         """The chunks of the pipeline on this rank, in launch order; this reducer alone if it is no part of one."""
         return [chunk for reference in self.chunks if (chunk := reference()) is not None] or [self]
 
-    def named(self, call: str) -> AbstractContextManager[None]:
-        """Surrounds a call of the user that waits for other ranks, to say who did not come."""
-        return naming_lost_ranks(call, self.steps + 1, self.channels)
+    def named(self, call: str) -> calling:
+        """Surrounds a call of the user that waits for other ranks, to say in which step."""
+        return calling(call, self.steps + 1)
 
     def step_report(self) -> StepReport:
         """What the last finished step cost so far, its sync rules included."""

@@ -36,6 +36,7 @@ from core import agree, huge_pages
 from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.processes import boot_id, runs
+from core.waiting import PeerLost
 
 PAGE = 4096
 STRIDE = 8  # int64 between two counters: a cache line each
@@ -44,10 +45,6 @@ RING = 1000  # launches whose place is told at a time: as many can be in flight,
 CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
 SPINS = 100  # looks at the counters before this rank sleeps in between
 LOOK_S = 0.5  # between two looks whether the ranks waited for still run
-
-
-class PeerLost(RuntimeError):
-    """A rank has ended, does not come, or came with another reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +199,9 @@ class HostChannel:
             found.append(member.tensor[offset : offset + theirs])
         return found
 
-    def ended(self) -> list[Member]:
-        """The ranks whose processes have ended."""
-        return [member for member in self.members if not runs(member.pid)]
-
     def raise_if_lost(self, handle: HostHandle, waited_s: float) -> None:
         """Raise PeerLost where a rank that this collective waits for has ended, or does not come in time."""
-        gone = {member.rank for member in self.ended()}  # first: later it may be done, and end
+        gone = {member.rank for member in self.members if not runs(member.pid)}  # first: later it may be done, and end
         at = handle.stage * STRIDE
         behind = [m for m, c in zip(self.members, self.control, strict=True) if c[at] < handle.number]
         here = self.members[self.rank].rank

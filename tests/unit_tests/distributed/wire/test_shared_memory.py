@@ -257,7 +257,7 @@ def test_ranks_of_different_hosts_share_nothing(rank: int, world: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("call", ["_address", "_create", "_open"])
+@pytest.mark.parametrize("call", ["_address", "new_mapped_file", "_open"])
 def test_what_fails_on_one_rank_is_shared_by_none(rank: int, world: int, call: str) -> None:
     """No descriptor left, /proc closed, another process's memory not to be had: one rank alone may see it."""
     group = dist.group.WORLD

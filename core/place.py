@@ -1,0 +1,86 @@
+"""Where the main thread is: what it waits for, or the module, call and line that it runs. Read from another thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from torch import nn
+
+from core.waiting import call_of, current_wait, in_words, steps_of
+
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+WAITS_IN = (*COLLECTIVES, "pipelining/schedules.py")  # the last one runs the model too, in frames further in
+
+
+@dataclass(frozen=True)
+class Place:
+    """Words, and since when (monotonic seconds). waits: True if the thread waits for other ranks.
+
+    ranks: those it waits for, as far as that is known. key: the thread is still there as long as this does not change.
+    """
+
+    words: str
+    since: float
+    waits: bool = False
+    ranks: tuple[int, ...] = ()
+    key: tuple[float, ...] = ()
+
+
+def place_of_main_thread(before: Place) -> Place:
+    """The main thread's place now; `before` itself as long as that has not changed."""
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    wait = current_wait(main)
+    if frame is None:
+        return before
+    if wait is not None and wait.computes and not frame.f_code.co_filename.endswith(WAITS_IN):
+        wait = None
+    steps = steps_of(vars(main))
+    where = (id(frame), frame.f_lasti) if wait is None or wait.computes else (id(wait), wait.began)
+    key = (*where, steps.number, steps.waited_s)
+    if key == before.key:
+        return before
+    if wait is None:
+        words, waits = place_in_code(frame)
+        step = f", step {steps.number}" if steps.number else ""
+        return Place(f"{words}{step}", time.monotonic(), waits, (), key)
+    try:
+        ranks = wait.ranks
+    except (KeyError, ValueError):  # the wait has ended meanwhile, and its group is destroyed
+        return before
+    words = f"waiting for {wait}{call_of(vars(main))}, {in_words(ranks)}"
+    return Place(words, time.monotonic(), True, tuple(ranks), key)
+
+
+def place_in_code(innermost: FrameType) -> tuple[str, bool]:
+    """The place of a frame in words, and True if it is a wait of torch.distributed."""
+    modules: list[nn.Module] = []
+    backward, waits, where = False, False, ""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
+            modules.append(frame.f_locals["self"])
+        waits = waits or code.co_filename.endswith(WAITS_IN if frame is innermost else COLLECTIVES)
+        backward = backward or code.co_name == "_engine_run_backward"
+        if not where and "torch" not in Path(code.co_filename).parts:
+            where = f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})"
+        frame = frame.f_back
+    words = f"in {where}" if where else ""
+    if modules:
+        words = f"in forward of {_path(modules[::-1])}, {words}"
+    elif backward:
+        words = f"in backward, {words}"
+    return words, waits
+
+
+def _path(nested: list[nn.Module]) -> str:
+    """The innermost module's name in the outermost one."""
+    root, inner = nested[0], nested[-1]
+    name = next((name for name, module in root.named_modules() if module is inner), "")
+    return f"{type(root).__name__}.{name}" if name else type(inner).__name__
