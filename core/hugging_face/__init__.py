@@ -1,7 +1,8 @@
 """Hugging Face models over tensor parallelism: their own plans, read, printed, checked and applied to plain tensors."""
 
+from core.hugging_face.checkpoint import load_split, save_split
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
 from core.hugging_face.split import SplitReport, split_model
 from core.hugging_face.transformers_plans import read_plan
 
-__all__ = ["Plan", "PlanError", "Seam", "Split", "SplitReport", "read_plan", "split_model"]
+__all__ = ["Plan", "PlanError", "Seam", "Split", "SplitReport", "load_split", "read_plan", "save_split", "split_model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -38,3 +39,15 @@ def _on_rank(name: str, tp: int, overrides: Mapping[str, Any]) -> Verdict:
     transformers_package().logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     return check_on_rank(name, families()[name], tp, overrides)
+
+
+def table(verdicts: Iterable[Verdict], tp: int) -> str:
+    """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
+    verdicts = list(verdicts)
+    counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
+    rows = [f"At tp {tp}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
+    for verdict in verdicts:
+        total, without = verdict.summed
+        summed = f"{total} gradients summed over tp, {without} of them without a rule" if without else ""
+        rows.append(f"| `{verdict.name}` | {verdict.answer} | {summed if verdict.answer == 'equal' else verdict.why} |")
+    return "\n".join(rows)

@@ -20,7 +20,7 @@ def small(family: str, dtype: torch.dtype = torch.float64, **values: Any) -> Any
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(family, **{**sizes, **heads, **values})
-    config._experts_implementation = "eager"
+    config.update({"_experts_implementation": "eager"})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -1,0 +1,76 @@
+"""`python -m core.hugging_face check FAMILY --tp 2`: is a family right when it is split? `... families`: all of them.
+
+A tiny random copy is made offline, split on processes of this machine, and compared with one process. Exit status 0:
+nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from core.hugging_face.families import check_families, table
+from core.hugging_face.tiny import families
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, run; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m core.hugging_face", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="one family")
+    check.add_argument("family", help="model type (qwen3_moe), family/ConfigClass, or a directory with a config.json")
+    check.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="values of the configuration")
+    everything = commands.add_parser("families", help="every family with a plan, as a table")
+    for command in (check, everything):
+        command.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
+    options = parser.parse_args(arguments)
+    if options.command == "families":
+        verdicts = check_families(families(), options.tp, lambda verdict: print(verdict, file=sys.stderr, flush=True))
+        print(table(verdicts, options.tp))
+        return int(any(verdict.answer == "wrong" for verdict in verdicts))
+    try:
+        names, values = _chosen(options.family)
+        values.update(_assignment(text) for text in options.set)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    verdicts = check_families(names, options.tp, lambda verdict: print(verdict, flush=True), values)
+    return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
+
+
+def _chosen(text: str) -> tuple[list[str], dict[str, Any]]:
+    """The configuration classes that are meant, and what a directory's configuration has that is no size."""
+    import os
+
+    from core.hugging_face.transformers_plans import transformers_package
+
+    known = families()
+    if os.path.isdir(text) or text.endswith(".json"):
+        config = transformers_package().AutoConfig.from_pretrained(text)
+        names = [name for name, kind in known.items() if kind is type(config)]
+        values = {name: value for name, value in config.to_diff_dict().items() if isinstance(value, bool)}
+        if not names:
+            raise ValueError(f"{text}: {type(config).__name__} has no tensor-parallel plan")
+        return names, values
+    names = [n for n, kind in known.items() if text in (n, n.split("/")[0], getattr(kind, "model_type", ""))]
+    if not names:
+        close = [name for name in known if text in name][:5]
+        raise ValueError(f"no family with a plan is called {text!r}; near: {', '.join(close) or 'none'}")
+    return names, {}
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if not value:
+        raise ValueError(f"--set takes NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Checkpoint directories of split models: each rank reads its slices only, and what is saved is a plain directory.
+
+Transformers' own loading is used, so renamed keys and fused experts are handled as there. It is given tensors that read
+this rank's part of a safetensors file when they are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import agree
+from core.hugging_face.plan import Plan, PlanError, Split
+from core.hugging_face.split import REPORT, SplitReport, cut_parameters, example_of, finish_split, prepare
+from core.hugging_face.transformers_plans import transformers_package
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import tensor_parallel_join
+from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+
+# What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
+LOADING = "_load_pretrained_model"
+
+
+class SlicedTensor:
+    """A tensor of a safetensors file, of which only this rank's part is read, when it is indexed with `...`."""
+
+    def __init__(self, source: Any, cut: tuple[int, int] | None, tp: int, rank: int, read: list[int]) -> None:
+        self.source, self.cut, self.tp, self.rank, self.read = source, cut, tp, rank, read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is not Ellipsis:
+            raise TypeError("a SlicedTensor is read whole, by [...]")
+        if self.cut is None:
+            return self._counted(self.source[...])
+        dim, blocks = self.cut
+        shape = list(self.source.get_shape())
+        length = shape[dim] // blocks
+        rows = -(-length // self.tp)
+        start, stop = min(self.rank * rows, length), min((self.rank + 1) * rows, length)
+        parts = []
+        for block in range(blocks):
+            place = [slice(None)] * dim + [slice(block * length + start, block * length + stop)]
+            parts.append(self._counted(self.source[tuple(place)]))
+        if stop - start < rows:  # the end of a vocabulary that is padded
+            shape[dim] = rows - (stop - start)
+            parts.append(parts[0].new_zeros(shape))
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.read.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+
+def load_split(
+    directory: str | os.PathLike[str],
+    kind: Any = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    parallel_output: bool = False,
+    pg_collection: ProcessGroups | None = None,
+    **options: Any,
+) -> Any:
+    """A model of a checkpoint directory, split over tensor parallelism; `model.bytes_read` says how much was read.
+
+    kind: the class of models; by default the one that the directory's config names. options: those of `from_pretrained`
+    (dtype, attn_implementation, ...). The rest as in `split_model`; the whole model exists on no rank, so its output
+    is not compared. Collective over the tensor-parallel group. Raises PlanError as `split_model` does, and where the
+    checkpoint lacks a parameter that is cut, or stores it in a form of which no part can be read.
+    """
+    transformers = transformers_package()
+    group = resolve_groups(pg_collection).tp
+    tp, rank = group_size(group), group_rank(group)
+    if kind is None:
+        names = transformers.AutoConfig.from_pretrained(directory).architectures or ["AutoModelForCausalLM"]
+        kind = getattr(transformers, names[0])
+    plans: list[Plan] = []
+    read: list[int] = []
+
+    def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
+        plans.append(prepare(model, None, tp))
+        cut_parameters(model, plans[0], tp, rank)
+        tensors = _sliced(model, plans[0], files, config, tp, rank, read)
+        return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
+
+    members = {LOADING: staticmethod(load), "__module__": kind.__module__}
+    loader: Any = type(kind.__name__, (kind,), members)
+    model, told = loader.from_pretrained(directory, output_loading_info=True, **options)
+    model.__class__ = kind
+    lacking = sorted(name for name in told["missing_keys"] if name in plans[0].splits)
+    if lacking:
+        raise PlanError(
+            f"{plans[0].family}: the checkpoint {os.fspath(directory)!r} has no {lacking[0]!r}, which is cut"
+        )
+    model.train()
+    arguments = dict(example_of(model) if example is None else example)
+    finish_split(model, plans[0], arguments, parallel_output=parallel_output, pg_collection=pg_collection)
+    model.bytes_read = sum(read)
+    return model
+
+
+def _sliced(
+    model: Any, plan: Plan, files: list[str], config: Any, tp: int, rank: int, read: list[int]
+) -> dict[str, SlicedTensor]:
+    """Every tensor of the files, cut as the parameter that it becomes, or a part of, is cut."""
+    from safetensors import safe_open
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = config.weight_mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    known = model.state_dict()
+    tensors: dict[str, SlicedTensor] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise PlanError(f"{plan.family}: {file!r} is no safetensors file, so no part of it can be read alone")
+        opened = safe_open(file, framework="pt", device="cpu")
+        for key in opened.keys():  # noqa: SIM118  it is no mapping
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            split = plan.splits.get(name) if tp > 1 else None
+            cut = None if split is None else (split.dim, split.blocks)
+            if split is not None and pattern is not None:
+                converter = next(entry for entry in converters if pattern in entry.source_patterns)
+                cut = _cut_of_part(plan.family, key, split, converter)
+            tensors[key] = SlicedTensor(opened.get_slice(key), cut, tp, rank, read)
+    return tensors
+
+
+def _cut_of_part(family: str, key: str, split: Split, converter: Any) -> tuple[int, int]:
+    """How a tensor is cut that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    dims = {type(operation).__name__: getattr(operation, "dim", None) for operation in converter.operations}
+    stacked = kinds[:1] == ["MergeModulelist"] and dims["MergeModulelist"] == 0
+    rest = kinds[1:] if stacked else kinds
+    if rest == ["Concatenate"] and dims["Concatenate"] == split.dim and len(converter.source_patterns) == split.blocks:
+        return split.dim - stacked, 1
+    if not rest and stacked and split.dim > 0:
+        return split.dim - 1, split.blocks
+    raise PlanError(
+        f"{family}: {key!r} becomes {split.parameter!r} by {', '.join(kinds)}, of which no part can be made alone. "
+        "Load the whole model by from_pretrained on every rank, then split_model"
+    )
+
+
+def save_split(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
+    """Save a split model as a directory that plain `from_pretrained` loads: the same keys, bits and dtypes.
+
+    model: split, wrapped in DistributedDataParallel or not. options: those of `save_pretrained` (max_shard_size, ...).
+    The first rank writes; it holds the whole model in host memory while it does. Collective over all ranks.
+    """
+    inner: Any = model
+    while getattr(inner, REPORT, None) is None:
+        inner = getattr(inner, "module", None)
+        if inner is None:
+            raise PlanError(f"save_split takes a model that was split, and was given a {type(model).__name__}")
+    groups = resolve_groups(None)
+    error: Exception | None = None
+    if groups.size("dp_cp") == 1 or groups.rank("dp_cp") == 0:
+        whole = _whole_state(inner, getattr(inner, REPORT), groups.tp)
+        if groups.rank("tp") == 0:
+            try:
+                inner.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
+            except (OSError, RuntimeError, ValueError) as failure:
+                error = failure
+    agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
+
+
+@torch.no_grad()
+def _whole_state(model: Any, report: SplitReport, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """The state of the whole model on the first rank of the group, on the CPU; elsewhere nothing. Collective."""
+    whole: dict[str, Tensor] = {}
+    by_memory: dict[int, Tensor] = {}  # tied parameters are one tensor, which the saving looks for
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in by_memory:
+            split = report.plan.splits.get(name) if group_size(group) > 1 else None
+            by_memory[id(tensor)] = _joined(tensor.detach(), split, group).cpu()
+        whole[name] = by_memory[id(tensor)]
+    return whole if group_rank(group) == 0 else {}
+
+
+def _joined(tensor: Tensor, split: Split | None, group: dist.ProcessGroup | None) -> Tensor:
+    if split is None or group is None:
+        return tensor
+    first = group_rank(group) == 0
+    parts = [torch.empty_like(tensor) for _ in range(group_size(group))] if first else None
+    dist.gather(tensor.contiguous(), parts, group=group, group_dst=0)
+    if parts is None:
+        return tensor
+    return tensor_parallel_join(parts, split.dim, split.blocks).narrow(split.dim, 0, split.length).contiguous()

@@ -1,0 +1,38 @@
+"""The command line: what it says of a family, and its exit status."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from core.hugging_face.__main__ import main
+from core.hugging_face.check import Verdict
+from core.hugging_face.families import table
+from core.hugging_face.tiny import families
+
+
+def test_check_says_equal_and_refused_of_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "glm4_moe", "--tp", "2", "--set", "use_qk_norm=True"]) == 0
+    assert "glm4_moe/Glm4MoeConfig: equal: at most" in capsys.readouterr().out
+    assert main(["check", "doge/DogeConfig"]) == 0
+    assert "doge/DogeConfig: refused: doge (DogeForCausalLM): its forward fails once" in capsys.readouterr().out
+
+
+def test_a_family_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "lama"]) == 2
+    assert "no family with a plan is called 'lama'" in capsys.readouterr().err
+    assert main(["check", "llama", "--set", "head_dim"]) == 2
+    assert "--set takes NAME=VALUE, got 'head_dim'" in capsys.readouterr().err
+
+
+def test_every_family_with_a_plan_is_found() -> None:
+    found = families()
+    assert len({name.split("/")[0] for name in found}) == 132
+    assert len(found) == 144
+
+
+def test_the_table_counts_answers_and_gives_reasons() -> None:
+    verdicts = [Verdict("a/A", "equal", off=1e-15, summed=(8, 4)), Verdict("b/B", "refused", "no plan")]
+    text = table(verdicts, 2)
+    assert "At tp 2: 1 equal, 1 refused." in text
+    assert "| `a/A` | equal | 8 gradients summed over tp, 4 of them without a rule |" in text
+    assert "| `b/B` | refused | no plan |" in text

@@ -1,0 +1,108 @@
+"""Directories: what split models save and plain `from_pretrained` loads, and the other way with slices only."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.hugging_face import PlanError, load_split, save_split, split_model
+from tests.unit_tests.hugging_face.models import small, tokens, whole
+from tests.unit_tests.ranks import ranks
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4},
+    "phi": {},
+}
+
+
+def files_of(directory: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found.update({key: (tensor.dtype, tensor) for key, tensor in load_file(file).items()})
+    return found
+
+
+@ranks(4)
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_directory_is_that_of_the_whole_model(
+    rank: int, world: int, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = small(family, dtype, **MODELS[family])
+    reference = copy.deepcopy(model)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    split_model(model)
+    wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
+    save_split(wrapped, tmp_path / "split", max_shard_size="20KB")
+    if rank == 0:
+        reference.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+        ours, theirs = files_of(tmp_path / "split"), files_of(tmp_path / "whole")
+        assert ours.keys() == theirs.keys()
+        for key, (kind, tensor) in theirs.items():
+            assert ours[key][0] == kind
+            assert torch.equal(ours[key][1], tensor), key
+        loaded = type(reference).from_pretrained(tmp_path / "split", dtype="auto")
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter), name
+    torch.distributed.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_rank_reads_its_slices_and_computes_what_the_whole_model_does(
+    rank: int, world: int, family: str, tmp_path: Path
+) -> None:
+    reference = small(family, torch.float32, **MODELS[family]).eval()
+    if rank == 0:
+        reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    model = load_split(tmp_path, experts_implementation="eager")
+    assert type(model) is type(reference)
+    sizes = {name: p.numel() * p.element_size() for name, p in reference.named_parameters()}
+    splits = model.split_report.plan.splits
+    uncut = sum(size for name, size in sizes.items() if name not in splits)
+    # An odd row of the vocabulary is read by one rank of the two.
+    assert model.bytes_read <= uncut + (sum(sizes.values()) - uncut) / 2 + 2 * 32 * 4
+    assert model.bytes_read < 0.6 * sum(sizes.values())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(model, name, parameter.detach()), reference.get_parameter(name)), name
+    ids = tokens()
+    torch.testing.assert_close(model.eval()(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+@ranks(2)
+def test_a_checkpoint_that_lacks_a_cut_parameter_is_refused(rank: int, world: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    if rank == 0:
+        small("llama", torch.float32).save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    with pytest.raises(PlanError, match=r"has no 'model.layers.1.mlp.up_proj.weight', which is cut"):
+        load_split(tmp_path)
+
+
+@ranks(2)
+def test_a_directory_that_cannot_be_written_is_an_error_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = small("llama")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    split_model(model)
+    with pytest.raises((OSError, RuntimeError), match=r"file|saving to"):
+        save_split(model, tmp_path / "file" / "below")
+    with pytest.raises(PlanError, match="was given a Linear"):
+        save_split(torch.nn.Linear(2, 2), tmp_path)
