@@ -71,7 +71,13 @@ def _reduce_and_guard(
         for chunk in reversed(chunks):  # the order of backward
             chunk.reducer.start(force_all_reduce=force_all_reduce)
         for chunk in chunks:
-            _finish_chunk(chunk, force_all_reduce)
+            if chunk.reducer.open:
+                chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
+                continue
+            for bucket in chunk.reducer.buckets:  # finish_grad_sync was called: the rules are what is left
+                bucket.take_edits()
+            for bucket in chunk.reducer.buckets:
+                chunk.grad_sync.launch(bucket)
     begun = time.perf_counter()
     with timed(config, "non-tensor-parallel-grads-all-reduce"):
         for chunk in chunks:
@@ -199,16 +205,6 @@ def _sync_stages(models: Models) -> None:
                 chunk.stages_checked = True
         sync_across_stages(syncs)
         agree_on_copies(syncs)
-
-
-def _finish_chunk(chunk: DistributedDataParallel, force_all_reduce: bool) -> None:
-    if chunk.reducer.open:
-        chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
-    else:  # the user, or a schedule, has called finish_grad_sync: the rules are what is left
-        for bucket in chunk.reducer.buckets:
-            bucket.take_edits()
-        for bucket in chunk.reducer.buckets:
-            chunk.grad_sync.launch(bucket)
 
 
 def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:
