@@ -100,7 +100,7 @@ def assemble(
         launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
-        take_gathers=list if unsharder is None else unsharder.take_gathers,
+        take_gathers=dict if unsharder is None else unsharder.take_gathers,
     )
     return Engine(
         module,

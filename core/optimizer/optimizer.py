@@ -355,6 +355,8 @@ class MegatronOptimizer:
         Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
         """
         load_entries(entries, self.masters, self.names, self.optimizer, self.scratch)
+        for chunk in self.model_chunks:
+            chunk.note_param_write()
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups, this rank's part of the state by parameter name, and the loss scaler's numbers."""

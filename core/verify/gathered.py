@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,14 @@ class WrappedModel:
         """The parameters that have gradients, in the order of chunks and of registration."""
         return [held for held in self.held if held.contract is not None]
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Whole parameters, where they are sharded. Collective."""
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.gathered())
+            yield
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the first parameter."""
@@ -114,7 +123,8 @@ class WrappedModel:
         Collective over the world. Raises ValueError there where copies of one parameter differ.
         """
         first = [held for held in (*self.held, *self.biases) if held.place.replica == 0]
-        mine = [(held.place, held.tensor.detach().cpu()) for held in first]
+        with self.gathered():
+            mine = [(held.place, held.tensor.detach().cpu()) for held in first]
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyone, dst=0)
         return {} if everyone is None else _assembled(everyone)

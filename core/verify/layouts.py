@@ -256,7 +256,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("every_microbatch", "strategy"),
-        lambda every, strategy: "only optim_grads does so" if every and strategy != "optim_grads" else None,
+        lambda every, strategy: (
+            "gradients are not sharded" if every and strategy not in ("optim_grads", "optim_grads_params") else None
+        ),
+    ),
+    Rule(
+        ("strategy", "schedule"),
+        lambda strategy, schedule: (
+            "a tied weight belongs to one chunk, and the other one of the rank cannot gather it"
+            if strategy == "optim_grads_params" and schedule in ("ZBVZeroBubble", "DualPipeV")
+            else None
+        ),
+    ),
+    Rule(
+        ("overlap_gather", "strategy"),
+        lambda gather, strategy: "the step gathers nothing" if gather and strategy == "optim_grads_params" else None,
     ),
     Rule(
         ("every_microbatch", "vpp"),

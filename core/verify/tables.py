@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.rank_grid import DEFAULT_ORDER
 from core.verify.covering import Constraint, Covering, cover_pairs
 from core.verify.layouts import RULES, Layout, Rule
@@ -124,7 +125,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "expert_bias": (False, True),
     "shared": (False, True),
     "order": (DEFAULT_ORDER, "tp-cp-pp-ep-dp"),
-    "strategy": ("no_shard", "optim", "optim_grads"),
+    "strategy": STRATEGIES,
     "instances": (1, 2),
     "overlap": (False, True),
     "microbatches": (1, 3, 4, 8),
@@ -216,6 +217,8 @@ TRAINED = (
     Layout(dp=2, tp=2, strategy="optim_grads", scale_in_optimizer=True, whole_shards=True, overlap_gather=True),
     FULL_HOUSE,
     replace(FULL_HOUSE, strategy="optim_grads", overlap=True, bucket_size=900, per_token=True, overlap_gather=True),
+    Layout(dp=3, strategy="optim_grads_params", microbatches=2, every_microbatch=True, bucket_size=900),
+    replace(FULL_HOUSE, strategy="optim_grads_params", overlap=True, bucket_size=900, recompute=True),
 )
 
 

@@ -61,7 +61,8 @@ def train_gpt(layout: Layout, dtype: str = "fp64", *, optimizer: str = "sgd", st
             norms.append(abs((our_norm or 0.0) - norm) / norm if updated else float("inf"))
         want = reference.gather(weights_of)
         floor = 1e-3 * _norm(want.values()) / max(1, len(want)) ** 0.5
-        errors = [(_error(held, want[held.name], floor), held.name) for held in job.model.trained]
+        with job.model.gathered():
+            errors = [(_error(held, want[held.name], floor), held.name) for held in job.model.trained]
         weight_error, worst = max(agree.gather(max(errors, default=(0.0, "")), None, "the largest error").values())
         return TrainingReport(
             title=f"{dtype} {layout} {optimizer}",

@@ -37,6 +37,7 @@ class ParamUnit:
         self,
         number: int,
         layout: BucketLayout,
+        data_group: str,
         params: Sequence[nn.Parameter],
         shard: torch.Tensor,
         group: dist.ProcessGroup,
@@ -45,6 +46,7 @@ class ParamUnit:
     ) -> None:
         self.number = number
         self.layout = layout
+        self.data_group = data_group
         self.params = list(params)
         self.names = [slot.name for slot in layout.slots]
         self.shard = shard
@@ -59,6 +61,11 @@ class ParamUnit:
         self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
         self.versions: list[int] = []
+
+    @property
+    def is_collective(self) -> bool:
+        """True if other ranks take part in a gather."""
+        return self.channel is None and self.layout.shards > 1
 
     @property
     def shown(self) -> bool:
@@ -185,6 +192,7 @@ def units_of(
         ParamUnit(
             number,
             bucket,
+            layout.key.data_group,
             [params[slot.name] for slot in bucket.slots],
             memory[bucket.start // layout.shards : bucket.end // layout.shards],
             groups.shard,

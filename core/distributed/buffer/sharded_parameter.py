@@ -33,6 +33,9 @@ class Owner(Protocol):
     def gather_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
         """Make `missing` plain parameters with values, and leave `others` so."""
 
+    def runs(self) -> bool:
+        """True inside a forward or a backward."""
+
     def refuse_write(self, param: ShardedParameter) -> None:
         """Raise SyncError that names the parameter."""
 
@@ -46,7 +49,7 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
-        if owner is None or _asks_about(func):
+        if owner is None or _asks_about(func) or (_asks_for_edge(func, args) and not owner.runs()):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
@@ -72,6 +75,11 @@ def _asks_about(func: Any) -> bool:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute != "data" if name == "__set__" else attribute not in VALUES
     return name in ABOUT
+
+
+def _asks_for_edge(func: Any, args: Any) -> bool:
+    """True for `param.view_as(param)`, by which torch's pipelines find a leaf's node in the graph."""
+    return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
 
 
 def _written(func: Any, args: Any) -> Any:

@@ -8,11 +8,12 @@ ranks also agree before each one. A rank that ends its step then meets one that 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -61,14 +62,14 @@ def agree_on_step(
     has_gradients: bool = True,
     begun_by_forward: bool = False,
     wants_whole: bool = False,
-    gathers: Sequence[str] = (),
+    gathers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> StepAnswer:
     """Tell the other ranks how this one ends its step; count a parameter as used where any rank has used it.
 
     backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. problems:
-    in words. begun_by_forward: True if only a forward says that there is a step. gathers: of parameters, in their
-    order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they are at different
-    steps. Collective over the data groups.
+    in words. begun_by_forward: True if only a forward says that there is a step. gathers: those of parameters over each
+    data group, in their order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they
+    are at different steps. Collective over the data groups.
     """
     answer = StepAnswer(set(), set())
     found: SyncError | None
@@ -92,7 +93,7 @@ def agree_on_step(
             "begun by forward": begun_by_forward,
             "wants whole": wants_whole,
             "adds to shards": any(bucket.carried is not None for bucket in entry.buckets),
-            "gathers": zlib.crc32(repr(gathers).encode()),
+            "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
         }
         what = f"the agreement of data group {entry.name}"
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
@@ -107,7 +108,7 @@ def agree_on_step(
         elif high["problem"]:
             found = _reported(entry, problems)
         elif low["gathers"] != high["gathers"]:
-            found = _unequal_gathers(entry, gathers)
+            found = _unequal_gathers(entry, gathers.get(entry.name, ()))
         elif (text := _contradiction(entry, low, high)) is not None:
             found = SyncError(text)
         failure = failure or found

@@ -73,7 +73,7 @@ class GradReducer:
         launches: Launches,
         every_microbatch: bool = False,
         watch: NonFiniteWatch | None = None,
-        take_gathers: Callable[[], list[str]] = list,
+        take_gathers: Callable[[], dict[str, list[str]]] = dict,
     ) -> None:
         self.buckets = list(buckets)  # in launch order
         self.collectives = collectives

@@ -68,7 +68,7 @@ class Unsharder:
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
         self.hooks: saved_tensors_hooks | None = None
-        self.gathers: list[str] = []  # by collectives, since ranks have compared them last
+        self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
         kind = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.kind = kind
@@ -165,14 +165,15 @@ class Unsharder:
                 self._drop(other)
         return self._gather(unit, used_by)
 
-    def take_gathers(self) -> list[str]:
-        """The gathers since the last call, in words. Ranks compare them."""
-        taken, self.gathers = self.gathers, []
+    def take_gathers(self) -> dict[str, list[str]]:
+        """The gathers of each data group since the last call, in words. Ranks compare them."""
+        taken, self.gathers = self.gathers, {}
         return taken
 
     def _gather(self, unit: ParamUnit, used_by: str = "") -> torch.Tensor:
-        if unit.channel is None:
-            self.gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
+        if unit.is_collective:
+            gathers = self.gathers.setdefault(unit.data_group, [])
+            gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
         whole = unit.gather(self.collectives)
         self.window.append(unit)
         self.at[whole.untyped_storage().data_ptr()] = unit
@@ -191,7 +192,8 @@ class Unsharder:
             unit = self.at.get(tensor.untyped_storage().data_ptr())
             if unit is not None and tensor.dtype is unit.shard.dtype:
                 return SavedWeight(unit, tensor.storage_offset(), tensor.shape, tensor.stride(), self.generation)
-        return tensor, tensor._version
+        # An output that is saved by its own node would keep the node, and the node the output, for ever.
+        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
     def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
@@ -228,10 +230,14 @@ class Unsharder:
 
     def publish(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""
+        self.forget()
+        self._meet()
+
+    def forget(self) -> None:
+        """This rank's shards have other values now: so has whatever is gathered."""
         for unit in list(self.window):
             self._drop(unit)
         self.generation += 1
-        self._meet()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core import parallel_state
 from core.checkpoint.optimizer_pieces import leaves
+from core.checkpoint.pieces import gathered
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -168,10 +169,12 @@ def step_once(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
     loss = torch.zeros(())
-    for name, param in job.named():
-        if param.requires_grad:
-            loss = loss + (param.float() * my_slice(planted("gradient", name, shapes[name]), param, job.groups)).sum()
-    (loss * job.optimizer.get_loss_scale()).sum().backward()
+    with gathered(job.chunks):
+        for name, param in job.named():
+            if param.requires_grad:
+                mine = my_slice(planted("gradient", name, shapes[name]), param, job.groups)
+                loss = loss + (param.float() * mine).sum()
+        (loss * job.optimizer.get_loss_scale()).sum().backward()
     finalize_model_grads(job.chunks)
     assert job.optimizer.step()[0]
 
@@ -200,8 +203,9 @@ def whole_value(key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype)
 
 def plant(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
     """Give a job that has stepped its slices of the planted values."""
-    for name, tensor in job.named():
-        tensor.data.copy_(my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups))
+    with gathered(job.chunks):
+        for name, tensor in job.named():
+            tensor.data.copy_(my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups))
     names = job.by_optimizer_name()
     for leaf in leaves(job.optimizer):
         state = leaf.state_by_parameter()
@@ -224,9 +228,10 @@ def flat_part(
 
 def assert_planted(job: Job, shapes: dict[str, tuple[int, ...]], keys: set[str]) -> None:
     """Every parameter, and every key of every entry, is bit for bit what was planted."""
-    for name, tensor in job.named():
-        expected = my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups)
-        assert torch.equal(tensor.data, expected.to(tensor.dtype)), f"{name} on {job.layout}"
+    with gathered(job.chunks):
+        for name, tensor in job.named():
+            expected = my_slice(whole_value("model", name, shapes[name], job.layout.dtype), tensor, job.groups)
+            assert torch.equal(tensor.data, expected.to(tensor.dtype)), f"{name} on {job.layout}"
     names = job.by_optimizer_name()
     for mine, entry in job.entries():
         name, param = names[mine]

@@ -29,7 +29,9 @@ CHAIN = [
     Layout(4, tp=2, pp=2, ep=2, etp=1, strategy="optim"),
     Layout(3, strategy="optim"),
     Layout(2, pp=2, vpp=2),
+    Layout(3, strategy="optim_grads_params"),
     Layout(2, tp=2, strategy="optim_grads"),
+    Layout(2, strategy="optim_grads_params"),
 ]
 NIGHTLY = [
     *CHAIN,
@@ -42,6 +44,8 @@ NIGHTLY = [
     Layout(2, cp=2, strategy="optim"),
     Layout(2, etp=2, strategy="optim"),
     Layout(4, ep=2, strategy="optim"),
+    Layout(4, tp=2, pp=2, strategy="optim_grads_params"),
+    Layout(4, ep=2, strategy="optim_grads_params", instances=2),
     Layout(4, ep=4),
     Layout(4, tp=2, pp=2, vpp=2, strategy="optim"),
     Layout(4, strategy="optim", instances=2),
@@ -116,7 +120,7 @@ def assert_file_is_the_whole_model(root: str, layout: Layout) -> None:
 @pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_model_goes_from_layout_to_layout_and_stays_the_same_bit_for_bit(tmp_path: Path, options: dict) -> None:
     """Every link loads what the one before has saved, compares it with the planted values, and saves again."""
-    chain = [dataclasses.replace(layout, **options) for layout in (CHAIN if not options else CHAIN[1:4])]
+    chain = [dataclasses.replace(layout, **options) for layout in (CHAIN if not options else [*CHAIN[1:4], CHAIN[5]])]
     roots = [str(tmp_path / str(number)) for number in range(len(chain))]
     run_on_ranks(save_at, chain[0].world, {"layout": chain[0], "root": roots[0]}, timeout_s=120)
     assert_file_is_the_whole_model(roots[0], chain[0])

@@ -5,6 +5,8 @@ to optim_grads. (Random trainings against plain torch: test_training_habits.)
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -176,6 +178,22 @@ def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, worl
             not torch.equal(weights[name], value) for name, value in start.state_dict().items() if name in weights
         )
         assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@ranks(2)
+def test_muon_steps_whole_matrices_in_one_shard(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    muon = {"optimizer": "muon", "lr": 0.02}
+    notes, weights = trained("optim_grads", "one backward", rank, muon, keep_params_whole="all")
+    got, others = trained("optim_grads_params", "one backward", rank, muon, keep_params_whole="all")
+    assert got == notes and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@ranks(1)
+def test_a_module_that_reads_its_parameters_unseen_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="module '0' is a ScriptModule"):
+        sharded(nn.Sequential(torch.jit.script(nn.Linear(3, 3))))
 
 
 @contextmanager
@@ -372,6 +390,18 @@ def test_what_is_no_weight_keeps_the_check_of_writes_in_place(rank: int, world: 
         saved.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
         saved.sum().backward()
+
+
+@ranks(1)
+def test_a_forward_without_a_backward_leaves_nothing_behind(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3))
+    model[1].register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
+    ddp = sharded(model)
+    ddp(torch.ones(2, 3))
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
 
 
 class TwoOrders(nn.Module):
