@@ -11,6 +11,7 @@ from tests.unit_tests.test_docs import ROOT
 PAGE = ROOT / "docs" / "source" / "when_something_fails.md"
 VARIABLE = re.compile(r"<[^>]*>|\[[^\]]*\]|\([^)]*\.\.\.\)|\.\.\.")  # what stands for a name, a number or more text
 SHORT = 9  # a shorter fragment could be found anywhere
+TOO_SHORT_TO_SEARCH = 12  # for, by a user who meets such a text of core
 
 
 def texts_of_core() -> str:
@@ -63,7 +64,7 @@ def texts_told(name: str, calls: tuple[str, ...]) -> Iterator[str]:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str)
             ]
             longest = max(pieces, key=len, default="").strip(" ,;:()\n")
-            if len(longest) >= SHORT:
+            if len(longest) >= TOO_SHORT_TO_SEARCH:
                 yield longest
 
 
