@@ -116,6 +116,8 @@ class GradReducer:
             self.watch.look(bucket, index)
         if self.when is Launches.AT_THE_END or (self.no_sync_depth and not self.every_microbatch):
             return
+        if self.others and self.state is StepState.ACCUMULATING:
+            self.look_around()  # another model may have been deleted since
         if self.every_microbatch and not self.in_microbatch:
             self._begin_microbatch()
         if self.state is StepState.ACCUMULATING:
