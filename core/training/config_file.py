@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from core.checkpoint.bounded_read import read_bytes
-from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.distributed_data_parallel_config import STRATEGIES, DistributedDataParallelConfig, residency_of
 from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
@@ -109,6 +109,8 @@ def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
         )
     if sharded is False or strategy == "no_shard":
         defaults = dataclasses.replace(defaults, use_distributed_optimizer=False, overlap_param_gather=False)
+    if strategy in STRATEGIES and not residency_of(strategy).keeps_params:
+        defaults = dataclasses.replace(defaults, overlap_param_gather=False)  # the step gathers nothing
     if "ddp.num_buckets" in given:
         defaults = dataclasses.replace(defaults, bucket_size=None)
     return defaults

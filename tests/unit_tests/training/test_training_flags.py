@@ -203,6 +203,7 @@ REPLICATED, SHARDED = "--ddp.no-use-distributed-optimizer", "--ddp.use-distribut
         ([SHARDED], True, True),
         ([STRATEGY, "optim_grads", "--ddp.no-overlap-param-gather"], True, False),
         ([STRATEGY, "optim", SHARDED], True, True),
+        ([STRATEGY, "optim_grads_params"], True, False),
     ],
 )
 def test_sharding_is_what_the_flags_say(flags: list[str], sharded: bool, gathers_overlap: bool) -> None:

@@ -53,6 +53,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         (4, []),  # tp 2 with sequence parallelism, dp 2, sharded, overlapped
         (4, ["--parallel.tp", "1", *REPLICATED]),
+        (4, ["--ddp.data-parallel-sharding-strategy", "optim_grads_params"]),
         (4, ["--parallel.sequence-parallel", "False", "--run.micro-batch-size", "1", "--ddp.no-overlap-grad-reduce"]),
         (2, ["--parallel.tp", "1", "--run.micro-batch-size", "2"]),
         (1, ["--parallel.tp", "1", "--run.micro-batch-size", "4"]),
@@ -75,6 +76,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ids=[
         "tp2-sp-dp2-optim",
         "dp4-no_shard",
+        "tp2-sp-dp2-optim_grads_params",
         "tp2-dp2-4micro",
         "dp2-optim-2micro",
         "1rank-2micro",
