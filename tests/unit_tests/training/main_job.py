@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ class MainJob:
             env=environment,
             cwd=folder,
             text=True,
+            preexec_fn=_hear_signals,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options,
         )
         self.lines: list[str] = []
@@ -84,6 +86,12 @@ class MainJob:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+def _hear_signals() -> None:
+    """As in a terminal: what started the tests may ignore these (nohup, a job in the background)."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _rank_of(process: psutil.Process) -> str | None:
