@@ -15,6 +15,7 @@ from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.buffer.param_unit import Lanes, ParamUnit, units_of
+from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
@@ -143,6 +144,12 @@ def _plan_together(
     failure: Exception | None = None
     plan: ModelPlan | None = None
     try:
+        hidden = [name for name, param in module.named_parameters() if isinstance(param, ShardedParameter)]
+        if hidden:
+            raise ValueError(
+                f"parameter {hidden[0]!r} is sharded by another wrapper (optim_grads_params), which has its values, or "
+                "had them until it was deleted; wrap a parameter once, and take a state dict before deleting a wrapper"
+            )
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error

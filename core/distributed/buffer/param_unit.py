@@ -49,6 +49,8 @@ class ParamUnit:
         self.data_group = data_group
         self.params = list(params)
         self.names = [slot.name for slot in layout.slots]
+        self.starts = [slot.start - layout.start for slot in layout.slots]  # of the parameters in the whole bucket
+        self.index_of = {id(param): index for index, param in enumerate(params)}
         self.shard = shard
         self.shard_range = layout.shard_of(dist.get_rank(group))
         self.group = group
@@ -60,7 +62,7 @@ class ParamUnit:
         self.kind: type[nn.Parameter] = nn.Parameter  # the class of a parameter that is not shown
         self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
-        self.versions: list[int] = []
+        self.versions: list[int] = []  # of the parameters, when they were last shown or hidden
 
     @property
     def is_collective(self) -> bool:
@@ -82,6 +84,7 @@ class ParamUnit:
             if start < end:
                 self.shard[start - low : end - low].copy_(param.reshape(-1)[start - begin : end - begin])
             param.data = hidden
+            self.versions.append(param._version)
             param.__class__ = self.kind
 
     def gather(self, collectives: Collectives) -> torch.Tensor:
@@ -111,9 +114,9 @@ class ParamUnit:
         with torch.inference_mode(False), torch.no_grad():
             views = views_of(self.whole, self.layout.slots, self.layout.start)
             intact = bool(self.nans.isnan().all())
-            for param, view, hidden in zip(self.params, views, self.hidden, strict=True):
+            for param, view, hidden, version in zip(self.params, views, self.hidden, self.versions, strict=True):
                 param.__class__ = nn.Parameter
-                intact = intact and param.data_ptr() == hidden.data_ptr()
+                intact = intact and param._version == version and param.data_ptr() == hidden.data_ptr()
                 param.data = view
         self.versions = [param._version for param in self.params]
         self.views = views
@@ -133,6 +136,7 @@ class ParamUnit:
             for index, (param, view, hidden) in enumerate(zip(self.params, views, self.hidden, strict=True)):
                 if param._version != self.versions[index] or param.data_ptr() != view.data_ptr():
                     wrong = wrong or self.names[index]
+                self.versions[index] = param._version
                 param.data = hidden
                 param.__class__ = self.kind
         if wrong is not None:

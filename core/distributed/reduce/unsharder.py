@@ -15,8 +15,9 @@ own, and ranks must use their parameters in one order. What each has gathered is
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -40,17 +41,19 @@ class SavedWeight(NamedTuple):
 
     Note [Weights are saved by place]
     `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
-    memory of a gathered bucket is saved as its place there, and looked up when backward asks for it. All other tensors
-    are saved as they are, with their version, because torch does not compare versions under such hooks. Where other
-    hooks are active already (torch's checkpoint, save_on_cpu) ours stay out: weights are saved by value there, which
-    costs memory only.
+    memory of a gathered bucket, or a parameter itself, is saved as its place there, and looked up when backward asks
+    for it. All other tensors are saved as they are, with their version, because torch does not compare versions under
+    such hooks. torch asks the innermost hooks only: inside its checkpoint and save_on_cpu weights are saved by value,
+    which costs memory only. A forward that begins inside the hooks of others is refused.
     """
 
     unit: ParamUnit
+    index: int  # of the parameter in the unit
     offset: int
-    shape: torch.Size
+    shape: Sequence[int]
     stride: tuple[int, ...]
     generation: int
+    version: int  # of the parameter: a write inside `gathered` counts at once
 
 
 class Unsharder:
@@ -79,15 +82,22 @@ class Unsharder:
 
     def enter(self) -> None:
         """A forward of one of the model's modules begins."""
+        runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
         self.depth += 1
-        if self.depth > 1:
-            return
         if not _hooks_are_active():
             self.hooks = saved_tensors_hooks(self._pack, self._unpack)
             self.hooks.__enter__()
+        elif not runs:  # what they keep may be a parameter itself, which has no values when backward comes
+            raise SyncError(
+                f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside somebody's "
+                "saved-tensor hooks: save_on_cpu, checkpoint(use_reentrant=False), or another model with sharded "
+                "parameters. Use them around modules inside this model, and wrap one model around the other"
+            )
 
     def leave(self) -> None:
         """The forward has ended, or failed."""
+        if self.depth == 0:  # somebody's hook has failed before ours was called
+            return
         self.depth -= 1
         if self.depth > 0:
             return
@@ -188,16 +198,26 @@ class Unsharder:
     # -- weights saved for backward ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> object:
+        unit = self.unit_of.get(id(tensor))  # a parameter itself may be hidden again by now
+        if unit is not None and (
+            not unit.shown or tensor.data_ptr() == unit.views[unit.index_of[id(tensor)]].data_ptr()
+        ):
+            index = unit.index_of[id(tensor)]
+            slot = unit.layout.slots[index]
+            stride = torch.empty(slot.shape, device="meta").stride()
+            return SavedWeight(unit, index, unit.starts[index], slot.shape, stride, self.generation, version_of(tensor))
         if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
             unit = self.at.get(tensor.untyped_storage().data_ptr())
             if unit is not None and tensor.dtype is unit.shard.dtype:
-                return SavedWeight(unit, tensor.storage_offset(), tensor.shape, tensor.stride(), self.generation)
+                offset, index = tensor.storage_offset(), bisect_right(unit.starts, tensor.storage_offset()) - 1
+                version = version_of(unit.params[index])
+                return SavedWeight(unit, index, offset, tensor.shape, tensor.stride(), self.generation, version)
         # An output that is saved by its own node would keep the node, and the node the output, for ever.
         return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
     def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
-            if saved.generation != self.generation:
+            if saved.generation != self.generation or saved.version != version_of(saved.unit.params[saved.index]):
                 raise SyncError(
                     f"rank {dist.get_rank()}: a backward needs {saved.unit.name} as they were in its forward, and they "
                     "have been written since (an optimizer's step, a load, a write inside `gathered`). Run the "
@@ -252,9 +272,10 @@ class Unsharder:
             unit.show()
         self.is_held = True
         try:
-            yield
+            with nullcontext() if _hooks_are_active() else saved_tensors_hooks(self._pack, self._unpack):
+                yield
             edited = [unit for unit in self.units if unit.edited()]
-            if any(agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()):
+            if any([agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()]):
                 for unit in self.units:
                     unit.take_over()
                 self.generation += 1
@@ -277,6 +298,11 @@ class Unsharder:
         """Wait until all ranks that read this one's memory by themselves have come here."""
         for channel in self.channels:
             channel.meet()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():  # a hidden parameter's too
+        return tensor._version
 
 
 def _nothing() -> None:

@@ -148,6 +148,8 @@ class HostChannel:
         The caller knows that the ranks have written them, and write them only after a later `meet`.
         """
         start, numel = part.storage_offset() - self.own.storage_offset(), part.numel()
+        if numel == 0:
+            return
         for member, piece in zip(self.members, full.split(numel), strict=True):
             piece.copy_(member.tensor[start : start + numel])
 
