@@ -48,7 +48,7 @@ class SavedWeight(NamedTuple):
     """
 
     unit: ParamUnit
-    index: int  # of the parameter in the unit
+    number: int  # of the parameter in the unit
     offset: int
     shape: Sequence[int]
     stride: tuple[int, ...]
@@ -217,7 +217,7 @@ class Unsharder:
 
     def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
-            if saved.generation != self.generation or saved.version != version_of(saved.unit.params[saved.index]):
+            if saved.generation != self.generation or saved.version != version_of(saved.unit.params[saved.number]):
                 raise SyncError(
                     f"rank {dist.get_rank()}: a backward needs {saved.unit.name} as they were in its forward, and they "
                     "have been written since (an optimizer's step, a load, a write inside `gathered`). Run the "
