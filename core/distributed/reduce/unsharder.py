@@ -301,7 +301,8 @@ class Unsharder:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():  # a hidden parameter's too
+    """How often torch has seen a write to a tensor, which may be a parameter that is not gathered."""
+    with torch._C.DisableTorchFunctionSubclass():
         return tensor._version
 
 
