@@ -40,7 +40,8 @@ def test_a_closed_terminal_or_one_ctrl_c_stops_after_the_step_with_a_checkpoint(
         assert not list(left(ranks, 0.0))
 
 
-@pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_closed_pipe_stops_after_the_step_with_a_checkpoint(tmp_path: Path, launcher: str) -> None:
     with (tmp_path / "errors").open("w") as errors, MainJob(tmp_path, LAUNCHERS[launcher], stderr=errors) as job:
         job.read_until("step 2/")
