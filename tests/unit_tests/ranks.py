@@ -171,7 +171,7 @@ class Pool:
     """Workers by rank; grown on demand. A worker is of one rank all its life: torch keeps what it found for a mesh."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
+        from core.local_store import local_store
 
         # forkserver: torch is imported once, a worker costs a fork. It forks before any thread or group exists.
         method = "forkserver" if sys.platform == "linux" else "spawn"
@@ -182,7 +182,8 @@ class Pool:
             self.context.set_forkserver_preload(
                 ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED]
             )
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # On IPv4, as torch asks for the name of whoever connects: a name server may take 5 s for ::ffff:127.0.0.1.
+        self.store = local_store()
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()
         self.workers: dict[int, Worker] = {}
