@@ -126,7 +126,11 @@ class DistributedDataParallel(nn.Module):
         """The wrapped module's forward."""
         if "reducer" not in vars(self) and self.training and torch.is_grad_enabled():
             raise _copy_error("reducer")  # its gradients would not be reduced
-        return self.module(*inputs, **kwargs)
+        engine = vars(self).get("engine")  # a copy has none
+        if engine is None or engine.unsharder is None:
+            return self.module(*inputs, **kwargs)
+        with engine.unsharder.reading():
+            return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

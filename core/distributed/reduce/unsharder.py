@@ -110,10 +110,12 @@ class Unsharder:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Parameters can be read, each bucket while it is used. Collective in the order of the reads."""
-        self.enter()
+        depth = self.depth
         try:
+            self.enter()
             yield
         finally:
+            self.depth = depth + 1  # after a Ctrl-C torch tells no hook that a module's forward has ended
             self.leave()
 
     def runs(self) -> bool:

@@ -534,6 +534,30 @@ def test_hooks_of_others_around_the_forward_are_refused(rank: int, world: int) -
     assert float(ddp(torch.ones(5, 24)).sum()) == loss_before
 
 
+@ranks(1)
+def test_an_interrupt_in_a_forward_leaves_nothing_behind(rank: int, world: int) -> None:
+    """torch tells no hook of a KeyboardInterrupt that a module's forward has ended."""
+    parallel_state.initialize_model_parallel()
+    model = Model()
+    ddp, other = sharded(model), sharded(Gated())
+    expected = float(loss_of(ddp, rank, 0))
+
+    def interrupt(module: nn.Module, inputs: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].up.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(ddp, rank, 0)
+    handle.remove()
+    other(torch.ones(5, 24)).sum().backward()  # refused inside the hooks of another model
+    loss = loss_of(ddp, rank, 0)
+    loss.backward()
+    finalize_model_grads([ddp])
+    assert float(loss) == expected
+    with ddp.gathered():
+        assert model.words.weight.isfinite().all()
+
+
 @ranks(2)
 def test_a_parameter_that_another_wrapper_has_sharded_is_refused_at_the_wrap(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
