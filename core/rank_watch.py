@@ -202,7 +202,8 @@ class RankWatch:
                 looked = waited
                 with suppress(RuntimeError):
                     told = self._told_by_all([rank for rank in others if rank != self.rank])
-                    if all(beat.get("failed") for beat in told.values()):
+                    # A process that was killed is seen a beat later than its connections close.
+                    if waited > 3 * BEAT_S and all(beat.get("failed") for beat in told.values()):
                         return
                     for rank in self.left & set(others):
                         self._miss(rank)
