@@ -200,10 +200,8 @@ class Unsharder:
     # -- weights saved for backward ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        unit = self.unit_of.get(id(tensor))  # a parameter itself may be hidden again by now
-        if unit is not None and (
-            not unit.shown or tensor.data_ptr() == unit.views[unit.index_of[id(tensor)]].data_ptr()
-        ):
+        unit = self.unit_of.get(id(tensor))
+        if unit is not None and not unit.shown:  # a parameter itself, which is hidden again by now
             index = unit.index_of[id(tensor)]
             slot = unit.layout.slots[index]
             stride = torch.empty(slot.shape, device="meta").stride()
