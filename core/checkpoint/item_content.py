@@ -88,7 +88,8 @@ class _Storage:
 
 
 def _rebuild_v2(storage: _Storage, offset: int, shape: tuple[int, ...], *rest: Any) -> Described:
-    assert storage.dtype is not None and offset == 0
+    if storage.dtype is None or offset != 0:
+        raise ValueError(f"a tensor at offset {offset} of a storage of {storage.dtype}")
     return Described(shape, storage.dtype, storage.name)
 
 
@@ -96,7 +97,8 @@ def _rebuild_v3(
     storage: _Storage, offset: int, shape: tuple[int, ...], stride: Any, grad: Any, hooks: Any, dtype: torch.dtype,
     *rest: Any,
 ) -> Described:  # fmt: skip
-    assert storage.dtype is None and offset == 0
+    if storage.dtype is not None or offset != 0:
+        raise ValueError(f"a tensor at offset {offset} of a storage of {storage.dtype}")
     return Described(shape, dtype, storage.name)
 
 
