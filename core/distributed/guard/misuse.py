@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -89,11 +88,10 @@ class ModelWatch:
                 return [f"parameter {name!r} is {dtype} now and was {was} when the model was wrapped. {REMEDY}"]
         moved = {id(p) for p, a, b in zip(self.params, before.grads, now.grads, strict=True) if a != b}
         moved |= {id(p) for p, a, b in zip(self.housed, before.housed, now.housed, strict=True) if a != b}
-        gone = (name for name, param in zip(names, self.params, strict=True) if id(param) in moved)
-        return [
-            f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"
-            for name in itertools.islice(gone, 1)
-        ]
+        first = next((name for name, param in zip(names, self.params, strict=True) if id(param) in moved), None)
+        if first is None:
+            return []
+        return [f"parameter {first!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
 
     def _exchanged(self) -> list[str]:
         now = dict(self.module.named_parameters())
