@@ -72,6 +72,12 @@ class Member:
     born: str
     stage: int = 0
 
+    @property
+    def state(self) -> str | None:
+        """What the process does, as a letter of /proc; None once it has ended."""
+        found = state_of(self.pid)
+        return None if found is None or found[1] != self.born or found[0] in ENDED else found[0]
+
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
@@ -252,15 +258,15 @@ class RankWatch:
             known = self.lost.get(rank)
             if rank in self.left or (known is not None and known.kind == DEAD):
                 continue
-            state = state_of(member.pid)
-            if state is None or state[1] != member.born or state[0] in ENDED:
+            state = member.state
+            if state is None:
                 with suppress(RuntimeError):  # the store may have ended with it
                     self._told_by(rank)  # a process that ended by itself has said so
                 if rank not in self.left:
                     found[rank] = DEAD, f"{member} has ended"
-            elif known is None and state[0] in STOPPED:
+            elif known is None and state in STOPPED:
                 found[rank] = PAUSED, f"{member} is stopped, by SIGSTOP or a debugger"
-            elif known is not None and known.kind == PAUSED and state[0] not in STOPPED:
+            elif known is not None and known.kind == PAUSED and state not in STOPPED:
                 found[rank] = BACK, f"{member} runs again"
         return found
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from core import parallel_state
 from core.interrupts import INTERRUPTED, SAME_PRESS_S
-from core.processes import STOPPED, state_of
+from core.processes import STOPPED
 
 END_S = 3.0  # after the second Ctrl-C, until a rank that has not ended by itself is ended
 
@@ -61,7 +61,6 @@ def _end_soon() -> None:
     time.sleep(END_S)
     watch = parallel_state.get_rank_watch()
     for member in [] if watch is None else watch.neighbours:
-        state = state_of(member.pid)
-        if state is not None and state[1] == member.born and state[0] in STOPPED:  # it hears nothing else
+        if member.state in STOPPED:  # it hears nothing else
             os.kill(member.pid, signal.SIGKILL)
     os._exit(INTERRUPTED)
