@@ -14,7 +14,7 @@ from core import agree
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.grad_buffer import GradBuffer
-from core.distributed.buffer.param_unit import Lanes, ParamUnit, units_of
+from core.distributed.buffer.param_unit import Lanes, ParamUnit, Stays, units_of
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -212,6 +212,7 @@ def _param_units(
             device=plan.device,
             first=sum(map(len, units)),
             lanes=lanes,
+            stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
         )
         units.append(made)
     return units

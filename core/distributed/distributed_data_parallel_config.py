@@ -106,6 +106,9 @@ class DistributedDataParallelConfig:
         as well: it has no snapshot of them, and its parent sees what it writes there.
     sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
         built-in ones of their kind.
+    reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
+        used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
+        next backward: fewer gathers, and memory for the whole model.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -134,8 +137,15 @@ class DistributedDataParallelConfig:
     grad_communication_dtype: torch.dtype | None = None
     share_host_memory: bool = True
     sync_rules: tuple[GradSyncRule, ...] = ()
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward is {self.reshard_after_forward!r}, and expected is True or False: a bucket is "
+                "cut over one group of ranks. To gather within one machine, cut the model over its ranks alone: set "
+                "num_distributed_optimizer_instances to the number of machines"
+            )
         check_ranges(self, RANGES)
         residency_of(self.data_parallel_sharding_strategy)
         if self.grad_communication_dtype not in (None, *COMMUNICATION_DTYPES):
@@ -145,6 +155,11 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_microbatches not in ("every", "last", None):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
+        if not self.reshard_after_forward and not self.shards_parameters:
+            raise ValueError(
+                "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
+                f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
+            )
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"bucket_size ({self.bucket_size}) and num_buckets ({self.num_buckets}) exclude each other; give one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what can be NaN while it is not gathered
+
+
+class Stays(Enum):
+    """How long a bucket stays whole after its use."""
+
+    WINDOW = auto()  # until a few others have been used
+    BACKWARD = auto()  # from a forward that records gradients to the end of the next backward
+    STEP = auto()  # until its values change
 
 
 class ParamUnit:
@@ -60,6 +69,7 @@ class ParamUnit:
         self.nans = torch.full((len(self.params),), torch.nan, dtype=shard.dtype, device=shard.device)
         self.hidden = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         self.kind: type[nn.Parameter] = nn.Parameter  # the class of a parameter that is not shown
+        self.stays = Stays.WINDOW  # may be set at any time, to the same on all ranks
         self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
         self.versions: list[int] = []  # of the parameters, when they were last shown or hidden
@@ -180,6 +190,7 @@ def units_of(
     device: torch.device,
     first: int,
     lanes: Lanes,
+    stays: Stays,
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
@@ -192,7 +203,7 @@ def units_of(
     channel = next((channel for channel in channels if channel.group is groups.shard), None)
     if channel is None and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
         lanes[groups.shard] = new_lane(groups.shard)
-    return [
+    units = [
         ParamUnit(
             number,
             bucket,
@@ -205,6 +216,9 @@ def units_of(
         )
         for number, bucket in enumerate(layout.buckets, first)
     ]
+    for unit in units:
+        unit.stays = stays
+    return units
 
 
 def new_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:

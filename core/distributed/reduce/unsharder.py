@@ -5,8 +5,9 @@ nothing else.
     backward    a weight that was saved for it is asked for -> likewise
     step        the shards have new values -> nothing gathered is valid any more
 
-WINDOW buckets are whole at a time, and more only where one operation takes parameters of more buckets. Weights are
-saved for backward by their place, not by value (Note [Weights are saved by place]), so their memory is free meanwhile.
+WINDOW buckets are whole at a time, and more only where one operation takes parameters of more buckets, or where a
+bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights are saved by
+place]), so their memory is free meanwhile.
 
 Ranks of one host read each other's shards by themselves. Elsewhere a gather is a collective on a communicator of its
 own, and ranks must use their parameters in one order. What each has gathered is compared once a step.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from core import agree
 from core.agree import SyncError
-from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.buffer.param_unit import ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, owned_by
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.wire.collectives import Collectives
@@ -64,7 +66,8 @@ class Unsharder:
         self.units = list(units)
         self.collectives = collectives
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
-        self.window: list[ParamUnit] = []  # the units that are whole, the one used last at the end
+        self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
+        self.kept: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.generation = 0  # of the parameters' values
         self.depth = 0  # forwards that run, one inside the other
@@ -127,13 +130,16 @@ class Unsharder:
 
     def _leave_backward(self) -> None:
         self.in_backward = False
-        self._hide()
+        self._hide(ended=Stays.BACKWARD)
 
-    def _hide(self) -> None:
-        """Outside of forward, backward and `gathered` nobody shall find values that a write could be lost in."""
+    def _hide(self, ended: Stays | None = None) -> None:
+        """Outside of forward, backward and `gathered` nobody shall find values that a write could be lost in.
+
+        ended: buckets that stay as long are given up.
+        """
         if not self.is_held and self.depth == 0:
-            for unit in self.window:
-                unit.hide()
+            whole = (*self.window, *self.kept)
+            _all_of(partial(self._drop, unit) if unit.stays is ended else unit.hide for unit in whole)
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
@@ -167,15 +173,18 @@ class Unsharder:
 
     def _obtain(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
         """The whole bucket of a unit, which is now the one used last."""
-        if unit.whole is not None:
-            if self.window[-1] is not unit:
-                self.window.remove(unit)
-                self.window.append(unit)
+        if unit in self.kept and unit.whole is not None:
             return unit.whole
-        for other in list(self.window):
-            if len(self.window) >= WINDOW and other not in pinned:
-                self._drop(other)
-        return self._gather(unit, used_by)
+        if unit in self.window:
+            self.window.remove(unit)
+        if unit.stays is Stays.STEP or (unit.stays is Stays.BACKWARD and torch.is_grad_enabled()):
+            self.kept.add(unit)
+        else:
+            for other in list(self.window):
+                if len(self.window) >= WINDOW and other not in pinned:
+                    self._drop(other)
+            self.window.append(unit)
+        return self._gather(unit, used_by) if unit.whole is None else unit.whole
 
     def take_gathers(self) -> dict[str, list[str]]:
         """The gathers of each data group since the last call, in words. Ranks compare them."""
@@ -187,15 +196,16 @@ class Unsharder:
             gathers = self.gathers.setdefault(unit.data_group, [])
             gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
         whole = unit.gather(self.collectives)
-        self.window.append(unit)
         self.at[whole.untyped_storage().data_ptr()] = unit
         return whole
 
     def _drop(self, unit: ParamUnit) -> None:
-        assert unit.whole is not None, "the window holds whole units"
-        self.window.remove(unit)
-        del self.at[unit.whole.untyped_storage().data_ptr()]
-        unit.drop()
+        if unit in self.window:
+            self.window.remove(unit)
+        self.kept.discard(unit)
+        if unit.whole is not None:
+            del self.at[unit.whole.untyped_storage().data_ptr()]
+            unit.drop()
 
     # -- weights saved for backward ---------------------------------------------------------------------------------
 
@@ -255,9 +265,8 @@ class Unsharder:
 
     def forget(self) -> None:
         """This rank's shards have other values now: so has whatever is gathered."""
-        for unit in list(self.window):
-            self._drop(unit)
         self.generation += 1
+        _all_of(partial(self._drop, unit) for unit in self.units)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -269,6 +278,7 @@ class Unsharder:
         for unit in self.units:
             if unit.whole is None:
                 self._gather(unit)
+            self.kept.add(unit)
             unit.show()
         self.is_held = True
         try:
@@ -283,7 +293,7 @@ class Unsharder:
             self.is_held = False
             for unit in self.units:
                 unit.versions = [param._version for param in unit.params]  # what was written is taken over, or fails
-                self._drop(unit)
+            _all_of(partial(self._drop, unit) for unit in self.units)
         self._meet()
 
     def _groups(self) -> list[dist.ProcessGroup]:
@@ -308,6 +318,18 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def _nothing() -> None:
     return None
+
+
+def _all_of(actions: Iterable[Callable[[], None]]) -> None:
+    """Do every action, and raise the first error of them afterwards."""
+    failure: SyncError | None = None
+    for action in actions:
+        try:
+            action()
+        except SyncError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _hooks_are_active() -> bool:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
-from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.buffer.param_unit import ParamUnit, Stays
 from core.distributed.reduce.unsharder import WINDOW, Unsharder
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
@@ -181,6 +181,16 @@ def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, worl
 
 
 @ranks(2)
+@pytest.mark.parametrize("case", ["microbatches", "recomputed, reentrant", "evaluated in between"])
+def test_buckets_that_stay_until_backward_change_no_bit(rank: int, world: int, case: str) -> None:
+    parallel_state.initialize_model_parallel()
+    notes, weights = trained("optim_grads", case, rank, ADAM)
+    got, others = trained("optim_grads_params", case, rank, ADAM, reshard_after_forward=False)
+    assert got == notes
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@ranks(2)
 def test_muon_steps_whole_matrices_in_one_shard(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     muon = {"optimizer": "muon", "lr": 0.02}
@@ -275,6 +285,64 @@ def test_no_more_than_the_window_is_whole_at_any_time(rank: int, world: int, fro
     assert len(kept) == 1 + frozen  # the memory of trained parameters, and that of frozen ones
     assert whole_bytes / world <= sum(unit.shard.nbytes for unit in unsharder.units) < 1.5 * whole_bytes / world
     assert all(param.untyped_storage().nbytes() <= 8 for param in plain(ddp))
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_what_stays_whole_between_forward_and_backward_is_chosen_by_bucket(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    ddp = sharded(model, bucket_size=256, reshard_after_forward=False, share_host_memory=share)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
+    unsharder = unsharder_of(ddp)
+    by_layer = [unsharder.unit_of[id(layer.weight)] for layer in model]
+
+    def whole() -> list[int]:
+        return [number for number, unit in enumerate(by_layer) if unit.whole is not None]
+
+    with torch.no_grad():
+        ddp(torch.ones(3, 16))
+    assert whole() == [4, 5]
+    gather = ParamUnit.gather
+    with mock.patch.object(ParamUnit, "gather", autospec=True, side_effect=gather) as gathers:
+        loss = ddp(torch.ones(3, 16)).sum()
+        assert whole() == [0, 1, 2, 3, 4, 5] and gathers.call_count == 4
+        loss.backward()
+        assert whole() == [] and gathers.call_count == 4
+    by_layer[1].stays, by_layer[2].stays = Stays.WINDOW, Stays.STEP
+    loss = ddp(torch.ones(3, 16)).sum()
+    assert whole() == [0, 1, 2, 3, 4, 5]  # the window holds the second one alone
+    loss.backward()
+    assert whole() == [1, 2]
+    finalize_model_grads([ddp])
+    optimizer.step()
+    assert whole() == []
+
+
+@ranks(1)
+def test_keeping_parameters_is_refused_where_it_has_no_effect_or_another_one(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="nothing is gathered under strategy 'optim_grads'"):
+        wrap(Model(), data_parallel_sharding_strategy="optim_grads", reshard_after_forward=False)
+    with pytest.raises(ValueError, match="reshard_after_forward is 2.*num_distributed_optimizer_instances"):
+        sharded(Model(), reshard_after_forward=2)
+
+
+@ranks(1)
+def test_one_lost_write_does_not_leave_other_buckets_with_values(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    ddp = sharded(model, bucket_size=256, reshard_after_forward=False)
+
+    def write(*_: Any) -> None:
+        for layer in model:
+            layer.weight.detach().zero_()
+
+    model.register_forward_hook(write)
+    with pytest.raises(SyncError, match="was written while its values were gathered"):
+        ddp(torch.ones(3, 16))
+    assert not any(unit.shown for unit in unsharder_of(ddp).units)
+    assert len(list(plain(ddp))) == 3
 
 
 def plain(ddp: DistributedDataParallel) -> Iterator[torch.Tensor]:
