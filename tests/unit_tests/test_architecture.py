@@ -32,6 +32,7 @@ FLOORS = {
     "core.hugging_face": 4,
     "core.training": 4,
     "core.verify": 4,
+    "core.compat": 4,
     "core.doctor": 5,
     "core.generate": 5,
     "core.convert": 5,

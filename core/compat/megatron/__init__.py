@@ -1,0 +1,40 @@
+"""Megatron Core's paths and names over the engine of this package: change the import lines, and the loop runs here.
+
+    import core.compat.megatron as mcore                      instead of  import megatron.core as mcore
+    from core.compat.megatron import parallel_state           instead of  from megatron.core import parallel_state
+
+Code that cannot be edited: `install()` before its first import, or `python -m core.compat.megatron script.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.compat import install as _install
+from core.compat.megatron.names import ABSENT, ALIASES, MODULES
+
+__version__ = "0.16.1"  # of Megatron Core, whose names these are: programs branch on it
+
+SURFACE = _install.Surface("megatron.core", __name__, MODULES, ABSENT, ALIASES)
+_install.register(SURFACE)
+
+
+def install(*, replace_installed: bool = False) -> None:
+    """Make `megatron.core` resolve to this package in this process. Call it before the first import of megatron.core.
+
+    Raises RuntimeError where the real one is installed, unless replace_installed, or imported already.
+    """
+    _install.install(SURFACE, replace_installed=replace_installed)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    _install.uninstall(SURFACE)
+
+
+def __getattr__(name: str) -> Any:
+    return SURFACE.resolve("", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *SURFACE.all_names(""), *(path for path in SURFACE.paths if "." not in path)})
