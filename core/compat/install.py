@@ -43,8 +43,9 @@ class Surface:
     @functools.cached_property
     def paths(self) -> frozenset[str]:
         """All module paths, with the packages on the way and the aliases."""
-        below = (a + p[len(t) :] for a, t in self.aliases.items() for p in self.modules if p == t or p.startswith(t + "."))
-        rows = [path.split(".") for path in (*self.modules, *self.aliases, *below) if path]
+        rows = [path.split(".") for path in (*self.modules, *self.aliases) if path]
+        for alias, path in self.aliases.items():
+            rows += [[*alias.split("."), *row[path.count(".") + 1 :]] for row in rows if _is_below(".".join(row), path)]
         return frozenset(".".join(parts[:length]) for parts in rows for length in range(1, len(parts) + 1))
 
     def names(self, path: str) -> dict[str, tuple[str, str]]:
@@ -103,6 +104,11 @@ class Surface:
         near = difflib.get_close_matches(name, self.all_names(path), 3)
         like = f"; near to it are {', '.join(near)}" if near else ""
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
+
+
+def _is_below(inner: str, path: str) -> bool:
+    """True for a module path and for those of the modules in it."""
+    return inner == path or inner.startswith(f"{path}.")
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
@@ -170,7 +176,7 @@ class _Finder(MetaPathFinder, Loader):
         below_foreign = not spec.name.startswith(f"{here}.")
         inner = spec.name[len(foreign if below_foreign else here) + 1 :]
         for alias, path in self.surface.aliases.items():
-            if inner == alias or inner.startswith(f"{alias}."):
+            if _is_below(inner, alias):
                 return importlib.import_module(f"{here}.{path}{inner[len(alias) :]}")
         return importlib.import_module(f"{here}.{inner}") if below_foreign else ForeignModule(self.surface, inner)
 
