@@ -2,7 +2,20 @@
 
 from core.hugging_face.checkpoint import load_split, save_split
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
+from core.hugging_face.policies import POLICIES, Policy
 from core.hugging_face.split import SplitReport, split_model
 from core.hugging_face.transformers_plans import read_plan
 
-__all__ = ["Plan", "PlanError", "Seam", "Split", "SplitReport", "load_split", "read_plan", "save_split", "split_model"]
+__all__ = [
+    "POLICIES",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "Seam",
+    "Split",
+    "SplitReport",
+    "load_split",
+    "read_plan",
+    "save_split",
+    "split_model",
+]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.hugging_face.families import check_families, table
-from core.hugging_face.tiny import families
+from core.hugging_face.tiny import families, families_with_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     options = parser.parse_args(arguments)
     if options.command == "families":
-        verdicts = check_families(families(), options.tp, lambda verdict: print(verdict, file=sys.stderr, flush=True))
+        verdicts = check_families(
+            {**families(), **families_with_policy()},
+            options.tp,
+            lambda verdict: print(verdict, file=sys.stderr, flush=True),
+        )
         print(table(verdicts, options.tp))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
@@ -47,13 +51,13 @@ def _chosen(text: str) -> tuple[list[str], dict[str, Any]]:
 
     from core.hugging_face.transformers_plans import transformers_package
 
-    known = families()
+    known = {**families(), **families_with_policy()}
     if os.path.isdir(text) or text.endswith(".json"):
         config = transformers_package().AutoConfig.from_pretrained(text)
         names = [name for name, kind in known.items() if kind is type(config)]
         values = {name: value for name, value in config.to_diff_dict().items() if isinstance(value, bool)}
         if not names:
-            raise ValueError(f"{text}: {type(config).__name__} has no tensor-parallel plan")
+            raise ValueError(f"{text}: {type(config).__name__} has no tensor-parallel plan and no policy")
         return names, values
     names = [n for n, kind in known.items() if text in (n, n.split("/")[0], getattr(kind, "model_type", ""))]
     if not names:

@@ -95,7 +95,7 @@ def check_on_rank(name: str, kind: type, tp: int, overrides: Mapping[str, Any] |
 def _backward(call: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
     """Backward from a random projection of the output, so that every element of it counts; the output."""
     output = call(**inputs)
-    for name in ("logits", "last_hidden_state"):
+    for name in ("logits", "last_hidden_state", "pred_masks"):
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
             break

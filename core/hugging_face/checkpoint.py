@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from core import agree
 from core.hugging_face.plan import Plan, PlanError, Split
+from core.hugging_face.policies import Policy
 from core.hugging_face.split import REPORT, SplitReport, cut_parameters, example_of, finish_split, prepare
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import tensor_parallel_join
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
@@ -60,6 +61,7 @@ def load_split(
     directory: str | os.PathLike[str],
     kind: Any = None,
     *,
+    policy: Policy | None = None,
     example: Mapping[str, Any] | None = None,
     parallel_output: bool = False,
     pg_collection: ProcessGroups | None = None,
@@ -67,7 +69,8 @@ def load_split(
 ) -> Any:
     """A model of a checkpoint directory, split over tensor parallelism; `model.bytes_read` says how much was read.
 
-    kind: the class of models; by default the one that the directory's config names. options: those of `from_pretrained`
+    kind: the class of models; by default the one that the directory's config names. policy: rules in place of the
+    family's own. options: those of `from_pretrained`
     (dtype, attn_implementation, ...). The rest as in `split_model`; the whole model exists on no rank, so its output
     is not compared. Collective over the tensor-parallel group. Raises PlanError as `split_model` does, and where the
     checkpoint lacks a parameter that is cut, or stores it in a form of which no part can be read.
@@ -82,7 +85,7 @@ def load_split(
     read: list[int] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
-        plans.append(prepare(model, None, tp))
+        plans.append(prepare(model, None if policy is None else read_plan(model, policy), tp))
         cut_parameters(model, plans[0], tp, rank)
         tensors = _sliced(model, plans[0], files, config, tp, rank, read)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)

@@ -91,6 +91,13 @@ class Dataflow(TorchFunctionMode):
         if not self._is_split(output):
             self._fault("sums the gradient of its input over tp, and its output is whole")
 
+    def select(self, whole: Tensor, part: Tensor) -> None:
+        """A seam has taken this rank's heads of an output that every rank computes whole."""
+        if whole.requires_grad:
+            self._meet([whole], "a selection of heads")
+        self._roots.pop(id(part), None)
+        self._mark_split(part)
+
     def copy_tail(self, before: Tensor, after: Tensor, features: int) -> None:
         """A seam sums the gradient of an output's last features."""
         self._must_be_whole(before)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from core.hugging_face.check import Verdict, check_on_rank
-from core.hugging_face.tiny import families
+from core.hugging_face.tiny import families, families_with_policy
 from core.verify.rank_pool import RankFailure, RankPool
 
 
@@ -38,7 +38,7 @@ def _on_rank(name: str, tp: int, overrides: Mapping[str, Any]) -> Verdict:
 
     transformers_package().logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    return check_on_rank(name, families()[name], tp, overrides)
+    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides)
 
 
 def table(verdicts: Iterable[Verdict], tp: int) -> str:

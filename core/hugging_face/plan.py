@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Before = Literal["", "copy", "scatter", "vocabulary", "divide"]
-After = Literal["", "reduce", "gather", "copy tail"]
+Before = Literal["", "copy", "scatter", "vocabulary", "divide", "heads"]
+After = Literal["", "reduce", "gather", "copy tail", "select"]
 BEFORE = {
     "": "as it is",
     "copy": "whole; its gradient is summed over tp",
     "scatter": "whole; this rank's part of the last dimension is used",
     "vocabulary": "token ids; those of other ranks' rows give zero",
     "divide": "divided by tp",
+    "heads": "what holds a value for each head is cut to this rank's heads",
 }
 AFTER = {
     "": "as it is",
     "reduce": "summed over tp",
     "gather": "gathered along the last dimension",
     "copy tail": "the gradient of its last features is summed over tp",
+    "select": "computed whole; this rank's heads are taken of it",
 }
 
 
@@ -40,6 +42,7 @@ class Style:
     weight, bias: the dimension that is cut, from the end; None where every rank keeps the whole. A vector under
     `weight` is cut along its only dimension. blocks: parts of that dimension which are cut each for itself (gate, up).
     partial: True if whole parameters see this rank's part of an activation, so that their gradients are summed over tp.
+    shared: how many heads at the end of an output every rank takes, where `after` is "select".
     """
 
     weight: int | None = None
@@ -48,6 +51,7 @@ class Style:
     before: Before = ""
     after: After = ""
     partial: bool = False
+    shared: int = 0
 
     @property
     def has_seam(self) -> bool:
@@ -76,6 +80,13 @@ STYLES: dict[str, Style] = {
     "all_reduce": Style(before="copy", after="reduce"),  # a sum of what each rank makes of a whole input
     "local_params": Style(),
     "replicate": Style(),
+    # Of policies. Conv1D is a linear layer whose weight is transposed: [inputs, outputs].
+    "packed_3_colwise": Style(weight=-2, bias=-1, blocks=3, before="copy"),
+    "conv1d_colwise": Style(weight=-1, bias=-1, before="copy"),
+    "conv1d_packed_colwise": Style(weight=-1, bias=-1, blocks=2, before="copy"),
+    "conv1d_packed_3_colwise": Style(weight=-1, bias=-1, blocks=3, before="copy"),
+    "conv1d_rowwise": Style(weight=-2, after="reduce"),
+    "heads_of_embedding": Style(weight=-1),  # one feature a head: each rank looks up its own
 }
 PADDED = {"embedding_rowwise"}  # a vocabulary is padded with zero rows; so is an output layer over it
 
@@ -86,6 +97,9 @@ class Split:
 
     padded: True if a length that does not divide is padded with zeros at its end (a vocabulary).
     heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
+    groups, queries: the attribute that says how many heads of queries share one of these heads of keys or values, and
+    how many queries there are. Where they are known, fewer heads than ranks are computed whole on every rank, which
+    then takes its own.
     """
 
     parameter: str
@@ -94,6 +108,8 @@ class Split:
     blocks: int = 1
     padded: bool = False
     heads: int = 0
+    groups: str = ""
+    queries: int = 0
 
     @property
     def length(self) -> int:
@@ -108,6 +124,8 @@ class Split:
 
     def misfit(self, tp: int) -> str | None:
         """Why it cannot be cut into `tp` equal parts, in words."""
+        if self.is_shared(tp):
+            return None
         if self.heads and self.heads % tp:
             return f"{self.parameter!r} {list(self.shape)} holds {self.heads} heads"
         if not self.padded and self.length % (self.blocks * tp):
@@ -115,16 +133,26 @@ class Split:
             return f"{self.parameter!r} {list(self.shape)} is cut along its dimension of {self.length}{parts}"
         return None
 
+    def is_shared(self, tp: int) -> bool:
+        """True if each of its heads is used by several ranks of `tp`."""
+        return bool(self.groups) and self.heads < tp and tp % self.heads == 0
+
 
 @dataclass(frozen=True)
 class Seam:
-    """What happens to the input and the output of one module. tail: the number of last features of `copy tail`."""
+    """What happens to the input and the output of one module.
+
+    tail: the number of last features of `copy tail`, or of those that every rank takes under `select`. heads: how many
+    heads the rest is in the whole model. arguments: the names of what `heads` cuts.
+    """
 
     module: str
     style: str
     before: Before = ""
     after: After = ""
     tail: int = 0
+    heads: int = 0
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +160,8 @@ class Plan:
     """How a model of a family is split over tensor parallelism.
 
     splits and seams are keyed by the name of the parameter or module. partial: whole parameters whose gradients are
-    parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut.
+    parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut. numbers: attributes of
+    modules (by their full names) that count heads or features, and how many a rank's are of: it has that over tp.
     """
 
     family: str
@@ -140,10 +169,32 @@ class Plan:
     seams: Mapping[str, Seam]
     partial: frozenset[str] = frozenset()
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def at(self, tp: int) -> Plan:
+        """The plan for `tp` ranks: heads of keys and values that several ranks use stay whole, with partial gradients.
+
+        PlanError, with the sizes that fit, if the model cannot be cut into so many equal parts.
+        """
+        self.check_size(tp)
+        shared = {name: split for name, split in self.splits.items() if split.is_shared(tp)}
+        seams, numbers = dict(self.seams), dict(self.numbers)
+        for name, split in shared.items():
+            module = name.rpartition(".")[0]
+            seams[module] = replace(seams[module], after="select", heads=split.heads)
+            numbers[split.groups] = split.queries
+        return replace(
+            self,
+            splits={name: split for name, split in self.splits.items() if name not in shared},
+            seams=seams,
+            partial=self.partial | shared.keys(),
+            whole={**self.whole, **{name: split.shape for name, split in shared.items()}},
+            numbers=numbers,
+        )
 
     def check_size(self, tp: int) -> None:
         """Raise PlanError, with the sizes that fit, if the model cannot be cut into `tp` equal parts."""
-        misfits = [found for found in (split.misfit(tp) for split in self.splits.values()) if found]
+        misfits = self._misfits(tp)
         if misfits:
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
             raise PlanError(
@@ -151,15 +202,22 @@ class Plan:
                 f"Sizes that fit this model: {', '.join(map(str, self.sizes()))}"
             )
 
+    def _misfits(self, tp: int) -> list[str]:
+        found = [misfit for misfit in (split.misfit(tp) for split in self.splits.values()) if misfit]
+        return found + [f"{name!r} counts {number}" for name, number in self.numbers.items() if number % tp]
+
     def sizes(self) -> list[int]:
         """Every tensor-parallel size that all splits can be cut into."""
-        lengths = [split.length // split.blocks for split in self.splits.values() if not split.padded]
-        largest = math.gcd(*lengths, *(split.heads for split in self.splits.values() if split.heads)) or 1
-        return [size for size in range(1, largest + 1) if all(s.misfit(size) is None for s in self.splits.values())]
+        cut = [split for split in self.splits.values() if not split.groups]
+        lengths = [split.length // split.blocks for split in cut if not split.padded]
+        largest = math.gcd(*lengths, *(split.heads for split in cut if split.heads), *self.numbers.values()) or 1
+        return [size for size in range(1, largest + 1) if not self._misfits(size)]
 
     def table(self, tp: int) -> str:
         """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
         lines = [f"{self.family} over tp {tp}"]
+        if any(split.is_shared(tp) for split in self.splits.values()):
+            return self.at(tp).table(tp)
         rows = [
             f"{_any_layer(split.parameter)}: {list(split.shape)} cut along {split.dim}"
             + (f" in {split.blocks} blocks" if split.blocks > 1 else "")
@@ -167,6 +225,7 @@ class Plan:
             for split in self.splits.values()
         ]
         rows += [f"{_any_layer(name)}: whole; its gradient is summed over tp" for name in sorted(self.partial)]
+        rows += [f"{_any_layer(name)}: {number // tp} of {number}" for name, number in self.numbers.items()]
         lines += _counted("parameters", rows)
         lines += _counted(
             "seams",
@@ -193,8 +252,10 @@ def _counted(heading: str, rows: Iterable[str]) -> list[str]:
     return [f"{heading}:", *(f"  {n:>3} x {row}" for row, n in counts.items())]
 
 
-def style_of(family: str, name: str, style: str) -> Style:
-    """The table's row. PlanError for a style that it does not have."""
+def style_of(family: str, name: str, style: str | Style) -> Style:
+    """The table's row, or the style itself. PlanError for a style that the table does not have."""
+    if isinstance(style, Style):
+        return style
     if style not in STYLES:
         raise PlanError(
             f"{family}: the rule for {name!r} has style {style!r}, which is unknown here (known: {', '.join(STYLES)}). "

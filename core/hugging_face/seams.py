@@ -51,6 +51,9 @@ class SeamForward:
         if self.seam.before == "copy":
             args = tuple(self._copied(value) for value in args)
             kwargs = {key: self._copied(value) for key, value in kwargs.items()}
+        elif self.seam.before == "heads":
+            names = self.seam.arguments
+            kwargs = {key: self._own_heads(value) if key in names else value for key, value in kwargs.items()}
         elif self.seam.before:
             first, *others = args or (None,)
             if not isinstance(first, Tensor):
@@ -84,14 +87,41 @@ class SeamForward:
         elif self.seam.after == "copy tail":
             head, tail = output.split([output.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
             output = torch.cat([head, copy_to_tensor_model_parallel_region(tail, self.group)], dim=-1)
+        elif self.seam.after == "select":
+            output = self._selected(output)
         if self.watch is not None:
-            if self.seam.after == "copy tail":
+            if self.seam.after == "select":
+                self.watch.select(before, output)
+            elif self.seam.after == "copy tail":
                 self.watch.copy_tail(before, output, self.seam.tail)
             elif self.seam.after:
                 self.watch.leave(before, output)
             elif self.seam.before == "copy":
                 self.watch.leave_split(output)
         return output
+
+    def _selected(self, output: Tensor) -> Tensor:
+        """Of [..., heads + shared ones], what this rank's queries use: its heads, or the one that it shares."""
+        features = output.shape[-1] - self.seam.tail
+        first, count = self._rank_heads()
+        parts = [output.narrow(-1, first * features // self.seam.heads, count * features // self.seam.heads)]
+        if self.seam.tail:
+            parts.append(output.narrow(-1, features, self.seam.tail))
+        return torch.cat(parts, dim=-1)
+
+    def _rank_heads(self) -> tuple[int, int]:
+        """(first, number) of this rank's heads; of fewer heads than ranks, the one that it shares with others."""
+        tp, heads = group_size(self.group), self.seam.heads
+        return group_rank(self.group) * heads // tp, max(1, heads // tp)
+
+    def _own_heads(self, value: Any) -> Any:
+        """This rank's heads of [batch, heads, ...] or of [batch x heads, ...]; other shapes are for all heads."""
+        heads = self.seam.heads
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == heads:
+            return value.narrow(1, *self._rank_heads())
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[0] % heads == 0:
+            return value.unflatten(0, (-1, heads)).narrow(1, *self._rank_heads()).flatten(0, 1)
+        return value
 
     def _copied(self, value: Any) -> Any:
         """Floating-point tensors are used by each rank in its own way, so their gradients are added."""
@@ -109,11 +139,13 @@ class SeamForward:
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None
             return
-        self.module.bias = None
+        # Linear has a forward without a bias; Conv1D has none, and adds zeros.
+        hidden = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias, requires_grad=False)
+        self.module._parameters["bias"] = hidden
         try:
             yield bias
         finally:
-            self.module.bias = bias
+            self.module._parameters["bias"] = bias
 
     def _local_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Row numbers in this rank's part of the vocabulary, and which ids lie in another rank's."""

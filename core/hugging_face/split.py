@@ -62,9 +62,9 @@ def split_model(
     """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
 
     model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
-    default. example: keyword arguments of one small forward, equal on all ranks; by default 8 token ids. It is run
-    before and after the cut, without backward, and the outputs must be equal. parallel_output: keep the logits split
-    and compute the loss from the parts.
+    default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
+    all ranks; by default 8 token ids. It is run before and after the cut, without backward, and the outputs must be
+    equal. parallel_output: keep the logits split and compute the loss from the parts.
 
     Collective over the tensor-parallel group. Raises PlanError on all of its ranks where sizes do not fit or the plan
     cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
@@ -92,8 +92,7 @@ def prepare(model: Any, plan: Plan | None, tp: int) -> Plan:
             f"split_model takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
         )
     plan = read_plan(model) if plan is None else plan
-    plan.check_size(tp)
-    return plan
+    return plan.at(tp)
 
 
 def cut_parameters(model: nn.Module, plan: Plan, tp: int, rank: int) -> None:
@@ -139,6 +138,9 @@ def finish_split(
         if parallel_output:
             plan = use_parallel_loss(model, plan, group)
         modules = dict(model.named_modules())
+        for name, number in plan.numbers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, number // tp)
         for seam in plan.seams.values():
             module = modules[seam.module]
             module.forward = SeamForward(module, seam, group, _length(plan, seam.module))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from core.hugging_face.policies import POLICIES
 from core.hugging_face.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
@@ -28,13 +29,15 @@ SMALL: dict[str, Any] = {
         (HIDDEN, "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size moe_hidden_size"),
         (HIDDEN, "shared_experts_intermediate_size moe_shared_expert_intermediate_size share_expert_dim"),
         (HIDDEN, "expert_ffn_hidden_size shared_intermediate_size projector_hidden_size projector_input_dim"),
-        (HIDDEN, "projector_output_dim"),
+        (HIDDEN, "projector_output_dim output_channels encoder_hidden_size"),
         (2 * HIDDEN, "intermediate_size ffn_dim d_ff dense_intermediate_size intermediate_size_mlp ffn_hidden_size"),
-        (LAYERS, "num_hidden_layers n_layer num_layers depth"),
+        (2 * HIDDEN, "encoder_ffn_dim decoder_ffn_dim mlp_dim"),
+        (LAYERS, "num_hidden_layers n_layer num_layers depth encoder_layers decoder_layers"),
         (HEADS, "num_attention_heads n_head num_heads swa_num_attention_heads num_sliding_attention_heads"),
+        (HEADS, "encoder_attention_heads decoder_attention_heads"),
         (KEY_VALUE_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads"),
         (HEAD, "head_dim kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim global_head_dim"),
-        (HEAD, "swa_v_head_dim rotary_dim index_head_dim indexer_head_dim"),
+        (HEAD, "swa_v_head_dim rotary_dim index_head_dim indexer_head_dim d_kv"),
         (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
         (2, "num_experts_per_tok moe_k num_experts_per_token moe_topk top_k_experts num_shared_experts"),
         (1, "n_group topk_group num_expert_group"),
@@ -80,6 +83,13 @@ def families() -> dict[str, type]:
     return found
 
 
+def families_with_policy() -> dict[str, type]:
+    """The configuration class of each family that is split by a policy of this package, by `family/ClassName`."""
+    transformers = transformers_package()
+    kinds = {name.partition(",")[0]: transformers.CONFIG_MAPPING[name.partition(",")[0]] for name in POLICIES}
+    return {f"{kind.__module__.split('.')[2]}/{kind.__name__}": kind for kind in kinds.values()}
+
+
 def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     """A small configuration of a class, or of what holds it where it is no model alone.
 
@@ -94,7 +104,9 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     values = {
         name: value
         for name, value in SMALL.items()
-        if hasattr(kind, name) and (name in NEEDED or _value(default, name) is not None)
+        if hasattr(kind, name)
+        and (name in NEEDED or _value(default, name) is not None)
+        and not isinstance(getattr(kind, name), property)
     }
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # each head has its own keys, made from the compressed ones
@@ -145,6 +157,8 @@ def model_class(kind: type) -> type:
 
 def _class_or_none(kind: type) -> type | None:
     transformers = transformers_package()
+    if kind.__name__ in CLASSES:
+        return getattr(transformers, CLASSES[kind.__name__])
     found = _mapped(transformers.MODEL_FOR_CAUSAL_LM_MAPPING, kind)
     if found is not None:
         return found
@@ -229,12 +243,39 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
         "noise_embeds": _random(g, BATCH, 4, HIDDEN),
         "context_hidden_states": _random(g, BATCH, TOKENS, 5 * HIDDEN),
     },
+    "Blip2Config": lambda g: {
+        "pixel_values": _random(g, BATCH, 3, 8, 8),
+        "input_ids": torch.cat([torch.full((BATCH, 4), 2), _ids(g)], dim=1),
+    },
+    "SamConfig": lambda g: {
+        "pixel_values": _random(g, BATCH, 3, 32, 32),
+        "input_points": _random(g, BATCH, 1, 2, 2),
+        "input_labels": torch.ones(BATCH, 1, 2, dtype=torch.long),
+    },
+    "ViTConfig": lambda g: {"pixel_values": _random(g, BATCH, 3, 8, 8)},
+    "WhisperConfig": lambda g: {"input_features": _random(g, BATCH, 8, 16), "decoder_input_ids": _ids(g)},
     "Qwen3OmniMoeTalkerCodePredictorConfig": lambda g: {"input_ids": _ids(g), "generation_steps": 1},
     "Qwen3OmniMoeTalkerTextConfig": lambda g: {"inputs_embeds": _random(g, BATCH, TOKENS, HIDDEN)},
     "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
 }
+# Classes of models whose causal one is a part: the decoder.
+CLASSES = {"WhisperConfig": "WhisperForConditionalGeneration"}
 # What the table cannot say for a class: sizes that hang together, and lists of kinds of layers.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "Blip2Config": {"num_query_tokens": 4, "image_token_index": 2},
+    "Blip2VisionConfig": {"image_size": 8, "patch_size": 4},
+    "OPTConfig": {"word_embed_proj_dim": 32},
+    "SamVisionConfig": {
+        **{"image_size": 32, "patch_size": 8, "window_size": 2, "global_attn_indexes": [1, 3], "mlp_ratio": 2.0},
+        "num_pos_feats": HIDDEN // 2,
+    },
+    "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
+    "SamMaskDecoderConfig": {"num_hidden_layers": 2, "iou_head_hidden_dim": 32},
+    "ViTConfig": {"image_size": 8, "patch_size": 4, "pooler_output_size": HIDDEN},
+    "WhisperConfig": {
+        **{"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+        **{"decoder_start_token_id": 1, "begin_suppress_tokens": None},
+    },
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "Dots1Config": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "Dots3NoteVisionConfig": {

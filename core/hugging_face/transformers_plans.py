@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, cut_of, style_of
+from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, style_of
+from core.hugging_face.policies import Policy, longest_fit, policy_of
 
 VERSIONS = ((5, 23), (5, 24))  # from, up to but not including: names and meanings of styles are read at these
 # Names of attributes, of attention modules and configs, that hold how many heads a projection makes.
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads")
-QUERY_HEADS = ("num_attention_heads", "num_heads")
+QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads")
 PROJECTIONS = {
     **dict.fromkeys(("k_proj", "v_proj"), KEY_VALUE_HEADS),
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value"), QUERY_HEADS),
+    **dict.fromkeys(("query", "key", "value", "q", "k", "v"), QUERY_HEADS),
 }
 # Rules that are wrong in these versions, found by `check`: model type -> end of a rule's name -> style.
 # Gate and up lie one after the other in the experts' fused weight, and are chunked: each is cut for itself.
@@ -49,17 +51,23 @@ def transformers_package() -> ModuleType:
     return transformers
 
 
-def read_plan(model: Any) -> Plan:
-    """The tensor-parallel plan of a transformers model, from its own rules. Its weights may be on the meta device.
+def read_plan(model: Any, policy: Policy | None = None) -> Plan:
+    """The tensor-parallel plan of a transformers model. Its weights may be on the meta device.
 
-    Raises PlanError where the family has no plan, a style is unknown, or tied parameters would be cut differently.
+    policy: rules to use in place of the model's own; by default its own, or those of `policies` for a family that ships
+    none. Raises PlanError where there are none, a style is unknown, or tied parameters would be cut differently.
     """
     transformers_package()
     family = f"{model.config.model_type} ({type(model).__name__})"
-    rules = dict(getattr(model, "tp_plan", None) or {})
+    rules: dict[str, str | Style] = dict(getattr(model, "tp_plan", None) or {})
+    if policy is None and not rules:
+        policy = policy_of(model.config)
+    if policy is not None:
+        rules = policy.expanded([name for name, _ in (*model.named_modules(), *_all_parameters(model))])
     if not rules:
         raise PlanError(
-            f"{family} has no tensor-parallel plan (`base_model_tp_plan` of its config is empty), so it cannot be split"
+            f"{family} has no tensor-parallel plan (`base_model_tp_plan` of its config is empty) and no policy here, "
+            "so it cannot be split; give a Policy for it"
         )
     for end, style in CORRECTIONS.get(model.config.model_type, {}).items():
         rules = {name: style if name.endswith(end) else old for name, old in rules.items()}
@@ -74,8 +82,12 @@ def read_plan(model: Any) -> Plan:
         word = _rule_for(name, rules)
         how = None if word is None else style_of(family, name, word)
         if word is not None and how is not None and how.has_seam:
+            label = word if isinstance(word, str) else "policy"
+            heads = _count_of_heads(policy, name.rpartition(".")[0], modules) if how.after == "select" else 0
             tail = _rope_features(model, name, modules) if how.after == "copy tail" else 0
-            seams[name] = Seam(name, word, how.before, how.after, tail)
+            if heads:
+                tail = module.weight.shape[0] // (heads + how.shared) * how.shared
+            seams[name] = Seam(name, label, how.before, how.after, tail, heads)
             others = [leaf for leaf, _ in module.named_parameters(recurse=False) if leaf != "weight"]
             if how.before == "vocabulary" and others:
                 raise PlanError(
@@ -96,10 +108,45 @@ def read_plan(model: Any) -> Plan:
                 partial.add(full)
             if split is None and first == full:
                 whole[full] = tuple(parameter.shape)
-    return Plan(family, splits, seams, frozenset(partial), whole)
+    numbers = {} if policy is None else _divide_modules(family, policy, modules, seams)
+    return Plan(family, splits, seams, frozenset(partial), whole, numbers)
 
 
-def _rule_for(name: str, rules: Mapping[str, str]) -> str | None:
+def _divide_modules(
+    family: str, policy: Policy, modules: Mapping[str, nn.Module], seams: dict[str, Seam]
+) -> dict[str, int]:
+    """The numbers of modules that a policy divides; `seams` gets those at which arguments are cut by heads."""
+    numbers: dict[str, int] = {}
+    for name, module in modules.items():
+        for attribute in policy.divided.get(longest_fit(name, policy.divided) or "", ()):
+            numbers[f"{name}.{attribute}"] = _number(family, name, module, attribute)
+        arguments = policy.per_head.get(longest_fit(name, policy.per_head) or "", ())
+        if arguments:
+            heads = _count_of_heads(policy, name, modules)
+            seams[name] = Seam(name, "policy", before="heads", heads=heads, arguments=arguments)
+    return numbers
+
+
+def _all_parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _number(family: str, name: str, module: nn.Module, attribute: str) -> int:
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value < 1:
+        raise PlanError(f"{family}: the policy divides {attribute!r} of module {name!r}, which is {value!r}")
+    return value
+
+
+def _count_of_heads(policy: Policy | None, name: str, modules: Mapping[str, nn.Module]) -> int:
+    """How many heads a policy says that an attention has: the first number that it divides there."""
+    fit = None if policy is None else longest_fit(name, policy.divided)
+    if policy is None or fit is None:
+        raise PlanError(f"the policy cuts heads of module {name!r} and does not say which number counts them")
+    return _number("policy", name, modules[name], policy.divided[fit][0])
+
+
+def _rule_for(name: str, rules: Mapping[str, str | Style]) -> str | Style | None:
     """The style of the rule that names a module or parameter; a number between dots matches `*`."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return rules.get(name, rules.get(generic))
@@ -108,7 +155,7 @@ def _rule_for(name: str, rules: Mapping[str, str]) -> str | None:
 def _cut(
     model: Any,
     family: str,
-    rules: Mapping[str, str],
+    rules: Mapping[str, str | Style],
     name: str,
     shape: tuple[int, ...],
     modules: Mapping[str, nn.Module],
@@ -124,11 +171,23 @@ def _cut(
     if cut is None:
         return None, style.partial
     dim, blocks = cut
-    is_output = modules[owner] is _embeddings(model)[1]
-    padded = word in PADDED or (is_output and style.after == "gather")
+    output = _embeddings(model)[1]
+    is_output = modules[owner] is output
+    tied = output is not None and getattr(output, "bias", None) is modules[owner]._parameters[name.rpartition(".")[2]]
+    padded = word in PADDED or (is_output and style.after == "gather") or (tied and not is_output)
     gathered = style.after == "gather"
     heads = 0 if gathered else _heads(owner, modules, shape[dim], style.weight == -2)
-    return Split(name, shape, dim, blocks, padded, heads), False
+    groups, queries = _groups(owner, modules, heads) if style.before == "copy" and blocks == 1 else ("", 0)
+    return Split(name, shape, dim, blocks, padded, heads, groups, queries), False
+
+
+def _groups(owner: str, modules: Mapping[str, nn.Module], heads: int) -> tuple[str, int]:
+    """The attribute that says how many queries share a head of keys or values, and how many queries there are."""
+    parent, _, leaf = owner.rpartition(".")
+    sharing = getattr(modules.get(parent), "num_key_value_groups", None)
+    if leaf not in ("k_proj", "v_proj") or not heads or not isinstance(sharing, int):
+        return "", 0
+    return f"{parent}.num_key_value_groups", heads * sharing
 
 
 def _heads(owner: str, modules: Mapping[str, nn.Module], length: int, outputs: bool) -> int:
@@ -158,7 +217,7 @@ def _rope_features(model: Any, name: str, modules: Mapping[str, nn.Module]) -> i
     )
 
 
-def _rules_of_ties(model: Any, rules: Mapping[str, str]) -> dict[str, str]:
+def _rules_of_ties(model: Any, rules: Mapping[str, str | Style]) -> dict[str, str | Style]:
     """Rules for the input or output embedding that is tied to one with a rule, and has none itself."""
     names = {id(module): name for name, module in model.named_modules()}
     inputs, outputs = _embeddings(model)

@@ -1,0 +1,168 @@
+"""Policies: how families are split that ship no plan, as data. A plugin's `custom_policy` is one of these.
+
+A name is the end of a module's or parameter's path; `*` stands for a number. The longest name that fits wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.hugging_face.plan import Style
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules of one family.
+
+    rules: module or parameter -> a style's name or a Style. divided: module -> attributes of the module that hold a
+    number of heads or features in the whole model; a rank's number is that over tp. The first one counts heads.
+    per_head: module -> arguments of its forward (given by keyword) that hold a value for each head.
+    """
+
+    rules: Mapping[str, str | Style]
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def expanded(self, names: Iterable[str]) -> dict[str, str | Style]:
+        """The rules of modules and parameters by their full names."""
+        found = {name: longest_fit(name, self.rules) for name in names}
+        return {name: self.rules[fit] for name, fit in found.items() if fit is not None}
+
+
+def longest_fit(name: str, ends: Iterable[str]) -> str | None:
+    """The longest of some ends of names that a full name ends in, part by part; None where there is none."""
+    parts = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")
+    return max((end for end in ends if parts.endswith(f".{end}")), key=len, default=None)
+
+
+def _linear(columns: str, rows: str) -> dict[str, str | Style]:
+    return {**dict.fromkeys(columns.split(), "colwise"), **dict.fromkeys(rows.split(), "rowwise")}
+
+
+def _vocabulary(embedding: str, head: str) -> dict[str, str | Style]:
+    return {**dict.fromkeys(embedding.split(), "embedding_rowwise"), head: "colwise_gather_output"}
+
+
+_GPT2 = Policy(
+    {
+        **_vocabulary("wte", "lm_head"),
+        **{"attn.c_attn": "conv1d_packed_3_colwise", "crossattention.c_attn": "conv1d_packed_colwise"},
+        **dict.fromkeys(("crossattention.q_attn", "mlp.c_fc"), "conv1d_colwise"),
+        **dict.fromkeys(("attn.c_proj", "crossattention.c_proj", "mlp.c_proj"), "conv1d_rowwise"),
+    },
+    {
+        **dict.fromkeys(("attn", "crossattention"), ("num_heads", "split_size")),
+        **dict.fromkeys(("c_attn", "q_attn", "c_fc"), ("nf",)),  # of Conv1D: the width of its output
+    },
+)
+_GPTJ = Policy(
+    {
+        **_vocabulary("wte", "lm_head"),
+        **_linear("attn.q_proj attn.k_proj attn.v_proj mlp.fc_in", "attn.out_proj mlp.fc_out"),
+    },
+    {"attn": ("num_attention_heads",)},
+)
+_BERT = Policy(
+    {
+        **_vocabulary("embeddings.word_embeddings", "cls.predictions.decoder"),
+        "cls.predictions.bias": "colwise",  # tied to that of the decoder
+        **_linear("self.query self.key self.value intermediate.dense", "attention.output.dense output.dense"),
+        "crossattention.output.dense": "rowwise",
+    },
+)
+_VIT = Policy(_linear("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2"))
+_T5 = Policy(
+    {
+        **_vocabulary("shared embed_tokens", "lm_head"),
+        **_linear("SelfAttention.q SelfAttention.k SelfAttention.v", "SelfAttention.o"),
+        **_linear("EncDecAttention.q EncDecAttention.k EncDecAttention.v", "EncDecAttention.o"),
+        **_linear("DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1", "DenseReluDense.wo"),
+        "relative_attention_bias": "heads_of_embedding",
+    },
+    dict.fromkeys(("SelfAttention", "EncDecAttention"), ("n_heads", "inner_dim")),
+)
+_OPT = Policy(
+    {
+        **_vocabulary("decoder.embed_tokens", "lm_head"),
+        **_linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.out_proj"),
+        **_linear("layers.*.fc1", "layers.*.fc2"),
+    },
+    {"self_attn": ("num_heads",)},
+)
+_BLOOM = Policy(
+    {
+        **_vocabulary("word_embeddings", "lm_head"),
+        **_linear("self_attention.query_key_value mlp.dense_h_to_4h", "self_attention.dense mlp.dense_4h_to_h"),
+    },
+    {"self_attention": ("num_heads", "hidden_size", "split_size")},
+    {"self_attention": ("alibi",)},
+)
+# With ALiBi the mask of falcon holds it, for each head.
+_FALCON = Policy(
+    _BLOOM.rules, {"self_attention": ("num_heads", "num_kv_heads")}, {"self_attention": ("alibi", "attention_mask")}
+)
+# One key and one value head for all: every rank computes them, beside its own queries.
+_FALCON_MULTI_QUERY = Policy(
+    {**_BLOOM.rules, "self_attention.query_key_value": Style(before="copy", after="select", partial=True, shared=2)},
+    {"self_attention": ("num_heads",)},
+    _FALCON.per_head,
+)
+_WHISPER = Policy(
+    {
+        **_vocabulary("decoder.embed_tokens", "proj_out"),
+        **_OPT.rules,
+        **_linear("encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj", "encoder_attn.out_proj"),
+    },
+    dict.fromkeys(("self_attn", "encoder_attn"), ("num_heads",)),
+)
+_SAM = Policy(
+    {
+        "attn.qkv": "packed_3_colwise",
+        **_linear("q_proj k_proj v_proj mlp.lin1", "attn.proj out_proj mlp.lin2"),
+    },
+    dict.fromkeys(
+        (
+            *("attn", "self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token"),
+            "final_attn_token_to_image",
+        ),
+        ("num_attention_heads",),
+    ),
+)
+# The attention of the vision tower takes the size of a head from the width of its input, so each rank computes all of
+# its heads; its weights are split.
+_BLIP_2 = Policy(
+    {
+        **_OPT.rules,
+        **_T5.rules,
+        **{"self_attn.qkv": "colwise_gather_output", "self_attn.projection": "rowwise_split_input"},
+        **_linear("attention.query attention.key attention.value", "attention.output.dense"),
+        **_linear("intermediate_query.dense intermediate.dense", "output_query.dense output.dense"),
+        "crossattention.output.dense": "rowwise",
+        **_linear("vision_model.encoder.layers.*.mlp.fc1", "vision_model.encoder.layers.*.mlp.fc2"),
+    },
+    {**_T5.divided, "decoder.layers.*.self_attn": ("num_heads",)},
+)
+POLICIES: dict[str, Policy] = {
+    "gpt2": _GPT2,
+    "gptj": _GPTJ,
+    "bert": _BERT,
+    "vit": _VIT,
+    "t5": _T5,
+    "opt": _OPT,
+    "bloom": _BLOOM,
+    "falcon": _FALCON,
+    "falcon, multi-query": _FALCON_MULTI_QUERY,
+    "whisper": _WHISPER,
+    "sam": _SAM,
+    "blip-2": _BLIP_2,
+}
+
+
+def policy_of(config: Any) -> Policy | None:
+    """The policy for a configuration, if its family has one."""
+    if config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture:
+        return POLICIES["falcon, multi-query"]
+    return POLICIES.get(config.model_type)
