@@ -33,10 +33,14 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
         for name, value in tensors.items():
             if isinstance(value, torch.Tensor) and uses[id(value)] > 1:
                 if id(value) not in kept:
-                    kept[id(value)] = value.detach().cpu().clone()
+                    kept[id(value)] = self.values_of(model, value).cpu().clone()
                 yield name, kept[id(value)]
             else:
-                yield name, value
+                yield name, self.values_of(model, value) if isinstance(value, torch.Tensor) else value
+
+    def values_of(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of one of the model's tensors, which is whole on every rank."""
+        return tensor.detach()
 
     def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
         """The user's groups, with the numbers that their parameters had before they were sharded."""

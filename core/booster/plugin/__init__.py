@@ -1,9 +1,18 @@
 """Plugins: ways of training that the Booster knows. Write your own on `Plugin` or `DPPluginBase`."""
 
 from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.gemini_plugin import GeminiPlugin
 from core.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from core.booster.plugin.plugin_base import PipelinePluginBase, Plugin
 from core.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from core.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
 
-__all__ = ["DPPluginBase", "LowLevelZeroPlugin", "PipelinePluginBase", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "DPPluginBase",
+    "GeminiPlugin",
+    "LowLevelZeroPlugin",
+    "PipelinePluginBase",
+    "Plugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]

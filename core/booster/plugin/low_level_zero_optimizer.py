@@ -126,7 +126,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         if norm_type not in (None, measured):
             raise ValueError(
                 f"norm_type is {norm_type}, and the gradient's norm is measured with {measured}; make the plugin with "
-                f"LowLevelZeroPlugin(norm_type={norm_type})"
+                f"norm_type={norm_type}"
             )
         self._make_ready()
         if self.found_inf and error_if_nonfinite:

@@ -102,6 +102,9 @@ def run_steps(
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The plain module's weights by name, gathered. Collective."""
     plain = model.unwrap() if hasattr(model, "unwrap") else model
+    if hasattr(model, "gathered"):
+        with model.gathered():
+            return {name: param.detach().cpu().clone() for name, param in plain.named_parameters()}
     return {
         name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().cpu()
         for name, param in plain.named_parameters()

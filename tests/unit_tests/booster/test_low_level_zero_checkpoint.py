@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.booster import Booster
-from core.booster.plugin import LowLevelZeroPlugin
+from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     assert_same_training,
@@ -22,14 +22,17 @@ from tests.unit_tests.booster.booster_reference import (
 )
 from tests.unit_tests.booster.test_booster_checkpoint import FORMS, other_start, save, shared
 from tests.unit_tests.booster.test_booster_training import new_plugin as new_other_plugin
+from tests.unit_tests.booster.test_gemini import TINY_CHUNKS
 from tests.unit_tests.booster.test_low_level_zero import TINY_BUCKETS
 from tests.unit_tests.ranks import ranks, run_on_ranks
 from tests.unit_tests.reference import make_net
 
-NAMES = ("torch_ddp", "torch_fsdp", "zero1", "zero2")
+NAMES = ("torch_ddp", "torch_fsdp", "zero1", "zero2", "gemini")
 
 
 def new_plugin(name: str, precision: str = "fp32", **options: Any) -> Any:
+    if name == "gemini":
+        return GeminiPlugin(precision=precision, **TINY_CHUNKS, **options)
     if not name.startswith("zero"):
         return new_other_plugin(name)
     return LowLevelZeroPlugin(int(name[4:]), precision, reduce_bucket_size_in_m=TINY_BUCKETS, **options)
@@ -73,6 +76,9 @@ def test_training_goes_on_under_another_plugin(rank: int, world: int, tmp_path: 
         ("torch_ddp", "zero2", "async"),
         ("zero1", "zero2", "async-shards"),
         ("zero2", "zero2", "whole-safetensors"),
+        ("gemini", "torch_ddp", "shards-safetensors"),
+        ("torch_fsdp", "gemini", "shards"),
+        ("gemini", "gemini", "async-shards"),
     ):
         check_pair(writer, reader, rank, world, folder / f"{writer}-{reader}", (form,))
 
@@ -100,18 +106,22 @@ def test_training_goes_on_in_every_form(rank: int, world: int, tmp_path: Path, w
 def test_16_bit_training_resumes_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
     """With the masters, the moments and the loss scale: ColossalAI saves neither masters nor scale."""
     folder = shared(tmp_path)
-    for precision, shard, writer, reader in (("bf16", False, "zero1", "zero2"), ("fp16", True, "zero2", "zero1")):
+    for precision, shard, writer, reader in (
+        ("bf16", False, "zero1", "zero2"),
+        ("fp16", True, "zero2", "gemini"),
+        ("bf16", True, "gemini", "zero1"),
+    ):
         options = {"initial_scale": 2.0**8, "growth_interval": 3}
         booster = Booster(plugin=new_plugin(writer, precision, **options))
         model, optimizer, _ = train(booster, rank, steps=range(3))
-        booster.save_model(model, folder / f"{precision}-model", shard=shard)
-        booster.save_optimizer(optimizer, folder / f"{precision}-optimizer", shard=shard, size_per_shard=2e-4)
+        booster.save_model(model, folder / f"{writer}-model", shard=shard)
+        booster.save_optimizer(optimizer, folder / f"{writer}-optimizer", shard=shard, size_per_shard=2e-4)
         run_steps(booster, model, optimizer, mean_loss, rank, steps=range(3, 5))
         again = Booster(plugin=new_plugin(reader, precision, initial_scale=2.0**3))
         fresh: Any = other_start()
         fresh, fresh_optimizer, *_ = again.boost(fresh, new_optimizer(fresh))
-        again.load_model(fresh, folder / f"{precision}-model")
-        again.load_optimizer(fresh_optimizer, folder / f"{precision}-optimizer")
+        again.load_model(fresh, folder / f"{writer}-model")
+        again.load_optimizer(fresh_optimizer, folder / f"{writer}-optimizer")
         run_steps(again, fresh, fresh_optimizer, mean_loss, rank, steps=range(3, 5))
         ours, wanted = whole_weights(fresh), whole_weights(model)
         assert all(torch.equal(ours[name], weight) for name, weight in wanted.items())

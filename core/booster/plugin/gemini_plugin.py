@@ -1,0 +1,256 @@
+"""GeminiPlugin: everything is sharded in chunks (ZeRO-3), and a chunk is whole only while it is used."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
+from core.booster.plugin.chunk_search import search_chunk_size
+from core.booster.plugin.gemini_model import GeminiModel
+from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
+from core.distributed import DistributedDataParallelConfig
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.optimizer_config import OptimizerConfig
+
+POLICIES = ("static", "auto")
+CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
+INTERVAL = 1024  # elements between two sizes that are tried, where no hidden_dim is given
+NOT_SPLIT = (
+    "GeminiPlugin trains a whole model on every rank and leaves its modules as they are; {} is an option of models "
+    "that are split or rewritten. {}"
+)
+
+
+class GeminiPlugin(ZeroPluginBase):
+    """ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818): a rank keeps a shard of everything.
+
+    chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated ones}}; None to have
+    the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m further,
+    in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
+    placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
+    stays whole. enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`;
+    otherwise `no_sync` keeps whole gradients, which travel once.
+    precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
+    parameters; False leaves no fp32 copy of anything. force_outputs_fp32: outputs of the forward become fp32.
+    strict_ddp_mode: replicate everything, as DDP does. initial_scale .. max_scale: of the dynamic loss scale, with fp16
+    only. max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
+    extra_dp_size: shard within world / extra_dp_size neighbouring ranks only, and replicate across.
+    enable_async_reduce: reduce chunks while backward goes on. fp8_communication: gradients travel in 8 bits. use_fp8:
+    linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
+
+    docs/source/gemini.md says which parameters are refused, and why. Raises ValueError for what cannot work.
+    """
+
+    def __init__(
+        self,
+        chunk_config_dict: dict[int, dict[str, Any]] | None = None,
+        chunk_init_device: torch.device | None = None,
+        placement_policy: str = "static",
+        enable_gradient_accumulation: bool = False,
+        max_prefetch: int = 0,
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float = 0.0,
+        offload_param_frac: float = 0.0,
+        warmup_non_model_data_ratio: float = 0.8,
+        steady_cuda_cap_ratio: float = 0.9,
+        precision: str = "fp16",
+        master_weights: bool = True,
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        search_range_m: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_m: float = 32,
+        memstats: Any = None,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        tp_size: int = 1,
+        extra_dp_size: int = 1,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_sequence_parallelism: bool = False,
+        enable_jit_fused: bool = False,
+        enable_sequence_overlap: bool = False,
+        enable_async_reduce: bool = True,
+        use_fp8: bool = False,
+        verbose: bool = False,
+        fp8_communication: bool = False,
+    ) -> None:
+        super().__init__(
+            precision,
+            {
+                "initial_scale": initial_scale,
+                "min_scale": min_scale,
+                "growth_factor": growth_factor,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+                "hysteresis": hysteresis,
+                "max_scale": max_scale,
+            },
+            max_norm=max_norm,
+            norm_type=norm_type,
+            master_weights=master_weights,
+            verbose=verbose,
+            cast_inputs=True,
+            fp8_communication=fp8_communication,
+            use_fp8=use_fp8,
+            extra_dp_size=extra_dp_size,
+        )
+        self._refuse_rewriting(
+            {
+                "enable_all_optimization": enable_all_optimization,
+                "enable_fused_normalization": enable_fused_normalization,
+                "enable_flash_attention": enable_flash_attention,
+                "enable_sequence_parallelism": enable_sequence_parallelism,
+                "enable_jit_fused": enable_jit_fused,
+                "enable_sequence_overlap": enable_sequence_overlap,
+            },
+            tp_size,
+        )
+        self._check_chunks(search_range_m, hidden_dim, min_chunk_size_m, chunk_init_device)
+        self._check_placement(
+            placement_policy,
+            {
+                "shard_param_frac": shard_param_frac,
+                "offload_optim_frac": offload_optim_frac,
+                "offload_param_frac": offload_param_frac,
+            },
+            {
+                "warmup_non_model_data_ratio": (warmup_non_model_data_ratio, 0.8),
+                "steady_cuda_cap_ratio": (steady_cuda_cap_ratio, 0.9),
+                "gpu_margin_mem_ratio": (gpu_margin_mem_ratio, 0.0),
+                "memstats": (memstats, None),
+            },
+        )
+        if 0 < shard_param_frac < 1 or (shard_param_frac == 0 and offload_param_frac):
+            raise ValueError(
+                f"shard_param_frac is {shard_param_frac}; 1 shards all chunks, and 0 keeps all parameters whole"
+            )
+        if placement_policy == "auto" or offload_optim_frac or offload_param_frac:
+            raise ValueError(
+                "placement_policy='auto', offload_optim_frac and offload_param_frac place chunks below the device, "
+                "which is not here yet; leave them out"
+            )
+        if max_prefetch:
+            raise ValueError(f"max_prefetch is {max_prefetch}, and chunks are gathered when they are used; set it to 0")
+        if pin_memory:
+            raise ValueError("pin_memory pins host memory of offloaded chunks, and nothing is offloaded; set it False")
+        self.chunk_config_dict = chunk_config_dict
+        self.placement_policy = placement_policy
+        self.shard_param_frac = shard_param_frac
+        self.enable_async_reduce = enable_async_reduce
+        self.enable_gradient_accumulation = enable_gradient_accumulation
+        self.force_outputs_fp32 = force_outputs_fp32
+        self.search_range = int(search_range_m * MEGA)
+        self.interval = INTERVAL if hidden_dim is None else hidden_dim
+        self.min_chunk_size = int(min_chunk_size_m * MEGA)
+        config = self._chunk_config()
+        self.chunk_size: int | None = None if config is None else config["chunk_size"]
+        keeps = config is not None and config.get("keep_gathered", False)
+        if (strict_ddp_mode or keeps) and placement_policy == "auto":
+            raise ValueError("strict_ddp_mode and keep_gathered replicate chunks; placement_policy must be 'static'")
+        self.replicates = bool(strict_ddp_mode or keeps)
+
+    # -- arguments ----------------------------------------------------------------------------------------------------
+
+    def _refuse_rewriting(self, wanted: dict[str, bool], tp_size: int) -> None:
+        if tp_size != 1:
+            raise ValueError(NOT_SPLIT.format(f"tp_size={tp_size}", "Leave it 1"))
+        for name, value in wanted.items():
+            if value:
+                raise ValueError(NOT_SPLIT.format(f"{name}=True", "Leave it False, and choose it in the model itself"))
+
+    def _check_chunks(
+        self, search_range_m: float, hidden_dim: int | None, min_chunk_size_m: float, device: Any
+    ) -> None:
+        self._check_numbers({"search_range_m": search_range_m, "min_chunk_size_m": min_chunk_size_m})
+        if not 0 <= search_range_m < math.inf or not 0 <= min_chunk_size_m < math.inf:
+            raise ValueError(
+                f"search_range_m is {search_range_m} and min_chunk_size_m {min_chunk_size_m}; both are at least 0"
+            )
+        if hidden_dim is not None and (type(hidden_dim) is not int or hidden_dim < 1):
+            raise ValueError(f"hidden_dim is {hidden_dim!r}; it is the width of the model's layers, or None")
+        if device is not None and torch.device(device).type != self.device().type:
+            raise ValueError(
+                f"chunk_init_device is {str(device)!r}, and chunks begin on {self.device().type!r}, where the process "
+                "group communicates; leave it None"
+            )
+
+    def _check_placement(self, policy: str, fractions: dict[str, Any], of_auto: dict[str, tuple[Any, Any]]) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"placement_policy {policy!r} is none of {', '.join(POLICIES)}")
+        self._check_numbers(fractions)
+        for name, value in fractions.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; it is a fraction of the bytes of chunks, between 0 and 1")
+        for name, (value, default) in of_auto.items():
+            if policy == "static" and value != default:
+                raise ValueError(f"{name} is {value!r}, and only placement_policy='auto' reads it; leave it {default}")
+
+    def _chunk_config(self) -> dict[str, Any] | None:
+        if self.chunk_config_dict is None:
+            return None
+        ranks = self.data_size()
+        config = self.chunk_config_dict.get(ranks)
+        if config is None:
+            raise ValueError(
+                f"chunk_config_dict has chunks for {sorted(self.chunk_config_dict)} data ranks, and there are {ranks}"
+            )
+        unknown = sorted(set(config) - CHUNK_CONFIG)
+        size = config.get("chunk_size")
+        if unknown or type(size) is not int or size < 1:
+            raise ValueError(
+                f"chunk_config_dict[{ranks}] is {config}; expected {{'chunk_size': elements, 'keep_gathered': bool}}"
+            )
+        return config
+
+    # -- what the base asks -------------------------------------------------------------------------------------------
+
+    @property
+    def _title(self) -> str:
+        return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements"
+
+    def get_checkpoint_io(self) -> GeminiCheckpointIO:
+        """Whole tensors in files, shards in memory."""
+        return GeminiCheckpointIO()
+
+    def _boosted_model(
+        self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None
+    ) -> GeminiModel:
+        return GeminiModel(module, cast_to, engine, outputs_fp32=self.force_outputs_fp32)
+
+    def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
+        if self.chunk_config_dict is None:
+            numels = [param.numel() for param in model.parameters() if param.is_floating_point()]
+            self.chunk_size = search_chunk_size(
+                numels, least=self.min_chunk_size, search_range=self.search_range, interval=self.interval
+            )
+        return DistributedDataParallelConfig(
+            overlap_grad_reduce=self.enable_async_reduce,
+            bucket_size=self.chunk_size,
+            data_parallel_sharding_strategy=self._strategy(),
+            reduce_microbatches="every" if self.enable_gradient_accumulation else "last",
+            keep_params_whole="all" if shaped else False,
+            **self._reductions(),
+        )
+
+    def _strategy(self) -> str:
+        if self.replicates:
+            return "no_shard"
+        return "optim_grads_params" if self.shard_param_frac else "optim_grads"
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        return OptimizerConfig(**self._master_options())
