@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from core.booster import Booster
-from core.booster.plugin import DPPluginBase, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from core.booster.plugin import DPPluginBase, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from core.training.text import standard_library
 
 
@@ -31,6 +31,8 @@ def new_plugin(options: argparse.Namespace) -> DPPluginBase:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
         return TorchFSDPPlugin(auto_wrap_policy={LlamaDecoderLayer})
+    if options.plugin == "gemini":
+        return GeminiPlugin(precision=options.precision, initial_scale=2**12, min_chunk_size_m=0.1, search_range_m=0.1)
     return LowLevelZeroPlugin(stage=2, precision=options.precision, initial_scale=2**12)
 
 
@@ -125,7 +127,8 @@ def mean_of_ranks(loss: torch.Tensor) -> torch.Tensor:
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plugin", choices=["torch_ddp", "torch_fsdp", "low_level_zero"], default="torch_ddp")
+    plugins = ["torch_ddp", "torch_fsdp", "low_level_zero", "gemini"]
+    parser.add_argument("--plugin", choices=plugins, default="torch_ddp")
     parser.add_argument("--precision", choices=["fp32", "fp16", "bf16"], default="bf16")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=8, help="of one rank and microbatch")

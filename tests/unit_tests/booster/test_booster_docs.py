@@ -100,7 +100,7 @@ def test_the_example_gives_the_same_losses_with_each_plugin(rank: int, world: in
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     save = ["--save", folder[0]]
-    plugins = ("torch_ddp", "torch_fsdp", "low_level_zero")
+    plugins = ("torch_ddp", "torch_fsdp", "low_level_zero", "gemini")
     losses = {plugin: losses_of(example, plugin, "--precision", "fp32", *save) for plugin in plugins}
     for plugin in plugins[1:]:
         assert losses[plugin] == pytest.approx(losses["torch_ddp"], rel=1e-4)
@@ -111,7 +111,7 @@ def test_the_example_gives_the_same_losses_with_each_plugin(rank: int, world: in
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero"])
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero", "gemini"])
 def test_the_command_of_the_example_runs(plugin: str) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]

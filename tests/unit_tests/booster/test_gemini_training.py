@@ -218,7 +218,7 @@ def test_hugging_face_reads_the_directory_and_tied_weights_stay_tied(rank: int, 
 def test_a_file_that_does_not_fit_on_one_rank_is_refused_on_all(rank: int, world: int, tmp_path: Path) -> None:
     booster = new_booster()
     model, optimizer, _ = train(booster, rank, steps=range(1))
-    torch.save(make_net(torch.float32, width=9 if rank else 7).state_dict(), tmp_path / "mine")
+    torch.save(make_net(torch.float32, width=9 if rank else 7).state_dict(), tmp_path / f"mine{rank}")
     with pytest.raises((ValueError, RuntimeError), match=r"is \[9, 5\] in the checkpoint and \[7, 5\] in the model"):
-        booster.load_model(model, tmp_path / "mine")
+        booster.load_model(model, tmp_path / f"mine{rank}")
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1))  # the ranks are still together

@@ -1,4 +1,6 @@
-"""The program on the page about LowLevelZeroPlugin runs, and trains like one process."""
+"""The programs on the pages about LowLevelZeroPlugin and GeminiPlugin run, and train like one process."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,31 @@ from tests.unit_tests.test_docs import ROOT, run_page
 def test_the_page_on_low_level_zero_trains_like_one_process(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         names = run_page(ROOT / "docs" / "source" / "low_level_zero.md", monkeypatch)
+    model = names["model"]
+    check(names, {name: param.detach() for name, param in model.unwrap().named_parameters()}, accumulates=True)
 
+
+@ranks(2)
+def test_the_page_on_gemini_trains_like_one_process(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        names = run_page(ROOT / "docs" / "source" / "gemini.md", monkeypatch)
+    assert len(names["model"].module.reducer.buckets) == 2
+    with names["model"].gathered():
+        now = {name: param.detach().clone() for name, param in names["model"].unwrap().named_parameters()}
+    check(names, now, accumulates=False)
+    assert all(torch.equal(value.bfloat16(), now[name]) for name, value in names["weights"].items())
+
+
+def check(names: dict[str, Any], weights: dict[str, torch.Tensor], *, accumulates: bool) -> None:
+    """The page's four steps, and a fifth of four microbatches, on one process in fp32."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
     start = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
     norms = []
-    for seeds in [[10 * step + r for r in range(2)] for step in range(4)] + [[m + 100 * r for m in range(4)
-                  for r in range(2)]]:  # fmt: skip
+    fifth = [[m + 100 * r for m in range(4) for r in range(2)]] if accumulates else []
+    for seeds in [[10 * step + r for r in range(2)] for step in range(4)] + fifth:
         optimizer.zero_grad()
         for seed in seeds:
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
@@ -28,7 +46,7 @@ def test_the_page_on_low_level_zero_trains_like_one_process(rank: int, world: in
         optimizer.step()
         scheduler.step()
     assert names["grad_norm"] == pytest.approx(norms[3], rel=2e-2)
-    for ours, theirs, before in zip(names["model"].parameters(), model.parameters(), start, strict=True):
+    for ours, theirs, before in zip(weights.values(), model.parameters(), start, strict=True):
         moved = (theirs - before).norm()
         assert ours.dtype == torch.bfloat16 and moved > 0.03
         assert (ours.float() - theirs).norm() < 0.2 * moved  # Adam makes steps of small gradients, which bf16 rounds

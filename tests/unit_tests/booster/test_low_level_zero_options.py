@@ -361,7 +361,10 @@ def test_reducing_every_microbatch_costs_traffic_and_saves_memory(rank: int, wor
 @ranks(1, 2)
 def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) -> None:
     for options, words in (
-        ({"stage": 3}, "only supports stage 1/2 training, and stage is 3; for stage 3 use TorchFSDPPlugin"),
+        (
+            {"stage": 3},
+            "only supports stage 1/2 training, and stage is 3; for stage 3 use TorchFSDPPlugin or GeminiPlugin",
+        ),
         ({"precision": "fp8"}, "precision 'fp8' is none of fp16, bf16, fp32"),
         ({"norm_type": 0}, r"norm_type 0; expected"),
         ({"max_norm": None}, r"max_norm is None; it must be a number; 0 does not clip"),
