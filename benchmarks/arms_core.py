@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,5 +69,7 @@ def _arm(stage: Any, *, overlap: bool = False, sockets: bool = False) -> Arm:
 STAGES = ("no_shard", "optim", "optim_grads")
 ARMS = (
     *(_arm(stage, overlap=overlap) for stage in STAGES for overlap in (False, True)),
+    _arm("optim_grads_params"),
     *(_arm(stage, sockets=True) for stage in STAGES[:2]),  # as ranks of several hosts would reduce
+    replace(_arm("optim_grads_params", sockets=True), name="core optim_grads_params gloo"),  # likewise
 )

@@ -275,7 +275,8 @@ class DistributedDataParallel(nn.Module):
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
-        return describe_model(self.plan, self.all_buffers, self.groups, chosen)
+        units = () if self.engine.unsharder is None else self.engine.unsharder.units
+        return describe_model(self.plan, self.all_buffers, self.groups, chosen, units)
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.

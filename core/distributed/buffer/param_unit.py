@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.grad_buffer import dtype_named
@@ -16,7 +17,7 @@ from core.distributed.buffer.param_views import views_of
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.wire.backend import timeout_of
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.shared_memory import HostChannel, allocate
+from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
 Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -27,9 +28,9 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what c
 class Stays(Enum):
     """How long a bucket stays whole after its use."""
 
-    WINDOW = auto()  # until a few others have been used
-    BACKWARD = auto()  # from a forward that records gradients to the end of the next backward
-    STEP = auto()  # until its values change
+    WINDOW = "until a few others have been used"
+    BACKWARD = "from a forward that records gradients to the end of the next backward"
+    STEP = "until its values change"
 
 
 class ParamUnit:
@@ -38,8 +39,9 @@ class ParamUnit:
     A parameter that is not gathered keeps its shape, dtype and device. Its data is one NaN, expanded: a read shows, and
     a write raises, or is noticed when the parameter is gathered next.
 
-    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. channel: their memory, where they are
-    processes of one host. lane: a communicator of the same ranks that carries nothing else.
+    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. lane: a communicator of the same
+    ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
+    processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class ParamUnit:
         params: Sequence[nn.Parameter],
         shard: torch.Tensor,
         group: dist.ProcessGroup,
-        channel: HostChannel | None,
         lane: dist.ProcessGroup,
+        mapped: torch.Tensor | None,
+        channel: HostChannel | None,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -63,8 +66,9 @@ class ParamUnit:
         self.shard = shard
         self.shard_range = layout.shard_of(dist.get_rank(group))
         self.group = group
-        self.channel = channel
         self.lane = lane
+        self.mapped = mapped
+        self.channel = channel
         self.name = f"parameters of {layout.describe()}"
         self.nans = torch.full((len(self.params),), torch.nan, dtype=shard.dtype, device=shard.device)
         self.hidden = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
@@ -77,7 +81,7 @@ class ParamUnit:
     @property
     def is_collective(self) -> bool:
         """True if other ranks take part in a gather."""
-        return self.channel is None and self.layout.shards > 1
+        return self.mapped is None and self.layout.shards > 1
 
     @property
     def shown(self) -> bool:
@@ -97,13 +101,16 @@ class ParamUnit:
             self.versions.append(param._version)
             param.__class__ = self.kind
 
-    def gather(self, collectives: Collectives) -> torch.Tensor:
-        """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards."""
+    def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
+        """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.
+
+        to_write: True for memory of this rank's own in any case.
+        """
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
-            whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
-            if self.channel is not None:
-                self.channel.read_parts(self.shard, whole)
+            if self.mapped is not None:
+                whole = self.mapped.clone() if to_write else self.mapped
             else:
+                whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
                 self._own_part(whole).copy_(self.shard)
                 collectives.all_gather(whole, self.lane, self.name).wait()
         self.whole = whole
@@ -150,9 +157,12 @@ class ParamUnit:
                 param.data = hidden
                 param.__class__ = self.kind
         if wrong is not None:
+            became = "keeps only its shard: the write is lost"
+            if self.mapped is not None:
+                became = "has written the one copy that all share: load a checkpoint"
             raise SyncError(
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
-                "rank keeps only its shard: the write is lost. Write parameters inside `with model.gathered():`"
+                f"rank {became}. Write parameters inside `with model.gathered():`"
             )
 
     @torch.no_grad()
@@ -198,26 +208,28 @@ def units_of(
     memory.
     """
     dtype = dtype_named(layout.key.param_dtype)
-    shared = groups.all if share_memory else ()
-    memory, channels = allocate(layout.numel // layout.shards, dtype, device, shared)
-    channel = next((channel for channel in channels if channel.group is groups.shard), None)
-    if channel is None and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
-        lanes[groups.shard] = new_lane(groups.shard)
-    units = [
-        ParamUnit(
+    shared = HostMemory.share(layout.numel, dtype, device, [groups.shard]) if share_memory else None
+    if shared is None:
+        memory = huge_pages.zeros(layout.numel // layout.shards, dtype=dtype, device=device)
+        if groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
+            lanes[groups.shard] = new_lane(groups.shard)
+    units = []
+    for number, bucket in enumerate(layout.buckets, first):
+        mapped = None if shared is None else shared.of_first(bucket.start, bucket.numel)
+        low, high = bucket.shard_of(dist.get_rank(groups.shard))
+        unit = ParamUnit(
             number,
             bucket,
             layout.key.data_group,
             [params[slot.name] for slot in bucket.slots],
-            memory[bucket.start // layout.shards : bucket.end // layout.shards],
+            memory[bucket.start // layout.shards : bucket.end // layout.shards] if mapped is None else mapped[low:high],
             groups.shard,
-            channel,
             lanes.get(groups.shard, groups.shard),
+            mapped,
+            None if shared is None else shared.channels[0],
         )
-        for number, bucket in enumerate(layout.buckets, first)
-    ]
-    for unit in units:
-        unit.stays = stays
+        unit.stays = stays if mapped is None else Stays.STEP
+        units.append(unit)
     return units
 
 

@@ -8,12 +8,17 @@ import torch.distributed as dist
 
 from core.distributed.buffer.bucket_pool import POOL_BUCKETS
 from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.layout.model_plan import ModelPlan
 from core.process_groups import ProcessGroups
 
 
 def describe_model(
-    plan: ModelPlan, buffers: Sequence[GradBuffer], groups: ProcessGroups, reduce_microbatches: str = "last"
+    plan: ModelPlan,
+    buffers: Sequence[GradBuffer],
+    groups: ProcessGroups,
+    reduce_microbatches: str = "last",
+    units: Sequence[ParamUnit] = (),
 ) -> str:
     """Buffers, their buckets and their parameters as text, one line each."""
     lines = []
@@ -41,9 +46,20 @@ def describe_model(
                 contract = plan.contracts[slot.name]
                 sharded = f", split over {', '.join(contract.sharded_over)}" if contract.sharded_over else ""
                 lines.append(f"    {slot.name} {list(slot.shape)}{sharded}: {'; '.join(contract.reductions)}")
+    lines += map(_sharded_parameters, units)
     for name, param in plan.frozen.items():
         lines.append(f"frozen: {name} {list(param.shape)}")
     return "\n".join(lines)
+
+
+def _sharded_parameters(unit: ParamUnit) -> str:
+    if unit.mapped is not None:
+        how = "is always whole in memory that its ranks map from each other"
+    elif unit.is_collective:
+        how = f"is gathered around its use, and stays whole {unit.stays.value}"
+    else:
+        how = "is whole on its only rank"
+    return f"{unit.name}: {unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks; the bucket {how}"
 
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:

@@ -9,8 +9,14 @@ WINDOW buckets are whole at a time, and more only where one operation takes para
 bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights are saved by
 place]), so their memory is free meanwhile.
 
-Ranks of one host read each other's shards by themselves. Elsewhere a gather is a collective on a communicator of its
-own, and ranks must use their parameters in one order. What each has gathered is compared once a step.
+Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
+nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
+What each has gathered is compared once a step.
+
+Note [Who writes the one memory of all ranks]
+A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
+ranks wait for each other, so nobody computes with the old values any more; after all three they wait again, so nobody
+begins before the new values are complete. `gathered` gives each rank a copy, because all may write it.
 """
 
 from __future__ import annotations
@@ -73,6 +79,7 @@ class Unsharder:
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
+        self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
         self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
         kind = owned_by(weakref.ref(self))
@@ -86,6 +93,8 @@ class Unsharder:
     def enter(self) -> None:
         """A forward of one of the model's modules begins."""
         runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
+        if self.awaits_others:
+            self._meet()
         self.depth += 1
         if not _hooks_are_active():
             self.hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -191,11 +200,11 @@ class Unsharder:
         taken, self.gathers = self.gathers, {}
         return taken
 
-    def _gather(self, unit: ParamUnit, used_by: str = "") -> torch.Tensor:
+    def _gather(self, unit: ParamUnit, used_by: str = "", to_write: bool = False) -> torch.Tensor:
         if unit.is_collective:
             gathers = self.gathers.setdefault(unit.data_group, [])
             gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
-        whole = unit.gather(self.collectives)
+        whole = unit.gather(self.collectives, to_write)
         self.at[whole.untyped_storage().data_ptr()] = unit
         return whole
 
@@ -264,8 +273,9 @@ class Unsharder:
         self._meet()
 
     def forget(self) -> None:
-        """This rank's shards have other values now: so has whatever is gathered."""
+        """This rank's shards have other values now: so has whatever is gathered. The next use waits for all ranks."""
         self.generation += 1
+        self.awaits_others = True
         _all_of(partial(self._drop, unit) for unit in self.units)
 
     @contextmanager
@@ -275,9 +285,11 @@ class Unsharder:
             yield
             return
         self._refuse_inside("gathered()")
+        if self.awaits_others:
+            self._meet()
         for unit in self.units:
-            if unit.whole is None:
-                self._gather(unit)
+            self._drop(unit)
+            self._gather(unit, to_write=True)
             self.kept.add(unit)
             unit.show()
         self.is_held = True
@@ -308,6 +320,7 @@ class Unsharder:
         """Wait until all ranks that read this one's memory by themselves have come here."""
         for channel in self.channels:
             channel.meet()
+        self.awaits_others = False
 
 
 def version_of(tensor: torch.Tensor) -> int:

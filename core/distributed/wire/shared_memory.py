@@ -64,6 +64,12 @@ class HostMemory:
     tensor: torch.Tensor
     channels: list[HostChannel]
 
+    def of_first(self, start: int, numel: int) -> torch.Tensor:
+        """[numel] of the first rank's memory from element `start`: one memory of all ranks. Its storage is its own."""
+        first = self.channels[0].members[0]
+        offset = start * first.tensor.itemsize
+        return torch.frombuffer(first.memory, dtype=first.tensor.dtype, count=numel, offset=offset)
+
     @classmethod
     def share(
         cls, numel: int, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
@@ -141,17 +147,6 @@ class HostChannel:
     def meet(self) -> None:
         """Wait until every rank has called it as often."""
         self._launch(self.own[:0], (), 1.0, False).wait()
-
-    def read_parts(self, part: torch.Tensor, full: torch.Tensor) -> None:
-        """Fill `full` [n * size] with every rank's tensor that lies where `part` [n] lies here. Asks no rank.
-
-        The caller knows that the ranks have written them, and write them only after a later `meet`.
-        """
-        start, numel = part.storage_offset() - self.own.storage_offset(), part.numel()
-        if numel == 0:
-            return
-        for member, piece in zip(self.members, full.split(numel), strict=True):
-            piece.copy_(member.tensor[start : start + numel])
 
     def _launch(self, tensor: torch.Tensor, actions: tuple[Action, ...], scale: float, mean: bool) -> HostHandle:
         if len(self.in_flight) >= RING:

@@ -211,6 +211,8 @@ def test_arms_are_chosen_by_name_or_beginning() -> None:
     assert [arm.name for arm in chosen(["core optim_g", "hangs"], arms)] == [
         "core optim_grads",
         "core optim_grads overlapped",
+        "core optim_grads_params",
+        "core optim_grads_params gloo",
         "hangs",
     ]
     with pytest.raises(ValueError, match="no arm's name begins with 'nonsense'"):

@@ -289,7 +289,7 @@ def descriptors() -> int:
 def test_a_wrapped_model_trains_alike_with_and_without_and_leaves_nothing_behind(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     before = mappings(), descriptors()
-    for strategy in ("no_shard", "optim", "optim_grads"):
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         found = []
         for share in (True, False):
             torch.manual_seed(1)
