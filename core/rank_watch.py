@@ -38,6 +38,7 @@ from torch.distributed import distributed_c10d
 
 from core.place import Place, place_in_code, place_of_main_thread
 from core.processes import ENDED, STOPPED, boot_id, state_of
+from core.prompt_store import PromptStore
 from core.stragglers import Stragglers, own_times
 from core.waiting import in_words, is_backends, waiting
 
@@ -104,8 +105,9 @@ class RankWatch:
     """
 
     def __init__(self, store: dist.Store, member: Member, world: int) -> None:
-        self.store = store.clone()
-        self.store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
+        own = store.clone()
+        own.set_timeout(timedelta(seconds=STORE_LIMIT_S))
+        self.store = PromptStore(own, STORE_LIMIT_S + 1.0)
         self.rank = member.rank
         self.world = world
         self.members = {member.rank: member}  # of the ranks that have come so far
@@ -476,7 +478,8 @@ def _machine() -> str:
 
 
 def _store_lost(error: Exception) -> str:
-    return f"the job's store does not answer, so the process that holds it has ended ({str(error).splitlines()[0]})"
+    why = str(error).splitlines()[0]
+    return f"the job's store does not answer; the process that holds it has ended, or cannot be reached ({why})"
 
 
 def _beat_key(rank: int) -> str:

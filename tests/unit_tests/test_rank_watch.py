@@ -258,6 +258,47 @@ def test_a_rank_that_holds_the_store_is_named_by_the_others_of_its_host(tmp_path
         assert any(f"rank {rank}: rank 0 (process {killed} on " in line for line in said_by(tmp_path, rank))
 
 
+def hold_a_store(port: multiprocessing.queues.Queue[int]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(store.port)
+    time.sleep(120)
+
+
+def lose_the_network(rank: int) -> None:
+    """The store falls silent, and then rank 1 ends."""
+    folder = Path(logging.getLogger().handlers[0].baseFilename).parent
+    if rank == 0:
+        os.kill(int((folder / "store.pid").read_text()), signal.SIGSTOP)
+    limit = time.monotonic() + 20
+    while "does not answer" not in (folder / f"{rank}.log").read_text() and time.monotonic() < limit:
+        time.sleep(0.1)
+    if rank == 1:
+        time.sleep(2.0)  # the others may say it a little later
+        os.kill(os.getpid(), signal.SIGKILL)
+    while "rank 1 (process" not in (folder / f"{rank}.log").read_text() and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
+def test_a_store_that_cannot_be_reached_is_reported_and_the_ranks_of_this_host_are_watched_on(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    port = context.Queue()
+    holder = context.Process(target=hold_a_store, args=(port,))
+    holder.start()
+    try:
+        (tmp_path / "store.pid").write_text(str(holder.pid))
+        begun = time.monotonic()
+        assert run_plain(lose_the_network, tmp_path, 3, port.get(timeout=60)) == [0, -signal.SIGKILL, 0]
+        assert time.monotonic() - begun < 40
+    finally:
+        holder.kill()
+        holder.join()
+    killed = (tmp_path / "1.pid").read_text()
+    for rank in (0, 2):
+        lost, named = said_by(tmp_path, rank)
+        assert f"rank {rank}: the job's store does not answer" in lost and "no answer within 6 s" in lost
+        assert f"rank {rank}: rank 1 (process {killed} on " in named and "has ended" in named
+
+
 def stop_go_on_and_fall(rank: int) -> None:
     begun = time.monotonic()
     if rank == 0:

@@ -72,7 +72,7 @@ def test_two_hosts_have_the_losses_of_one(tmp_path: Path, flags: list[str]) -> N
     assert losses[0] - losses[-1] > 0.3, "they moved by far more than the bound"
 
 
-@pytest.mark.parametrize(("lost", "how"), [(1, "killed"), (1, "cable"), (0, "killed")])
+@pytest.mark.parametrize(("lost", "how"), [(1, "killed"), (1, "cable"), (0, "killed"), (0, "cable")])
 def test_a_lost_host_is_named_on_the_other(tmp_path: Path, lost: int, how: str) -> None:
     """Host a holds the job's store: without it the survivors say that."""
     with TwoHosts(tmp_path) as hosts:
