@@ -1,0 +1,40 @@
+"""ColossalAI's paths and names over the engine of this package: change the import lines, and the program runs here.
+
+    import core.compat.colossalai as colossalai               instead of  import colossalai
+    from core.compat.colossalai.booster import Booster        instead of  from colossalai.booster import Booster
+
+Code that cannot be edited: `install()` before its first import, or `python -m core.compat.colossalai script.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.compat import install as _install
+from core.compat.colossalai.names import ABSENT, MODULES
+
+__version__ = "0.5.0"  # of ColossalAI, whose names these are: programs branch on it
+
+SURFACE = _install.Surface("colossalai", __name__, MODULES, ABSENT, {})
+_install.register(SURFACE)
+
+
+def install(*, replace_installed: bool = False) -> None:
+    """Make `colossalai` resolve to this package in this process. Call it before the first import of colossalai.
+
+    Raises RuntimeError where the real one is installed, unless replace_installed, or imported already.
+    """
+    _install.install(SURFACE, replace_installed=replace_installed)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    _install.uninstall(SURFACE)
+
+
+def __getattr__(name: str) -> Any:
+    return SURFACE.resolve("", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *SURFACE.all_names(""), *(path for path in SURFACE.paths if "." not in path)})

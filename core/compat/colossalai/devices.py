@@ -1,0 +1,142 @@
+"""The device by ColossalAI's names: get_current_device, get_accelerator, timers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core.booster.accelerator import default_device, device_of_group
+
+# What the CPU has no function for. Bytes of device memory are 0 there, and there is no cache to empty.
+NO_DEVICE_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+NOTHING_TO_DO = ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+
+
+def get_current_device() -> torch.device:
+    """Where this rank trains: the device of the default group's collectives, or the accelerator before a start."""
+    return device_of_group() if dist.is_initialized() else default_device()
+
+
+class DeviceAccelerator:
+    """torch's module of a device type (torch.cuda, torch.cpu, ...) with ColossalAI's further names."""
+
+    def __init__(self, kind: str) -> None:
+        self.name = kind
+        self.communication_backend = dist.get_default_backend_for_device(kind)
+        self.is_synchronous = kind == "cpu"
+
+    def get_current_device(self) -> torch.device:
+        """The device that tensors go to."""
+        return torch.device("cpu") if self.name == "cpu" else default_device()
+
+    def set_to_device(self, models: Any) -> Any:
+        """A module, or a list of them, moved to the device."""
+        if isinstance(models, (list, tuple)):
+            return [model.to(self.get_current_device()) for model in models]
+        return models.to(self.get_current_device())
+
+    def autocast(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> torch.autocast:
+        """torch's autocast on this device."""
+        return torch.autocast(self.name, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    def __getattr__(self, name: str) -> Any:
+        module = torch.get_device_module(self.name)
+        if hasattr(module, name):
+            return getattr(module, name)
+        if self.name == "cpu" and name in NO_DEVICE_MEMORY:
+            return lambda *args, **kwargs: 0
+        if self.name == "cpu" and name in NOTHING_TO_DO:
+            return lambda *args, **kwargs: None
+        if self.name == "cpu" and name in ("manual_seed", "get_rng_state", "set_rng_state", "initial_seed", "seed"):
+            return getattr(torch, name)
+        raise AttributeError(f"torch.{self.name} has no {name!r}, so get_accelerator() has none on this device")
+
+
+def get_accelerator() -> DeviceAccelerator:
+    """The device type that this rank trains on."""
+    return DeviceAccelerator(get_current_device().type)
+
+
+class Timer:
+    """Seconds between `start` and `stop`, and a history of those that were kept. Both wait for the device."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all times."""
+        self._began = self._elapsed = 0.0
+        self._history: list[float] = []
+
+    has_history = property(lambda self: bool(self._history), doc="True if a time was kept.")
+
+    @property
+    def current_time(self) -> float:
+        """Seconds of the clock, when the device has done its work."""
+        get_accelerator().synchronize()
+        return time.monotonic()
+
+    def start(self) -> None:
+        """Begin."""
+        self._began = self.current_time
+
+    def lap(self) -> float:
+        """Seconds since the start."""
+        return self.current_time - self._began
+
+    def stop(self, keep_in_history: bool = False) -> float:
+        """Seconds since the start, kept if asked to."""
+        self._elapsed = self.lap()
+        self._history += [self._elapsed] if keep_in_history else []
+        return self._elapsed
+
+    def get_history_sum(self) -> float:
+        """Sum of the times that were kept."""
+        return sum(self._history)
+
+    def get_history_mean(self) -> float:
+        """Mean of the times that were kept."""
+        return self.get_history_sum() / len(self._history)
+
+    def get_elapsed_time(self) -> float:
+        """Seconds of the last `stop`."""
+        return self._elapsed
+
+
+class MultiTimer:
+    """Timers by name. on: False for timers that do nothing."""
+
+    def __init__(self, on: bool = True) -> None:
+        self._on = on
+        self._timers: dict[str, Timer] = {}
+
+    def start(self, name: str) -> None:
+        """Begin a timer."""
+        if self._on:
+            self._timers.setdefault(name, Timer()).start()
+
+    def stop(self, name: str, keep_in_history: bool) -> float | None:
+        """End a timer; its seconds."""
+        return self._timers[name].stop(keep_in_history) if self._on else None
+
+    def get_timer(self, name: str) -> Timer:
+        """A timer by its name."""
+        return self._timers[name]
+
+    def reset(self, name: str | None = None) -> None:
+        """Forget the times of a timer, or of all."""
+        for timer in self._timers.values() if name is None else [self._timers[name]]:
+            timer.reset()
+
+    def is_on(self) -> bool:
+        """True if the timers run."""
+        return self._on
+
+    def set_status(self, mode: bool) -> None:
+        """Switch the timers on or off."""
+        self._on = mode

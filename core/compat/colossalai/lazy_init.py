@@ -1,0 +1,40 @@
+"""LazyInitContext: builds models at once, in the host's memory, with the values that they have without it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class LazyInitContext:
+    """`with LazyInitContext(): model = Model()`. The plugins move the model to the device.
+
+    Nothing is delayed: each rank needs host memory for the whole model. Neither argument changes that.
+    """
+
+    def __init__(self, tensor_cls: Any = None, default_device: torch.device | str | int | None = None) -> None:
+        self._on_host = torch.device("cpu")
+
+    def __enter__(self) -> LazyInitContext:
+        logger.info("LazyInitContext builds the model at once, in host memory")
+        self._on_host.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._on_host.__exit__(*error)
+
+    @staticmethod
+    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
+        """The module as it is. Raises RuntimeError for parameters on the meta device, whose values nobody knows."""
+        for name, param in module.named_parameters():
+            if param.is_meta:
+                raise RuntimeError(
+                    f"parameter {name!r} is on the meta device and has no values; build the model without "
+                    "torch.device('meta')"
+                )
+        return module

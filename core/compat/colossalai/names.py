@@ -1,0 +1,145 @@
+"""ColossalAI's module paths and what is behind their names here; and what is said of names that are not here.
+
+A row is a path below `colossalai`: {module that has the names: the names}; see core.compat.install.Surface.
+"""
+
+from __future__ import annotations
+
+_START = {".starting": "launch launch_from_torch launch_from_slurm launch_from_openmpi"}
+_DEVICE = {".devices": "get_accelerator BaseAccelerator=DeviceAccelerator"}
+_LOGGER = {".rank_logger": "get_dist_logger DistributedLogger disable_existing_loggers"}
+_UTILS = {".devices": "get_current_device", ".starting": "set_seed"}
+_HANDLERS = {"core.gradient_handler": "*"}
+_ACCUMULATION = {"core.gradient_accumulation": "*"}
+_PLUGINS = {"core.booster.plugin": "*"}
+_SCALER = {"core.optimizer.loss_scaler": "DynamicGradScaler=DynamicLossScaler BaseGradScaler=LossScaler"}
+_ZERO = {".low_level_zero": "LowLevelZeroOptimizer"}
+
+MODULES: dict[str, dict[str, str]] = {
+    "": _START,
+    "initialize": _START,
+    # -- one rank and its place
+    "accelerator": _DEVICE,
+    "accelerator.api": _DEVICE,
+    "cluster": {".coordinator": "DistCoordinator", ".group_mesh": "ProcessGroupMesh"},
+    "cluster.dist_coordinator": {".coordinator": "DistCoordinator"},
+    "cluster.process_group_mesh": {".group_mesh": "ProcessGroupMesh"},
+    "logging": _LOGGER,
+    "logging.logger": _LOGGER,
+    "utils": {**_UTILS, ".devices": "get_current_device Timer MultiTimer"},
+    "utils.common": _UTILS,
+    "utils.device": _UTILS,
+    "utils.timer": {".devices": "Timer MultiTimer"},
+    # -- what trains
+    "nn.optimizer": {".optimizers": "HybridAdam CPUAdam FusedAdam FusedSGD Lamb Lars CAME"},
+    "nn.optimizer.hybrid_adam": {".optimizers": "HybridAdam"},
+    "nn.optimizer.cpu_adam": {".optimizers": "CPUAdam"},
+    "nn.optimizer.fused_adam": {".optimizers": "FusedAdam"},
+    "nn.optimizer.fused_sgd": {".optimizers": "FusedSGD"},
+    "nn.optimizer.lamb": {".optimizers": "Lamb"},
+    "nn.optimizer.lars": {".optimizers": "Lars"},
+    "nn.optimizer.came": {".optimizers": "CAME"},
+    "nn.lr_scheduler": {
+        ".lr_schedules": "CosineAnnealingLR CosineAnnealingWarmupLR FlatAnnealingLR FlatAnnealingWarmupLR "
+        "LinearWarmupLR MultiStepLR MultiStepWarmupLR OneCycleLR PolynomialLR PolynomialWarmupLR LambdaLR "
+        "MultiplicativeLR StepLR ExponentialLR"
+    },
+    "nn.lr_scheduler.cosine": {
+        ".lr_schedules": "CosineAnnealingLR CosineAnnealingWarmupLR FlatAnnealingLR FlatAnnealingWarmupLR"
+    },
+    "nn.lr_scheduler.linear": {".lr_schedules": "LinearWarmupLR"},
+    "nn.lr_scheduler.multistep": {".lr_schedules": "MultiStepLR MultiStepWarmupLR"},
+    "nn.lr_scheduler.onecycle": {".lr_schedules": "OneCycleLR"},
+    "nn.lr_scheduler.poly": {".lr_schedules": "PolynomialLR PolynomialWarmupLR"},
+    "nn.lr_scheduler.torch": {".lr_schedules": "LambdaLR MultiplicativeLR StepLR ExponentialLR"},
+    "lazy": {".lazy_init": "LazyInitContext"},
+    "lazy.lazy_init": {".lazy_init": "LazyInitContext"},
+    # -- the Booster
+    "booster": {"core.booster": "*", "core.booster.plugin": "Plugin"},
+    "booster.booster": {"core.booster": "Booster"},
+    "booster.accelerator": {"core.booster": "Accelerator"},
+    "booster.plugin": _PLUGINS,
+    "booster.plugin.plugin_base": {"core.booster.plugin": "Plugin"},
+    "booster.plugin.pp_plugin_base": {"core.booster.plugin": "PipelinePluginBase"},
+    "booster.plugin.dp_plugin_base": {"core.booster.plugin": "DPPluginBase"},
+    "booster.plugin.torch_ddp_plugin": {"core.booster.plugin": "TorchDDPPlugin"},
+    "booster.plugin.torch_fsdp_plugin": {"core.booster.plugin": "TorchFSDPPlugin"},
+    "booster.plugin.low_level_zero_plugin": {"core.booster.plugin": "LowLevelZeroPlugin"},
+    "booster.plugin.gemini_plugin": _PLUGINS,
+    "booster.plugin.hybrid_parallel_plugin": _PLUGINS,
+    "booster.mixed_precision": {
+        "core.booster.mixed_precision": "* FP16_Apex_MixedPrecision=FP16ApexMixedPrecision "
+        "FP16_Torch_MixedPrecision=FP16TorchMixedPrecision FP32_MixedPrecision=FP32MixedPrecision "
+        "BF16_MixedPrecision=BF16MixedPrecision FP8_MixedPrecision=FP8MixedPrecision"
+    },
+    "checkpoint_io": {"core.booster.checkpoint_io": "*"},
+    "interface": {"core.interface": "*"},
+    "interface.model": {"core.interface": "ModelWrapper AMPModelMixin"},
+    "interface.optimizer": {"core.interface": "OptimizerWrapper"},
+    "amp.naive_amp.grad_scaler": _SCALER,
+    "zero": _ZERO,
+    "zero.low_level": _ZERO,
+    # -- loops that reduce and accumulate themselves: the paths of three generations
+    "engine.gradient_handler": _HANDLERS,
+    "legacy.engine.gradient_handler": _HANDLERS,
+    "legacy.registry": {"core.gradient_handler": "GRADIENT_HANDLER Registry"},
+    "registry": {"core.gradient_handler": "GRADIENT_HANDLER Registry"},
+    "engine.gradient_accumulation": _ACCUMULATION,
+    "legacy.engine.gradient_accumulation": _ACCUMULATION,
+    "utils.gradient_accumulation": _ACCUMULATION,
+}
+
+_LEGACY = (
+    "of the engine before the Booster only gradient handlers and gradient accumulation are here; write the loop with "
+    "core.booster.Booster"
+)
+_NO_CHUNKS = "its memory is not handled in chunks here; use booster.plugin.TorchFSDPPlugin, which shards parameters too"
+_NO_POLICY = (
+    "a model is split by the plan that transformers has for it, without a policy class; call "
+    "core.hugging_face.split_model(model), or read_plan(model) to see the plan"
+)
+_ADAFACTOR = "use torch.optim.Adafactor, which every plugin takes"
+_GALORE = "projected gradients are not here; use nn.optimizer.CAME or torch.optim.Adafactor, whose states are small too"
+_WHOLE = "every plugin shards the plain class itself, so no second class is needed"
+
+ABSENT: dict[str, str] = {
+    "amp": "use Booster(mixed_precision=...), or the precision of a plugin",
+    "auto_parallel": "no layout is searched for; choose a plugin of core.booster",
+    "booster.mixed_precision.FP16NaiveMixedPrecision": "it never trained in ColossalAI; use 'fp16'",
+    "booster.plugin.GeminiPlugin": _NO_CHUNKS,
+    "booster.plugin.HybridParallelPlugin": "use core.hugging_face.split_model and core.distributed directly",
+    "booster.plugin.MoeHybridParallelPlugin": "use core.moe with core.distributed, or LowLevelZeroPlugin for experts",
+    "checkpoint_io.CheckpointIndexFile": "an index is JSON with 'metadata' and 'weight_map'; read it with json.load",
+    "context": _LEGACY,
+    "core": _LEGACY,
+    "engine": _LEGACY,
+    "fx": "models are not traced here; use torch.fx",
+    "gemini": _NO_CHUNKS,
+    "inference": "models are trained here, and served elsewhere: save them with Booster.save_model(shard=True)",
+    "kernel": "torch's own fused kernels are used",
+    "legacy": _LEGACY,
+    "moe": "use core.moe",
+    "nn.layer": "use core.tensor_parallel, or torch.nn",
+    "nn.loss": "use torch.nn, or core.tensor_parallel.vocab_parallel_cross_entropy",
+    "nn.optimizer.Adafactor": _ADAFACTOR,
+    "nn.optimizer.DistGaloreAwamW": _GALORE,
+    "nn.optimizer.DistributedAdaFactor": f"{_WHOLE}: {_ADAFACTOR}",
+    "nn.optimizer.DistributedCAME": f"{_WHOLE}: use nn.optimizer.CAME",
+    "nn.optimizer.DistributedLamb": f"{_WHOLE}: use nn.optimizer.Lamb",
+    "nn.optimizer.FusedLAMB": "use nn.optimizer.Lamb(bias_correction=True), and clip by the plugin's max_norm",
+    "nn.optimizer.GaLoreAdafactor": _GALORE,
+    "nn.optimizer.GaLoreAdamW": _GALORE,
+    "nn.optimizer.GaLoreAdamW8bit": _GALORE,
+    "nn.optimizer.cast_to_distributed": _WHOLE,
+    "nn.parallel": _NO_CHUNKS,
+    "pipeline": "use core.pipeline_parallel",
+    "quantization": "quantized weights are not trained here; use Booster.enable_lora without quantize",
+    "shardformer": _NO_POLICY,
+    "tensor": "tensors are torch's here; a model is split by core.tensor_parallel or core.hugging_face",
+    "testing": "these are for ColossalAI's own tests; use torch.testing",
+    "trainer": _LEGACY,
+    "zero.ColoInitContext": "build the model plainly, or in lazy.LazyInitContext",
+    "zero.GeminiDDP": _NO_CHUNKS,
+    "zero.gemini": _NO_CHUNKS,
+    "zero": "use booster.plugin.LowLevelZeroPlugin, or zero.LowLevelZeroOptimizer without a Booster",
+}
