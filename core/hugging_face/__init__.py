@@ -1,6 +1,7 @@
 """Hugging Face models over tensor parallelism: their own plans, read, printed, checked and applied to plain tensors."""
 
 from core.hugging_face.checkpoint import load_split, save_split
+from core.hugging_face.lora import add_lora
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
 from core.hugging_face.policies import POLICIES, Policy
 from core.hugging_face.split import SplitReport, split_model
@@ -14,6 +15,7 @@ __all__ = [
     "Seam",
     "Split",
     "SplitReport",
+    "add_lora",
     "load_split",
     "read_plan",
     "save_split",

@@ -152,7 +152,8 @@ def _cut_of_part(family: str, key: str, split: Split, converter: Any) -> tuple[i
 def save_split(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
     """Save a split model as a directory that plain `from_pretrained` loads: the same keys, bits and dtypes.
 
-    model: split, wrapped in DistributedDataParallel or not. options: those of `save_pretrained` (max_shard_size, ...).
+    Of a model with adapters (`add_lora`) an adapter directory is saved, which `PeftModel.from_pretrained` loads. model:
+    split, wrapped in DistributedDataParallel or not. options: those of `save_pretrained` (max_shard_size, ...).
     The first rank writes; it holds the whole model in host memory while it does. Collective over all ranks.
     """
     inner: Any = model
@@ -161,9 +162,12 @@ def save_split(model: nn.Module, directory: str | os.PathLike[str], **options: A
         if inner is None:
             raise PlanError(f"save_split takes a model that was split, and was given a {type(model).__name__}")
     groups = resolve_groups(None)
+    only = ""
+    if hasattr(inner, "peft_config"):
+        only, options = "lora_", {"save_embedding_layers": False, **options}
     error: Exception | None = None
     if groups.size("dp_cp") == 1 or groups.rank("dp_cp") == 0:
-        whole = _whole_state(inner, getattr(inner, REPORT), groups.tp)
+        whole = _whole_state(inner, getattr(inner, REPORT), groups.tp, only)
         if groups.rank("tp") == 0:
             try:
                 inner.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
@@ -173,11 +177,16 @@ def save_split(model: nn.Module, directory: str | os.PathLike[str], **options: A
 
 
 @torch.no_grad()
-def _whole_state(model: Any, report: SplitReport, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """The state of the whole model on the first rank of the group, on the CPU; elsewhere nothing. Collective."""
+def _whole_state(model: Any, report: SplitReport, group: dist.ProcessGroup | None, only: str) -> dict[str, Tensor]:
+    """The state of the whole model on the first rank of the group, on the CPU; elsewhere nothing. Collective.
+
+    only: a part of the names that are wanted.
+    """
     whole: dict[str, Tensor] = {}
     by_memory: dict[int, Tensor] = {}  # tied parameters are one tensor, which the saving looks for
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if only not in name:
+            continue
         if id(tensor) not in by_memory:
             split = report.plan.splits.get(name) if group_size(group) > 1 else None
             by_memory[id(tensor)] = _joined(tensor.detach(), split, group).cpu()

@@ -131,10 +131,7 @@ def finish_split(
     unseen: set[str] = set()
     if tp > 1:
         parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
-            if name in plan.splits:
-                split = plan.splits[name]
-                set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
+        tag_slices(parameters, plan)
         if parallel_output:
             plan = use_parallel_loss(model, plan, group)
         modules = dict(model.named_modules())
@@ -144,22 +141,38 @@ def finish_split(
         for seam in plan.seams.values():
             module = modules[seam.module]
             module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
-        flow = _watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
-        for name, parameter in parameters.items():
-            if name in plan.splits or not parameter.requires_grad:
-                continue
-            seen = name in flow.partial or name in flow.complete
-            if name in flow.partial or (not seen and name in plan.partial):
-                declare_gradient(parameter, partial_over=("tp",))
-                partial.add(name)
-            elif seen:
-                declare_gradient(parameter)
-            if not seen:
-                unseen.add(name)
+        flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
+        partial, unseen = declare_whole(parameters, plan, flow)
     report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp > 1  # finalize_model_grads compares what must be equal, once
     return report
+
+
+def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
+    """Mark the parameters that are slices, for contracts and checkpoints."""
+    for name, parameter in parameters.items():
+        if name in plan.splits:
+            split = plan.splits[name]
+            set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
+
+
+def declare_whole(parameters: Mapping[str, nn.Parameter], plan: Plan, flow: Dataflow) -> tuple[set[str], set[str]]:
+    """Give whole parameters that learn their contracts, by what a watched forward showed: (partial, unseen) ones."""
+    partial: set[str] = set()
+    unseen: set[str] = set()
+    for name, parameter in parameters.items():
+        if name in plan.splits or not parameter.requires_grad:
+            continue
+        seen = name in flow.partial or name in flow.complete
+        if name in flow.partial or (not seen and name in plan.partial):
+            declare_gradient(parameter, partial_over=("tp",))
+            partial.add(name)
+        elif seen:
+            declare_gradient(parameter)
+        if not seen:
+            unseen.add(name)
+    return partial, unseen
 
 
 def _length(plan: Plan, module: str) -> int:
@@ -190,7 +203,8 @@ def _refuse_other_output(plan: Plan, before: Tensor, after: Tensor) -> None:
         )
 
 
-def _watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
+def watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
+    """One watched forward of a split model. PlanError, naming the module, where no contract can make it right."""
     try:
         flow = run_watched(model, split, arguments)
     except PlanError:

@@ -1,0 +1,152 @@
+"""LoRA on a split model: adapters by peft, each cut as its base layer is, and saved as a plain adapter directory.
+
+A column layer keeps the first matrix whole and cuts the second along its outputs; a row layer cuts the first along its
+inputs and keeps the second whole. So the product of the two is split or whole as the base layer's output is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
+from core.hugging_face.seams import SeamForward
+from core.hugging_face.split import REPORT, SplitReport, cut_parameters, declare_whole, example_of, tag_slices, watch
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+
+# Options of a LoraConfig that touch base weights, or that no split is known for -> the value that leaves them out.
+REFUSED: dict[str, Any] = {
+    **{"bias": "none", "use_dora": False, "lora_bias": False, "layer_replication": None},
+    **{"modules_to_save": None, "target_parameters": None},
+}
+
+
+def add_lora(
+    model: Any,
+    config: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> Any:
+    """A PeftModel around a split model: new adapters (`config`, a peft.LoraConfig) or those of a directory, trainable.
+
+    model: split by `split_model` or `load_split`. example: as there. The ranks of a tensor-parallel group get equal
+    adapters, whatever each has drawn; those of a data group must be seeded alike. Collective over the tensor-parallel
+    group. PlanError for an option or a layer whose adapter cannot be split.
+    """
+    import peft
+
+    report: SplitReport | None = getattr(model, REPORT, None)
+    if report is None:
+        raise PlanError(f"add_lora takes a model that was split, and was given a {type(model).__name__}")
+    config = peft.PeftConfig.from_pretrained(os.fspath(directory)) if directory is not None else config
+    _check_options(config, peft.LoraConfig)
+    widths = _tell_whole_widths(model, report)
+    try:
+        if directory is None:
+            adapted = peft.get_peft_model(model, config)
+        else:
+            adapted = peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True)
+    finally:
+        for weight in widths:
+            del weight.ds_shape
+    group = resolve_groups(pg_collection).tp
+    tp, rank = group_size(group), group_rank(group)
+    if tp == 1:
+        setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
+        return adapted
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            dist.broadcast(parameter.detach(), group=group, group_src=0)
+    plan = _plan_of_adapters(adapted, report.plan)
+    cut_parameters(adapted, plan, tp, rank)
+    parameters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    tag_slices(parameters, plan)
+    for module_name, seam in plan.seams.items():
+        module = adapted.get_submodule(module_name)
+        split = plan.splits.get(f"{module_name}.weight")
+        module.forward = SeamForward(module, seam, group, 0 if split is None else split.length)
+    arguments = dict(example_of(model) if example is None else example)
+    split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
+    flow = watch(adapted, plan, arguments, split_ones)
+    partial, unseen = declare_whole(parameters, plan, flow)
+    setattr(adapted, REPORT, SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen)))
+    adapted.check_replicas_in_first_step = True
+    return adapted
+
+
+def _check_options(config: Any, kind: type) -> None:
+    if not isinstance(config, kind):
+        raise TypeError(f"add_lora takes a peft.LoraConfig, and was given {config!r}")
+    for name, plain in REFUSED.items():
+        value = getattr(config, name, plain)
+        if value != plain and value not in ((), [], {}):
+            raise PlanError(f"LoRA on a split model knows {name}={plain!r} alone, and the LoraConfig has {value!r}")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (True, False, "gaussian"):
+        raise PlanError(
+            f"LoRA on a split model starts adapters by init_lora_weights True, False or 'gaussian', and the LoraConfig "
+            f"has {start!r}, which reads whole base weights"
+        )
+
+
+def _tell_whole_widths(model: nn.Module, report: SplitReport) -> list[Any]:
+    """Let peft see the whole shape of transposed weights, which it asks for by this name. Linear layers know theirs."""
+    from transformers.pytorch_utils import Conv1D
+
+    told: list[Any] = []
+    for name, module in model.named_modules():
+        split = report.plan.splits.get(f"{name}.weight")
+        if isinstance(module, Conv1D) and split is not None:
+            weight: Any = module.weight
+            weight.ds_shape = torch.Size(split.shape)
+            told.append(weight)
+    return told
+
+
+def _plan_of_adapters(adapted: nn.Module, base: Plan) -> Plan:
+    """How the adapters are cut, by the seams of the layers that they stand beside."""
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    splits: dict[str, Split] = {}
+    seams: dict[str, Seam] = {}
+    whole: dict[str, tuple[int, ...]] = {}
+    for name, layer in adapted.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        forward = vars(layer.base_layer).get("forward")
+        if isinstance(forward, SeamForward) and not isinstance(layer.base_layer, (nn.Linear, Conv1D)):
+            raise PlanError(
+                f"LoRA on {forward.seam.module!r}: adapters of a split {type(layer.base_layer).__name__} are not here; "
+                "leave it out of target_modules"
+            )
+        for adapter in layer.lora_A:
+            first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
+            shapes = {f"{part}.weight": tuple(adapted.get_submodule(part).weight.shape) for part in (first, second)}
+            whole.update(shapes)
+            if not isinstance(forward, SeamForward):
+                continue
+            seam, split = forward.seam, base.splits.get(f"{forward.seam.module}.weight")
+            if split is None:  # whole, and only a part of its output is this rank's
+                before: Before = "copy" if seam.after == "select" else ""
+                seams[second] = replace(seam, module=second, style="LoRA", before=before)
+            elif (split.dim == 1) == isinstance(layer.base_layer, Conv1D):
+                seams[second] = Seam(second, "LoRA", "copy", seam.after)
+                weight = f"{second}.weight"
+                splits[weight] = Split(weight, whole.pop(weight), 0, split.blocks, split.padded)
+            else:
+                seams[first] = Seam(first, "LoRA", seam.before, seam.after)
+                weight = f"{first}.weight"
+                splits[weight] = Split(weight, whole.pop(weight), 1, split.blocks)
+    if not splits and not whole:
+        raise PlanError(f"{base.family}: the LoraConfig's target_modules name no linear layer")
+    return Plan(f"LoRA on {base.family}", splits, seams, frozenset(), whole)
