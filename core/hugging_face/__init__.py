@@ -5,6 +5,8 @@ from core.hugging_face.lora import add_lora
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
 from core.hugging_face.policies import POLICIES, Policy
 from core.hugging_face.split import SplitReport, split_model
+from core.hugging_face.split_stages import split_stages
+from core.hugging_face.stages import stage_activations, stage_forward_step, stages_config
 from core.hugging_face.transformers_plans import read_plan
 
 __all__ = [
@@ -20,4 +22,8 @@ __all__ = [
     "read_plan",
     "save_split",
     "split_model",
+    "split_stages",
+    "stage_activations",
+    "stage_forward_step",
+    "stages_config",
 ]

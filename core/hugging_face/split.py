@@ -79,7 +79,7 @@ def split_model(
     cut_parameters(model, plan, tp, rank)
     report = finish_split(model, plan, arguments, parallel_output=parallel_output, pg_collection=pg_collection)
     if before is not None and not parallel_output:
-        _refuse_other_output(plan, before, _first_output(model, arguments))
+        refuse_other_output(plan, before, _first_output(model, arguments))
     return report
 
 
@@ -189,11 +189,16 @@ def _first_output(model: Any, arguments: dict[str, Any]) -> Tensor:
             output = model.eval()(**arguments)
     finally:
         model.train(training)
-    values = output.values() if hasattr(output, "values") else output
+    return first_tensor(output)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first tensor of what a model gives: its logits, or its last hidden state."""
+    values = output.values() if hasattr(output, "keys") else output
     return next(value for value in values if isinstance(value, Tensor))
 
 
-def _refuse_other_output(plan: Plan, before: Tensor, after: Tensor) -> None:
+def refuse_other_output(plan: Plan, before: Tensor, after: Tensor) -> None:
     """The split model computes what the whole one did, up to rounding, or its plan is wrong."""
     off = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
     if not off <= ROUNDING.get(before.dtype, 0.1):

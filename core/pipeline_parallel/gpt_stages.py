@@ -30,7 +30,7 @@ def build_gpt_stages(
     layout.check_model(config.num_layers)
     _check_sizes(config, layout, groups)
     if config.share_embeddings_and_output_weights and layout.pp > 1:
-        _check_embedding_group(layout, groups)
+        check_embedding_group(layout, groups)
     stages: list[GPTModel] = []
     for spec in map(layout.stage, layout.stages_of(groups.rank("pp"))):
         borrows = config.share_embeddings_and_output_weights and layout.ends_share_a_rank and spec.post_process
@@ -114,7 +114,8 @@ def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: Proc
         raise ValueError(f"the layout has {layout.pp} pipeline ranks, and group 'pp' has {groups.size('pp')}")
 
 
-def _check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
+def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
+    """Raise ValueError unless group 'embd' has the ranks on which the layout places a tied embedding."""
     expected = layout.embedding_ranks(groups.ranks("pp"))
     found = groups.ranks("embd") if groups.embd is not None else []
     mine = groups.ranks("pp")[groups.rank("pp")]
