@@ -130,6 +130,7 @@ def of_stage(plan: Plan, chunk: nn.Module) -> Plan:
         seams={name: seam for name, seam in plan.seams.items() if name in modules},
         partial=plan.partial & names,
         whole={name: shape for name, shape in plan.whole.items() if name in names},
+        numbers={name: number for name, number in plan.numbers.items() if name.rpartition(".")[0] in modules},
     )
 
 
