@@ -49,6 +49,7 @@ class GPTModel(nn.Module):
         tensor_parallel_group(config, groups)  # refuses a config made for another size
         self.cp_group = context_parallel_group(config, groups)
         self.config = config
+        self.vocab_size = config.vocab_size
         self.pg_collection = groups
         self.pre_process = pre_process
         self.post_process = post_process
@@ -137,6 +138,6 @@ class GPTModel(nn.Module):
             logits,
             rearrange(labels, "b s -> s b"),
             pg_collection=self.pg_collection,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.vocab_size,
         )
         return rearrange(loss, "s b -> b s").contiguous()  # loss functions of Megatron's users call `.view(-1)`

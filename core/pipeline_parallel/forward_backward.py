@@ -62,7 +62,8 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
             raise ValueError(f"{len(iterators)} data iterators for {len(chunks)} model chunks; give one for each")
         runner = _runner_of(chunks, schedule, pg_collection)
         runner.forward_step = _forward_step(runner, forward_step_func, iterators)
-        shape = gpt_activations(runner.config, micro_batch_size, seq_length)
+        several = runner.layout.num_stages > 1  # one stage sends nothing, and may be any model
+        shape = gpt_activations(runner.config, micro_batch_size, seq_length) if several else []
         microbatches = [None] * num_microbatches
         if forward_only:
             return runner.evaluate(microbatches, activations=shape).reports

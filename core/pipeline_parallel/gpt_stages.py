@@ -74,7 +74,8 @@ def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_le
     check_sequence_length(sequence_length, cp, tp, config.sequence_parallel)
     positions = sequence_length // (cp * tp if config.sequence_parallel else cp)
     shape = (positions, microbatch_size, config.hidden_size)
-    return [torch.empty(shape, dtype=config.params_dtype, device="meta")]
+    dtype = getattr(config, "pipeline_dtype", None) or config.params_dtype  # the first is Megatron's
+    return [torch.empty(shape, dtype=dtype, device="meta")]
 
 
 def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] | None, hidden: Tensor | None) -> Any:

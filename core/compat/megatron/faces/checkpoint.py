@@ -1,0 +1,315 @@
+"""dist_checkpointing over core.checkpoint: a tree of sharded tensors and plain values, durable and for any layout.
+
+A directory holds one checkpoint in the format of core.checkpoint, every byte of it verified when it is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from core.checkpoint import CheckpointError, CheckpointSaver, find_intact, load_checkpoint, save_checkpoint
+from core.checkpoint.agreement import Ranks
+from core.checkpoint.boxes import Box
+from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
+from core.checkpoint.pieces import box_view, groups_of, module_of
+from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, blob_keys, tensor_records
+from core.checkpoint.root_directory import list_committed
+from core.compat.megatron.faces.sharded import (
+    DROPPED,
+    SHARDED,
+    LocalNonpersistentObject,
+    OptimizerState,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    StrictHandling,
+    is_main_replica,
+    leaves_of,
+    map_leaves,
+    merge,
+    parse_strict_flag,
+)
+from core.distributed.buffer.sharded_parameter import ShardedParameter
+
+logger = logging.getLogger(__name__)
+STEP = 0  # of the one checkpoint in a directory
+COMMON, OBJECT, OPTIMIZER = "common", "object", "optimizer"  # the blob of plain values, blobs by key, a directory
+
+
+# -- a module's tree -------------------------------------------------------------------------------------------------
+
+
+def sharded_state_dict_of(chunk: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = ()) -> StateDict:
+    """A module's parameters and buffers: its own name -> the part of the whole model's tensor that it holds. Local.
+
+    Keys in the file are names of the whole model, with `prefix`. sharded_offsets must be empty: a module says by
+    `global_names` what it is in the whole model.
+    """
+    if sharded_offsets:
+        raise ValueError("sharded_offsets is not supported: modules say their place by global_names; leave it out")
+    module, groups = module_of(chunk), groups_of(chunk)
+    slices = {**global_slices(module, groups), **buffer_slices(module, groups)}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found: StateDict = {}
+    for name, piece in slices.items():
+        if isinstance(tensors[name], ShardedParameter):
+            raise ValueError(
+                f"parameter {name!r} is sharded over data ranks (optim_grads_params) and has no values of its own; "
+                "save with core.checkpoint.save_checkpoint(root, step, [model], optimizer)"
+            )
+        found[prefix + name] = _leaf(prefix + piece.name, piece, tensors[name].detach())
+    return found
+
+
+def _leaf(key: str, piece: GlobalSlice, data: Tensor) -> Any:
+    replica = 1 if piece.is_copy else piece.replica
+
+    def tensor_of(box: Box) -> ShardedTensor:
+        part = box_view(data, box)
+        return ShardedTensor(key, part, data.dtype, box.size, piece.shape, box.global_offset, replica_id=replica)
+
+    if [box.size for box in piece.boxes] == [tuple(data.shape)]:
+        return tensor_of(piece.boxes[0])
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        whole = data.clone()
+        for box, part in zip(piece.boxes, parts, strict=True):
+            box_view(whole, box).copy_(part)
+        return whole
+
+    return ShardedTensorFactory(key, data, lambda *_: [tensor_of(box) for box in piece.boxes], merge, replica)
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    sharded_state_dict: StateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **unused: Any,
+) -> None:
+    """Save a tree: sharded tensors from the ranks that hold their main replicas, plain values from rank 0. Collective.
+
+    checkpoint_dir: an existing directory without a checkpoint. Strategies have no part, integrity is always checked: a
+    tensor that is not covered exactly once is a CheckpointError on all ranks, before anything is written.
+    """
+    if async_sharded_save:
+        raise ValueError(
+            "async_sharded_save=True is not supported; core.checkpoint.CheckpointSaver(asynchronous=True) saves behind "
+            "the program's back"
+        )
+    ranks = Ranks(process_group)
+    ranks.agree(None if Path(checkpoint_dir).is_dir() else f"{checkpoint_dir} is no directory; make it on rank 0 first")
+    leaves = [part for leaf in leaves_of(sharded_state_dict) for part in _built(leaf)]
+    common = map_leaves(sharded_state_dict, lambda leaf: DROPPED if isinstance(leaf, SHARDED) else leaf)
+    blobs = {f"{COMMON}": _bytes(common)} if ranks.rank == 0 else {}
+    pieces = []
+    for leaf in leaves:
+        if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
+            assert leaf.data is not None, f"{leaf.key} was given without data"
+            pieces.append(leaf.piece(leaf.data.detach()))
+        elif isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
+            blobs[f"{OBJECT}/{leaf.unique_key}"] = _bytes(leaf.data)
+    for optimizer in _optimizers(leaves):
+        save_checkpoint(_optimizer_root(checkpoint_dir), STEP, optimizer.model_chunks, optimizer, group=process_group)
+    planner = PieceSavePlanner(pieces, blobs)
+
+    def fill(writer: StorageWriter) -> None:
+        with warnings.catch_warnings():  # torch's, that there is one process only
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not ranks.started)
+
+    with CheckpointSaver(checkpoint_dir, process_group) as saver:
+        saver.save(STEP, fill, meta={"dist_checkpointing": 1, "content_metadata": content_metadata})
+
+
+def _built(leaf: Any) -> Iterable[Any]:
+    return leaves_of(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+
+
+def _optimizers(leaves: Iterable[Any]) -> list[Any]:
+    found = [leaf.optimizer for leaf in leaves if isinstance(leaf, OptimizerState)]
+    if len(found) > 1:
+        raise ValueError(f"the tree holds the states of {len(found)} optimizers; make one of all model chunks")
+    return found
+
+
+def _optimizer_root(checkpoint_dir: str | os.PathLike[str]) -> Path:
+    return Path(checkpoint_dir) / OPTIMIZER
+
+
+def _bytes(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _value(data: bytes, what: str) -> Any:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{what} holds more than tensors, numbers, strings and containers, and is not unpickled: {error}"
+            ) from None
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """True if there is a checkpoint that `save` has written; nothing is verified."""
+    return bool(list_committed(Path(checkpoint_dir)))
+
+
+def load(
+    sharded_state_dict: StateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """A tree with the values of a checkpoint in the places of the leaves, and its plain values. Collective.
+
+    Tensors are new ones: nothing of the model changes until it loads them. An optimizer's state is put in place here.
+    With a strict that returns mismatches: (tree, keys of the file not asked for, keys asked for and not in it).
+    """
+    ranks, how = Ranks(process_group), parse_strict_flag(strict)
+    directory = find_intact(checkpoint_dir, group=process_group)
+    reader = directory.reader()
+    metadata = reader.read_metadata()
+    records, blobs = tensor_records(metadata), blob_keys(metadata)
+    tree = map_leaves(sharded_state_dict, lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf)
+    tensors = {id(leaf): leaf for leaf in leaves_of(tree) if isinstance(leaf, ShardedTensor)}
+    objects = {f"{OBJECT}/{leaf.unique_key}" for leaf in leaves_of(tree) if isinstance(leaf, ShardedObject)}
+    wanted = {leaf.key for leaf in tensors.values()} | objects
+    have = {*records, *blobs} - {COMMON}
+    everybody = set().union(*ranks.gather(wanted))
+    unexpected, missing = sorted(everybody - have), sorted(have - everybody)
+    ranks.agree(_refusal(how, unexpected, missing, checkpoint_dir))
+    ranks.agree(_shapes_differ(tensors.values(), records, checkpoint_dir))
+    if how in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED) and (unexpected or missing) and ranks.rank == 0:
+        logger.warning(
+            "loading %s: asked for and not in it: %s; not asked for: %s", directory.path, unexpected, missing
+        )
+
+    staged = {number: _like(leaf) for number, leaf in tensors.items() if leaf.key in have}
+    pieces = [tensors[number].piece(data) for number, data in staged.items()]
+    planner = PieceLoadPlanner(pieces, [COMMON, *sorted(objects & have)])
+    with warnings.catch_warnings():  # torch's, that there is one process only
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=process_group, no_dist=not ranks.started)
+    for optimizer in _optimizers(leaves_of(tree)):
+        load_checkpoint(_optimizer_root(checkpoint_dir), optimizer.model_chunks, optimizer, group=process_group)
+
+    def found(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            return staged.get(id(leaf), DROPPED)
+        if isinstance(leaf, ShardedObject):
+            name = f"{OBJECT}/{leaf.unique_key}"
+            return _value(planner.blobs[name], name) if name in planner.blobs else DROPPED
+        if isinstance(leaf, OptimizerState):
+            return OptimizerState(leaf.optimizer, loaded=True)
+        return leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf
+
+    loaded = _merge(sharded_state_dict, tree, found)
+    result = merge(_value(planner.blobs[COMMON], COMMON), loaded)
+    if how in (StrictHandling.RETURN_ALL, StrictHandling.RETURN_UNEXPECTED):
+        return result, set(missing), set(unexpected)
+    return result
+
+
+def _like(leaf: ShardedTensor) -> Tensor:
+    device = torch.device("cpu") if leaf.data is None else leaf.data.device
+    return torch.empty(leaf.local_shape, dtype=leaf.dtype, device=device)
+
+
+def _merge(tree: Any, built: Any, found: Callable[[Any], Any]) -> Any:
+    """`found` of the built tree's leaves, put together by the factories of the tree that it was built of."""
+    if isinstance(tree, ShardedTensorFactory):
+        parts = map_leaves(built, found)
+        return tree.merge_fn(parts) if len(leaves_of(parts)) == len(leaves_of(built)) else DROPPED
+    if isinstance(tree, Mapping):
+        made = {key: _merge(value, built[key], found) for key, value in tree.items()}
+        return {key: value for key, value in made.items() if value is not DROPPED}
+    if isinstance(tree, list):
+        values = (_merge(value, part, found) for value, part in zip(tree, built, strict=True))
+        return [value for value in values if value is not DROPPED]
+    return found(built)
+
+
+def _refusal(how: StrictHandling, unexpected: list[str], missing: list[str], place: Any) -> str | None:
+    raises = how in (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
+    if raises and unexpected:
+        return (
+            f"cannot load {place}: it does not have {', '.join(map(repr, unexpected[:3]))}; strict='ignore_all' goes on"
+        )
+    if how is StrictHandling.RAISE_ALL and missing:
+        return f"cannot load {place}: nobody asks for {', '.join(map(repr, missing[:3]))}, which it has"
+    return None
+
+
+def _shapes_differ(tensors: Iterable[ShardedTensor], records: Mapping[str, Any], place: Any) -> str | None:
+    for leaf in tensors:
+        record = records.get(leaf.key)
+        if record is not None and tuple(record.size) != tuple(leaf.global_shape):
+            return (
+                f"cannot load {place}: {leaf.key!r} is {list(record.size)} in it and {list(leaf.global_shape)} here; "
+                "build the model that was saved"
+            )
+    return None
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> Any:
+    """The plain values of a checkpoint. Collective over the default group."""
+    return load({}, checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
+
+
+def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None) -> StateDict:
+    """Every tensor of a checkpoint as a ShardedTensor without data. Collective over the default group."""
+    records = find_intact(checkpoint_dir).tensors
+    return {key: _whole(key, tuple(record.shape), getattr(torch, record.dtype)) for key, record in records.items()}
+
+
+def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:
+    return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape))
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    """Every tensor of a checkpoint, whole, on every rank. Collective over the default group."""
+    found: StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
+    return found
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> Any:
+    """What `save` was given as content_metadata."""
+    if checkpoint_dir is None:
+        raise ValueError("content_metadata is in the checkpoint's manifest; pass checkpoint_dir")
+    return find_intact(checkpoint_dir).meta.get("content_metadata")

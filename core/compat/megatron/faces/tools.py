@@ -1,0 +1,105 @@
+"""What programs take from megatron.core.utils."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.agree import SyncError
+from core.context_parallel import get_batch_on_this_cp_rank as our_batch_on_this_cp_rank
+from core.distributed import DistributedDataParallel
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import normal_init as normal_init
+from core.tensor_parallel.mappings import divide as our_divide
+from core.tensor_parallel.mappings import resolve_groups
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """numerator / denominator; ValueError where it is not whole."""
+    return our_divide(numerator, denominator, "divide")
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """ValueError where numerator / denominator is not whole."""
+    divide(numerator, denominator)
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], object]:
+    """Draws from a normal distribution around zero."""
+    return normal_init(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], object]:
+    """The same with sigma / sqrt(multiplier * num_layers), for what writes to the residual stream."""
+    return normal_init(sigma / (multiplier * num_layers) ** 0.5)
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """The tensor itself: no memory of activations is taken back under autograd's hands here."""
+    return inp if keep_graph else inp.detach().requires_grad_(requires_grad)
+
+
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """True if torch is at least of this version; above it without check_equality."""
+    found, asked = (_numbers(text) for text in (torch.__version__, version))
+    return found >= asked if check_equality else found > asked
+
+
+def get_torch_version() -> str:
+    """torch's version."""
+    return str(torch.__version__)
+
+
+def _numbers(version: str) -> list[int]:
+    parts = version.partition("+")[0].split(".")
+    return [int("".join(c for c in part if c.isdigit()) or 0) for part in (*parts, "0", "0")[:3]]
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: TransformerEngine's layers are not used, in whatever version they are installed."""
+    return False
+
+
+def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """logger.log on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        logger.log(*args, **kwargs)
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: Any, is_expert: bool = False, check_initialized: bool = True
+) -> Any:
+    """The group given, or that of the tensors, or of the experts' tensors."""
+    if tp_group is not None or not dist.is_initialized():
+        return tp_group
+    return getattr(resolve_groups(None), "expt_tp" if is_expert else "tp")
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None, **more: Any) -> dict[str, Any]:
+    """core.context_parallel.get_batch_on_this_cp_rank. ValueError for hybrid context parallelism."""
+    if any(more.values()):
+        raise ValueError(f"get_batch_on_this_cp_rank({', '.join(more)}) is not supported: {more}; leave it out")
+    return our_batch_on_this_cp_rank(batch, cp_group)
+
+
+def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
+    """True if all copies of every weight are equal. Collective. cross_check: has no part, all ranks learn it.
+
+    Raises SyncError for a model that is not wrapped.
+    """
+    findings = []
+    for chunk in model:
+        if not isinstance(chunk, DistributedDataParallel):
+            raise SyncError(f"a {type(chunk).__name__} is not wrapped; pass the DistributedDataParallel chunks")
+        findings.append(chunk.unequal_weights())
+    return all(finding is None for finding in findings)
+
+
+def get_default_pg_collection() -> ProcessGroups:
+    """The groups of parallel_state."""
+    return resolve_groups(None)
