@@ -44,11 +44,18 @@ def save_torch(path: Path, content: Any) -> None:
     _replace(path, write)
 
 
-def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file, in the place of whatever was at `path`. CheckpointError without the package."""
     save_file = safetensors("safetensors.torch").save_file
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    _replace(path, lambda temporary: save_file(kept, temporary, metadata={"format": "pt", "crc32": DIGITS.decode()}))
+    told = {"format": "pt", "crc32": DIGITS.decode(), **(metadata or {})}
+    _replace(path, lambda temporary: save_file(kept, temporary, metadata=told))
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    with safetensors("safetensors").safe_open(str(path), framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def load(path: Path) -> Any:

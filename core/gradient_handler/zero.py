@@ -27,7 +27,9 @@ class SupportsGradSync(Protocol):
 
 @GRADIENT_HANDLER.register_module
 class ZeROGradientHandler(BaseGradientHandler):
-    """Calls `optimizer.sync_grad()`. Ours, made by `get_megatron_optimizer`, is finalized through its model chunks.
+    """Calls `optimizer.sync_grad()`, which the optimizer of LowLevelZeroPlugin has too.
+
+    An optimizer of `get_megatron_optimizer` is finalized through its model chunks.
 
     Raises GradSyncUnsupported, when it is made, for an optimizer that can do neither.
     """

@@ -79,7 +79,10 @@ class CheckpointIO(ABC):
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`."""
+        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`.
+
+        A file named .safetensors has the form of ColossalAI's asynchronous saves.
+        """
         path = self.target_of(
             checkpoint, SaveRequest(optimizer, shard, gather_dtensor, prefix, size_per_shard, False, optimizer=True)
         )
@@ -234,11 +237,8 @@ def checked_target(checkpoint: StrPath, request: SaveRequest) -> Path:
     if path.is_dir():
         raise ValueError(f"{path.absolute()} is a directory; give a file's path, or shard=True")
     named_safe, named_torch = path.suffix == SAFE_SUFFIX, path.suffix in files.TORCH_SUFFIXES
-    if request.optimizer and named_safe:
-        raise ValueError(
-            f"{path.name}: an optimizer's state is written as torch.save writes it, since safetensors holds tensors "
-            "only; name the file .bin or .pt"
-        )
+    if request.optimizer:
+        return path
     if named_torch if request.use_safetensors else named_safe:
         raise ValueError(
             f"{path.name} would be a file of {'safetensors' if request.use_safetensors else 'torch.save'} under a name "

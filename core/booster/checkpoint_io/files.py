@@ -39,9 +39,9 @@ def model_names(prefix: str | None = None, use_safetensors: bool = False) -> Nam
     return _names(prefix, "model.safetensors" if use_safetensors else "pytorch_model.bin")
 
 
-def optimizer_names(prefix: str | None = None) -> Names:
-    """pytorch_optim.bin, and its index."""
-    return _names(prefix, "pytorch_optim.bin")
+def optimizer_names(prefix: str | None = None, use_safetensors: bool = False) -> Names:
+    """pytorch_optim.bin, or what ColossalAI names asynchronous saves: optimizer.safetensors; and its index."""
+    return _names(prefix, "optimizer.safetensors" if use_safetensors else "pytorch_optim.bin")
 
 
 def group_name(prefix: str | None = None) -> str:
@@ -64,7 +64,8 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path.absolute()}")
-    kinds = [optimizer_names(prefix)] if optimizer else [model_names(prefix), model_names(prefix, True)]
+    names = optimizer_names if optimizer else model_names
+    kinds = [names(prefix), names(prefix, True)]
     found = [committed(path / name) for names in kinds for name in (names.index_file, names.whole)]
     found = [file for file in found if file.is_file()]
     if not found and prefix is None:  # under another prefix, or written by somebody else

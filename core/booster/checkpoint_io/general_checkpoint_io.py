@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.booster.checkpoint_io import files
+from core.booster.checkpoint_io import files, flat_states
 from core.booster.checkpoint_io.async_writer import AsyncWriter
 from core.booster.checkpoint_io.checkpoint_io_base import (
     CheckpointIO,
@@ -191,7 +191,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: Path, gather_dtensor: bool, use_async: bool = False
     ) -> None:
-        """Write one file, which torch's optimizer.load_state_dict takes too."""
+        """Write one file, which torch's optimizer.load_state_dict takes too, but for one named .safetensors."""
         content = {
             "state": self._collect("optimizer", self.optimizer_states(optimizer), use_async),
             "param_groups": self.optimizer_groups(optimizer),
@@ -199,7 +199,8 @@ class GeneralCheckpointIO(CheckpointIO):
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             content["loss_scaler"] = scaler.state_dict()
-        self._write(lambda: files.write(checkpoint, content), use_async, checkpoint)
+        write = flat_states.save if checkpoint.suffix == tensor_files.SAFE_SUFFIX else files.write
+        self._write(lambda: write(checkpoint, content), use_async, checkpoint)
 
     def save_sharded_optimizer(
         self,
@@ -212,6 +213,7 @@ class GeneralCheckpointIO(CheckpointIO):
     ) -> None:
         """Write shards, a file of parameter groups and an index into a directory."""
         names = files.optimizer_names(prefix)
+        both = (names, files.optimizer_names(prefix, use_safetensors=True))
         groups = self.optimizer_groups(optimizer)
         metadata: dict[str, Any] = {"param_groups": files.group_name(prefix)}
         scaler = getattr(optimizer, "scaler", None)
@@ -225,13 +227,13 @@ class GeneralCheckpointIO(CheckpointIO):
             files.write(directory / files.group_name(prefix), groups)
 
         shards = files.shards_of(self._to_host(states), size_per_shard)
-        self._write_shards(ShardWriter(checkpoint, names, (names,), False, metadata, finish), shards, use_async)
+        self._write_shards(ShardWriter(checkpoint, names, both, False, metadata, finish), shards, use_async)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: Path) -> None:
         """Read one file; also one that torch.save wrote of a torch optimizer's state_dict."""
 
         def load() -> None:
-            content = tensor_files.load(checkpoint)
+            content = flat_states.load(checkpoint)
             if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
                 raise ValueError(
                     f"{checkpoint.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
@@ -250,7 +252,8 @@ class GeneralCheckpointIO(CheckpointIO):
         def load() -> None:
             weight_map, metadata = files.read_index(index_file)
             groups = tensor_files.load(files.beside(index_file, metadata["param_groups"]))
-            self._load_optimizer(optimizer, groups, _readers(weight_map.values(), low_cpu_mem_mode, num_threads))
+            readers = _readers(weight_map.values(), low_cpu_mem_mode, num_threads, flat_states.load)
+            self._load_optimizer(optimizer, groups, readers)
             _load_scaler(optimizer, metadata.get("loss_scaler"))
 
         self._checked(load, index_file)
@@ -448,13 +451,15 @@ def _on_host(value: Any) -> Any:
     return host.clone() if is_part else host
 
 
-def _readers(paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int) -> list[Callable[[], Any]]:
+def _readers(
+    paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int, load: Callable[[Path], Any] = tensor_files.load
+) -> list[Callable[[], Any]]:
     """One function a file that reads it: when it is called, or all together by threads before."""
     unique = list(dict.fromkeys(paths))
     if low_cpu_mem_mode:
-        return [lambda path=path: tensor_files.load(path) for path in unique]  # type: ignore[misc]
+        return [lambda path=path: load(path) for path in unique]  # type: ignore[misc]
     with ThreadPoolExecutor(max(1, num_threads)) as threads:
-        contents = list(threads.map(tensor_files.load, unique))
+        contents = list(threads.map(load, unique))
     return [lambda content=content: content for content in contents]  # type: ignore[misc]
 
 

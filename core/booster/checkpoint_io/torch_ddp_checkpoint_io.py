@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
 
 
 class TorchDDPCheckpointIO(GeneralCheckpointIO):
-    """For models that every rank of a group holds whole. group: default the world."""
+    """For models that every rank of a group holds whole. group: default the world.
+
+    ALONE_LIMIT_S: how long the rank that writes waits for the others. It is the one that a program lets call alone by
+    mistake, and then the others are on their way to another collective: both would wait for ever.
+    """
+
+    ALONE_LIMIT_S = 20.0
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -21,4 +30,24 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
 
     def agree(self, error: Exception | None, what: str) -> None:
         """Raise on every rank if any has an error; so a rank that returns knows that all have come this far."""
+        self._expect_others(what)
         agree.refuse(error, self.group, what)
+
+    def _expect_others(self, what: str) -> None:
+        """RuntimeError on the rank that writes if the others do not come. Each rank counts its calls in the store."""
+        store = distributed_c10d._get_default_store()
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        calls = store.add(f"checkpoint_io/{ranks}/{dist.get_rank()}", 1)
+        if not self.writes():
+            return
+        until = time.monotonic() + self.ALONE_LIMIT_S
+        missing = [rank for rank in ranks if rank != dist.get_rank()]
+        while missing := [rank for rank in missing if store.add(f"checkpoint_io/{ranks}/{rank}", 0) < calls]:
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"{what}: rank {dist.get_rank()} called and ranks {missing} have not in {self.ALONE_LIMIT_S:g} s. "
+                    "Saving and loading are for all ranks to call: take the call out of `if rank == 0` or "
+                    "is_master(); one rank writes by itself. If the others are only late, raise "
+                    f"{type(self).__name__}.ALONE_LIMIT_S"
+                )
+            time.sleep(0.002)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,8 +20,6 @@ from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_nor
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import LossScaler
 from core.optimizer.optimizer_state import plain_numbers
-
-logger = logging.getLogger(__name__)
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
@@ -160,11 +157,14 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.note_step(skipped=not made)
         if self.verbose and self.model.groups.rank("dp_cp") == 0:
             scale = 1.0 if self.scaler is None else self.scaler.value
-            logger.info(
-                "step %s, gradient norm %.6g, loss scale %g", "made" if made else "skipped", self._norm(), scale
-            )
+            what = "made" if made else "skipped"
+            print(f"step {what}, gradient norm {self._norm():.6g}, loss scale {scale:g}", flush=True)
         self._stepped_at = self.model.reducer.launches
         self._begin()
+
+    def sync_grad(self) -> None:
+        """Reduce this step's gradients now, for a gradient handler; a second call does nothing. Collective."""
+        self._make_ready()
 
     def _make_ready(self) -> None:
         """Once a step: reduce what backward has not, and measure."""

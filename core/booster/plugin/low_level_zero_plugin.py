@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -113,6 +114,13 @@ class LowLevelZeroPlugin(ZeroPluginBase):
         self.overlap_allgather = overlap_allgather
         self.cpu_offload = cpu_offload
         self.reduce_microbatches: Literal["last", "every"] = reduce_microbatches
+
+    def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: Any) -> None:
+        """Add a peft model's adapters that the optimizer lacks, each to the group of the weight that it adapts.
+
+        `boost` does so too. An adapter of a weight that the optimizer does not have is left out, with a warning.
+        """
+        add_adapters(model, optimizer)
 
     @property
     def _title(self) -> str:

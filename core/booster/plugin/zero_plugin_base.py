@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
@@ -27,8 +26,6 @@ from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.process_groups import ProcessGroups
 from core.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
-
-logger = logging.getLogger(__name__)
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 MEGA = 1024 * 1024
@@ -201,7 +198,7 @@ class ZeroPluginBase(DPPluginBase):
             engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
         boosted = self._boosted_model(wrapped, cast_to, engine)
         if self.verbose and self.rank == 0:
-            logger.info("%s, %s:\n%s", self._title, self.precision, wrapped.describe())
+            print(f"{self._title}, {self.precision}:\n{wrapped.describe()}", flush=True)
         zero = LowLevelZeroOptimizer(optimizer, engine, wrapped, self.max_norm, verbose=self.verbose)
         zero.name_parameters(model)
         return boosted, zero, criterion, dataloader, lr_scheduler

@@ -349,8 +349,6 @@ def test_a_name_that_says_another_kind_of_file_is_refused(tmp_path: Path) -> Non
     booster = Booster(device="cpu")
     plain = new_model()
     model, optimizer, *_ = booster.boost(plain, new_optimizer(plain))
-    with pytest.raises(ValueError, match=r"o.safetensors: an optimizer's state is written as.*\.bin or \.pt"):
-        booster.save_optimizer(optimizer, tmp_path / "o.safetensors")
     with pytest.raises(ValueError, match="m.safetensors would be a file of torch.save under a name that"):
         booster.save_model(model, tmp_path / "m.safetensors")
     for suffix in (".bin", ".pt", ".pth"):
@@ -391,7 +389,7 @@ def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all(
         (lambda: booster.save_model(model, folder / "m", True, size_per_shard=odd("1", 1)), "size_per_shard is '1'"),
         (lambda: booster.save_model(model, folder / "m", True, size_per_shard=odd(0, 1)), "size_per_shard is 0"),
         (lambda: booster.save_model(model, folder / "m", prefix=odd(3, None)), "prefix is 3"),
-        (lambda: booster.save_optimizer(optimizer, folder / odd("o.safetensors", "o")), "o.safetensors: an optimizer"),
+        (lambda: booster.save_optimizer(optimizer, folder / odd("", "o")), "is a directory"),
         (lambda: booster.load_model(odd(None, model), folder / "there"), "load_model got a NoneType"),
         (lambda: booster.load_optimizer(odd("o", optimizer), folder / "state"), "load_optimizer got a str"),
         (lambda: booster.load_model(model, odd(None, folder / "there")), "NoneType"),

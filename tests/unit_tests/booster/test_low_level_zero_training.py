@@ -12,7 +12,9 @@ from torch import nn
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
+from core.distributed.buffer.bucket import BucketState
 from core.gradient_accumulation import accumulate_gradient
+from core.gradient_handler import ZeROGradientHandler
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     assert_same_training,
@@ -314,6 +316,45 @@ def test_adapters_alone_are_trained_whenever_the_optimizer_was_made(rank: int, w
         changed = {name for name, weight in whole_weights(model).items()
                    if not torch.equal(weight, dict(start.named_parameters())[name])}  # fmt: skip
         assert len(changed) == 4 and all("lora_" in name for name in changed)
+
+
+@ranks(2)
+def test_adapters_are_put_into_the_group_of_the_weight_that_they_adapt(rank: int, world: int) -> None:
+    peft = pytest.importorskip("peft")
+    booster = new_booster()
+    plain = new_model()
+    groups = [{"params": [plain.first.weight], "lr": 0.3}, {"params": [plain.third.weight], "lr": 0.7}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    model = booster.enable_lora(plain, lora_config=peft.LoraConfig(r=2, target_modules=["first", "third"]))
+    assert isinstance(booster.plugin, LowLevelZeroPlugin)
+    for _ in range(2):  # the second time there is nothing to add
+        booster.plugin.add_lora_params_to_optimizer(model, optimizer)
+    named = {id(param): name for name, param in model.named_parameters()}
+    for group, layer in zip(optimizer.param_groups, ("first", "third"), strict=True):
+        names = [named[id(param)] for param in group["params"]]
+        assert len(names) == 3 and all(f".{layer}." in name for name in names)
+        assert [name.split(".")[-3] for name in names[1:]] == ["lora_A", "lora_B"]
+
+
+@ranks(2)
+def test_a_gradient_handler_reduces_for_the_optimizer_once(rank: int, world: int) -> None:
+    start = new_model()
+    model, reference = copy.deepcopy(start), copy.deepcopy(start).double()
+    booster = new_booster(overlap_communication=False)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    handler = ZeROGradientHandler(model, optimizer)
+    for step in range(2):
+        sum((net_loss(reference, r, step) / world for r in range(world)), torch.zeros(())).backward()
+        plain.step()
+        plain.zero_grad()
+        booster.backward(net_loss(model, rank, step), optimizer)
+        handler.handle_gradient()
+        assert all(bucket.state is BucketState.FINAL for bucket in optimizer.model.reducer.buckets)
+        handler.handle_gradient()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_training(model, reference, start)
 
 
 # -- a step ---------------------------------------------------------------------------------------------------------
