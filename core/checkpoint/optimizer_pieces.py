@@ -49,9 +49,9 @@ class Entry:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one holds; of another, itself."""
+    """The optimizers that a chained one holds; of another, or of one that is a chain of itself, that one."""
     chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is None:
+    if chained is None or optimizer in chained:
         return [] if optimizer is None else [optimizer]
     return [leaf for child in chained for leaf in leaves(child)]
 

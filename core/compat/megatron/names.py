@@ -56,6 +56,11 @@ SERIALIZATION = (
     "save load load_common_state_dict load_tensors_metadata load_sharded_metadata=load_tensors_metadata "
     "load_plain_tensors load_content_metadata"
 )
+DATA_GROUPS = (
+    "initialize_model_parallel is_unitialized RankGenerator get_data_parallel_group get_data_parallel_world_size "
+    "get_data_parallel_rank"
+)
+DEFAULT_STRATEGIES = "get_default_save_sharded_strategy get_default_load_sharded_strategy"
 MICROBATCHES = {".faces.microbatches": "*"}
 
 
@@ -72,7 +77,7 @@ MODULES: dict[str, dict[str, str]] = {
         ".faces.tools": "is_torch_min_version",
     },
     # -- groups
-    "parallel_state": {GROUPS: "initialize_model_parallel is_unitialized RankGenerator", "core.parallel_state": "*"},
+    "parallel_state": {GROUPS: DATA_GROUPS, "core.parallel_state": "*"},
     "process_groups_config": {"core.process_groups": "ProcessGroupCollection"},
     "hyper_comm_grid": {GROUPS: "HyperCommGrid"},
     # -- configurations
@@ -156,7 +161,13 @@ MODULES: dict[str, dict[str, str]] = {
         SHARDED: "ShardedTensor ShardedObject LocalNonpersistentObject",
     },
     "dist_checkpointing.mapping": {SHARDED: MAPPING},
-    "dist_checkpointing.serialization": {CHECKPOINT: SERIALIZATION},
+    "dist_checkpointing.serialization": {CHECKPOINT: SERIALIZATION, SHARDED: DEFAULT_STRATEGIES},
+    "dist_checkpointing.strategies.fully_parallel": {
+        SHARDED: "FullyParallelSaveStrategyWrapper=Strategy FullyParallelLoadStrategyWrapper=Strategy"
+    },
+    "dist_checkpointing.strategies.torch": {
+        SHARDED: "TorchDistSaveShardedStrategy=Strategy TorchDistLoadShardedStrategy=Strategy"
+    },
     "dist_checkpointing.validation": {SHARDED: "StrictHandling parse_strict_flag"},
     "dist_checkpointing.core": {CHECKPOINT: "CheckpointingException=CheckpointError check_is_distributed_checkpoint"},
     "dist_checkpointing.utils": {SHARDED: "add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping"},
@@ -202,7 +213,7 @@ ABSENT = {
     "data_parallel_sharding_strategy='optim_grads_params' in its config",
     "distributed.TorchFullyShardedDataParallel": "core.booster.plugin.TorchFSDPPlugin wraps torch's FSDP2",
     "distributed.param_and_grad_buffer": "model.grad_buffers are the buffers, model.describe() prints them",
-    "dist_checkpointing.strategies": "checkpoints have one format here; call save and load without a strategy",
+    "dist_checkpointing.strategies": "checkpoints have one format here; save and load without this strategy",
     "dist_checkpointing.optimizer": "optimizer.sharded_state_dict() stands for an optimizer's state",
     "pipeline_parallel.p2p_communication": "torch's pipeline sends; core.pipeline_parallel.PipelineRunner drives it",
     "rerun_state_machine": "ddp_config.check_for_nan_in_grad and check_replicas name a wrong gradient",

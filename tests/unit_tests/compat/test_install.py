@@ -95,7 +95,7 @@ def test_every_row_of_megatrons_table_leads_to_something() -> None:
     for path in mcore.SURFACE.modules:
         for name in mcore.SURFACE.all_names(path):
             assert mcore.SURFACE.resolve(path, name) is not None
-    assert mcore.mpu.get_data_parallel_rank is parallel_state.get_data_parallel_rank
+    assert mcore.mpu.get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
     assert mcore.distributed.finalize_model_grads is distributed.finalize_model_grads, "the function, not the module"
     assert importlib.import_module("core.compat.megatron.distributed.finalize_model_grads") is not None
     assert mcore.distributed.finalize_model_grads is distributed.finalize_model_grads, "also after the module's import"

@@ -54,6 +54,30 @@ def initialize_model_parallel(
     parallel_state.initialize_model_parallel(**arguments)
 
 
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+    with_gtp_remat: bool = True,
+) -> Any:
+    """core.parallel_state.get_data_parallel_group. independent_all_gather: gathers use the same group."""
+    return parallel_state.get_data_parallel_group(with_context_parallel, partial_data_parallel)
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
+) -> int:
+    """core.parallel_state.get_data_parallel_world_size."""
+    return parallel_state.get_data_parallel_world_size(with_context_parallel, partial_data_parallel)
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
+) -> int:
+    """core.parallel_state.get_data_parallel_rank."""
+    return parallel_state.get_data_parallel_rank(with_context_parallel, partial_data_parallel)
+
+
 def is_unitialized() -> bool:
     """True before initialize_model_parallel; the spelling is Megatron's."""
     return not parallel_state.is_initialized()
