@@ -86,7 +86,7 @@ def assemble(
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
-    unsharder = Unsharder(module, list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
+    unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked

@@ -16,6 +16,7 @@ from core.agree import SyncError
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.buffer.where import where
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -162,9 +163,10 @@ class DistributedDataParallel(nn.Module):
         Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun: a
         step may be dropped after a backward on every rank, or on none.
         """
-        self.reducer.discard()
-        for buffer in self.all_buffers:
-            buffer.zero()
+        with attributes_alone():
+            self.reducer.discard()
+            for buffer in self.all_buffers:
+                buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.agree import SyncError
+from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
@@ -55,8 +56,9 @@ def finalize_model_grads(
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):
         _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
-    for chunk in chunks:
-        chunk.reducer.close()
+    with attributes_alone():
+        for chunk in chunks:
+            chunk.reducer.close()
 
 
 def _reduce_and_guard(
@@ -65,7 +67,7 @@ def _reduce_and_guard(
     groups, config = chunks[0].groups, chunks[0].config
     if getattr(config, "virtual_pipeline_model_parallel_size", None) is not None:
         link_chunks([chunk.reducer for chunk in chunks])
-    with timed(config, "all-grads-sync"):
+    with timed(config, "all-grads-sync"), attributes_alone():
         for chunk in reversed(chunks):
             chunk.reducer.take_turn()
         for chunk in reversed(chunks):  # the order of backward

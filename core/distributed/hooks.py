@@ -22,6 +22,7 @@ from core.distributed.reduce.grad_reducer import arrived
 from core.distributed.reduce.unsharder import Unsharder
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
+_UNSHARDERS: weakref.WeakValueDictionary[int, Unsharder] = weakref.WeakValueDictionary()  # by their modules' identity
 
 
 def engine_of(part: nn.Module | torch.Tensor) -> Engine | None:
@@ -55,6 +56,8 @@ def hook(engine: Engine) -> None:
             if "grad_added_to_main_grad" in param.__dict__:
                 ignore_dummies(param, bucket.contracts[index].name)
             hooks.append(param.register_post_accumulate_grad_hook(partial(arrived, reducer, number, index)))
+    if engine.unsharder is not None:
+        _UNSHARDERS.update(dict.fromkeys(map(id, module.modules()), engine.unsharder))
     weakref.finalize(engine, _remove, hooks).atexit = False
     _ENGINES.add(engine)
 
@@ -83,27 +86,22 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
         engine.param_sync.finish()
 
 
-def _unsharder_of(module: nn.Module) -> Unsharder | None:
-    found = (engine.unsharder for engine in _ENGINES if engine.unsharder is not None)
-    return next((unsharder for unsharder in found if id(module) in unsharder.modules), None)
-
-
 def _enter(module: nn.Module, _inputs: Any) -> None:
     """Parameters that are used from now on are gathered."""
-    unsharder = _unsharder_of(module)
+    unsharder = _UNSHARDERS.get(id(module))
     if unsharder is not None:
         unsharder.enter()
 
 
 def _leave(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-    unsharder = _unsharder_of(module)
+    unsharder = _UNSHARDERS.get(id(module))
     if unsharder is not None:
         unsharder.leave()
 
 
 def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
     """Raise SyncError where values would be saved, or loaded, that are not there."""
-    unsharder = _unsharder_of(module)
+    unsharder = _UNSHARDERS.get(id(module))
     keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
     if unsharder is not None and not unsharder.is_held and not keeps_vars:
         raise SyncError(

@@ -9,6 +9,7 @@ computes with one has its bucket gathered first, or is refused. The class costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,10 @@ ABOUT = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook"),
     }
 )
+
+
+# Surrounds what reads attributes of many parameters and no values, where asking the class of each would take long.
+attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 
 class Owner(Protocol):
@@ -49,8 +54,8 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
-        if owner is None or _asks_about(func) or (_asks_for_edge(func, args) and not owner.runs()):
-            with torch._C.DisableTorchFunctionSubclass():
+        if _asks_about(func) or owner is None or (_asks_for_edge(func, args) and not owner.runs()):
+            with attributes_alone():
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
             return func(*_with_edges(args), **_with_edges(kwargs))
@@ -69,6 +74,7 @@ def owned_by(owner: Callable[[], Owner | None]) -> type[ShardedParameter]:
     return type("ShardedParameter", (ShardedParameter,), {"owner": staticmethod(owner)})
 
 
+@lru_cache(maxsize=1000)
 def _asks_about(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -93,7 +99,7 @@ def _written(func: Any, args: Any) -> Any:
 def _with_edges(value: Any) -> Any:
     """The same with an edge of the graph in the place of a sharded parameter: a backward goes there without values."""
     if isinstance(value, ShardedParameter):
-        with torch._C.DisableTorchFunctionSubclass():
+        with attributes_alone():
             return get_gradient_edge(value)
     if isinstance(value, dict):
         return {key: _with_edges(item) for key, item in value.items()}

@@ -542,6 +542,22 @@ def test_ranks_that_use_parameters_in_other_orders_are_told_the_first_that_diffe
     finalize_model_grads([ddp])
 
 
+@ranks(2)
+def test_the_notes_of_gathers_do_not_grow_where_nothing_is_trained(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(TwoOrders(), bucket_size=1, share_host_memory=False)
+    gathers = unsharder_of(ddp).gathers
+    with mock.patch("core.distributed.reduce.unsharder.MOST_GATHERS", 10), torch.no_grad():
+        for step in range(40):
+            ddp(torch.ones(2, 8))
+            if rank == 1 and step == 3:
+                gathers["dp_cp"][-1] += " and another one"
+    assert len(gathers["dp_cp"]) <= 10
+    ddp(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(SyncError, match="sharded parameters in different orders.*earlier ones of checksum"):
+        finalize_model_grads([ddp])
+
+
 @ranks(1)
 def test_options_that_gather_in_the_step_are_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
