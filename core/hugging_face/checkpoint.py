@@ -7,7 +7,7 @@ this rank's part of a safetensors file when they are asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from core import agree
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.policies import Policy
 from core.hugging_face.split import REPORT, SplitReport, cut_parameters, example_of, finish_split, prepare
+from core.hugging_face.split_stages import check_cut, check_pipeline, finish_stages, of_stage, prepare_stages
+from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, stage_of
 from core.hugging_face.transformers_plans import read_plan, transformers_package
+from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import tensor_parallel_join
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
 LOADING = "_load_pretrained_model"
+INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
 
 
 class SlicedTensor:
@@ -63,6 +67,7 @@ def load_split(
     *,
     policy: Policy | None = None,
     example: Mapping[str, Any] | None = None,
+    layout: PipelineLayout | None = None,
     parallel_output: bool = False,
     pg_collection: ProcessGroups | None = None,
     **options: Any,
@@ -72,22 +77,65 @@ def load_split(
     kind: the class of models; by default the one that the directory's config names. policy: rules in place of the
     family's own. options: those of `from_pretrained`
     (dtype, attn_implementation, ...). The rest as in `split_model`; the whole model exists on no rank, so its output
-    is not compared. Collective over the tensor-parallel group. Raises PlanError as `split_model` does, and where the
-    checkpoint lacks a parameter that is cut, or stores it in a form of which no part can be read.
+    is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read its
+    part only. Collective over the tensor-parallel group, and with a layout over the world. Raises PlanError as
+    `split_model` and `split_stages` do, and where the checkpoint lacks a parameter that is cut, or stores it in a form
+    of which no part can be read.
     """
     transformers = transformers_package()
-    group = resolve_groups(pg_collection).tp
-    tp, rank = group_size(group), group_rank(group)
+    groups = resolve_groups(pg_collection)
     if kind is None:
         names = transformers.AutoConfig.from_pretrained(directory).architectures or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0])
+
+    def arguments_of(model: Any) -> dict[str, Any]:
+        return dict(example_of(model) if example is None else example)
+
+    if layout is None:
+        model, plan = _load(directory, kind, policy, None, None, groups, options)
+        finish_split(model, plan, arguments_of(model), parallel_output=parallel_output, pg_collection=pg_collection)
+        return model
+    failure: Exception | None = None
+    stages: list[Any] = []
+    try:
+        check_pipeline(layout, groups)
+        for index in layout.stages_of(groups.rank("pp")):
+            model, plan = _load(directory, kind, policy, layout, index, groups, options)
+            stages.append(model)
+    except (PlanError, ValueError, OSError, RuntimeError) as error:
+        failure = error
+    agree.refuse(failure, None, f"loading {os.fspath(directory)!r}", PlanError)
+    finish_stages(stages, layout, plan, arguments_of(stages[0]), parallel_output=parallel_output, groups=groups)
+    return stages
+
+
+def _load(
+    directory: str | os.PathLike[str],
+    kind: Any,
+    policy: Policy | None,
+    layout: PipelineLayout | None,
+    stage: int | None,
+    groups: ProcessGroups,
+    options: dict[str, Any],
+) -> tuple[Any, Plan]:
+    """A model, or one stage of it, with this rank's slices; tags and seams are still to come. And its plan."""
+    tp, rank = group_size(groups.tp), group_rank(groups.tp)
     plans: list[Plan] = []
     read: list[int] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
-        plans.append(prepare(model, None if policy is None else read_plan(model, policy), tp))
-        cut_parameters(model, plans[0], tp, rank)
-        tensors = _sliced(model, plans[0], files, config, tp, rank, read)
+        chosen = None if policy is None else read_plan(model, policy)
+        if layout is None or stage is None:
+            plan, cut = prepare(model, chosen, tp), None
+        else:
+            plan, cut = prepare_stages(model, chosen, tp), find_cut(model)
+            check_cut(cut, layout, groups)
+            plan = of_stage(plan, keep_stage(model, cut, layout, stage))
+            for module in model.modules():  # what is absent has nothing to be drawn
+                setattr(module, INITIALIZED, not any(True for _ in module.parameters()))
+        plans.append(plan)
+        cut_parameters(model, plan, tp, rank)
+        tensors = _sliced(model, plan, files, config, tp, rank, read, cut)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
 
     members = {LOADING: staticmethod(load), "__module__": kind.__module__}
@@ -100,16 +148,25 @@ def load_split(
             f"{plans[0].family}: the checkpoint {os.fspath(directory)!r} has no {lacking[0]!r}, which is cut"
         )
     model.train()
-    arguments = dict(example_of(model) if example is None else example)
-    finish_split(model, plans[0], arguments, parallel_output=parallel_output, pg_collection=pg_collection)
     model.bytes_read = sum(read)
-    return model
+    return model, plans[0]
 
 
 def _sliced(
-    model: Any, plan: Plan, files: list[str], config: Any, tp: int, rank: int, read: list[int]
+    model: Any,
+    plan: Plan,
+    files: list[str],
+    config: Any,
+    tp: int,
+    rank: int,
+    read: list[int],
+    stages: ModelCut | None = None,
 ) -> dict[str, SlicedTensor]:
-    """Every tensor of the files, cut as the parameter that it becomes, or a part of, is cut."""
+    """Every tensor of the files, cut as the parameter that it becomes, or a part of, is cut.
+
+    stages: of a model that is one stage; then tensors of other stages are left out, and a tied one is read under the
+    name that it has here.
+    """
     from safetensors import safe_open
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -124,12 +181,19 @@ def _sliced(
         opened = safe_open(file, framework="pt", device="cpu")
         for key in opened.keys():  # noqa: SIM118  it is no mapping
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            if stages is not None and name not in known:
+                name = next((here for here in stages.tied if here in known), "") if name in stages.tied else ""
+                if not name:
+                    continue
+                target = name
+            else:
+                target = key
             split = plan.splits.get(name) if tp > 1 else None
             cut = None if split is None else (split.dim, split.blocks)
             if split is not None and pattern is not None:
                 converter = next(entry for entry in converters if pattern in entry.source_patterns)
                 cut = _cut_of_part(plan.family, key, split, converter)
-            tensors[key] = SlicedTensor(opened.get_slice(key), cut, tp, rank, read)
+            tensors[target] = SlicedTensor(opened.get_slice(key), cut, tp, rank, read)
     return tensors
 
 
@@ -149,31 +213,76 @@ def _cut_of_part(family: str, key: str, split: Split, converter: Any) -> tuple[i
     )
 
 
-def save_split(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
+def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str], **options: Any) -> None:
     """Save a split model as a directory that plain `from_pretrained` loads: the same keys, bits and dtypes.
 
     Of a model with adapters (`add_lora`) an adapter directory is saved, which `PeftModel.from_pretrained` loads. model:
-    split, wrapped in DistributedDataParallel or not. options: those of `save_pretrained` (max_shard_size, ...).
-    The first rank writes; it holds the whole model in host memory while it does. Collective over all ranks.
+    split, wrapped in DistributedDataParallel or not; of a pipeline this rank's stages. options: those of
+    `save_pretrained` (max_shard_size, ...). The first rank writes; it holds the whole model in host memory while it
+    does. Collective over all ranks.
     """
+    inner = [_split_part(part) for part in ([model] if isinstance(model, nn.Module) else model)]
+    groups = resolve_groups(None)
+    only = ""
+    if hasattr(inner[0], "peft_config"):
+        if groups.size("pp") > 1:
+            raise PlanError("save_split cannot save the adapters of a pipeline yet; merge them into the model before")
+        only, options = "lora_", {"save_embedding_layers": False, **options}
+    error: Exception | None = None
+    if groups.size("dp_cp") == 1 or groups.rank("dp_cp") == 0:
+        whole: dict[str, Tensor] = {}
+        for part in inner:
+            whole = {**_whole_state(part, getattr(part, REPORT), groups.tp, only), **whole}
+        writer = inner[0]
+        if groups.size("pp") > 1 and groups.rank("tp") == 0:
+            whole = _from_stages(whole, groups.require("pp"), next(writer.parameters()).device)
+        if groups.rank("tp") == 0 and groups.rank("pp") == 0:
+            try:
+                if isinstance(vars(writer).get("forward"), StageForward):
+                    cut = stage_of(writer).cut
+                    entry = [name for name in cut.tied if name.rpartition(".")[0] in cut.entry]
+                    whole.update(dict.fromkeys(cut.tied, whole[entry[0]]) if entry else {})  # one tensor again
+                    writer = _empty_copy(writer)
+                writer.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
+            except (OSError, RuntimeError, ValueError) as failure:
+                error = failure
+    agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
+
+
+def _split_part(model: nn.Module) -> Any:
     inner: Any = model
     while getattr(inner, REPORT, None) is None:
         inner = getattr(inner, "module", None)
         if inner is None:
             raise PlanError(f"save_split takes a model that was split, and was given a {type(model).__name__}")
-    groups = resolve_groups(None)
-    only = ""
-    if hasattr(inner, "peft_config"):
-        only, options = "lora_", {"save_embedding_layers": False, **options}
-    error: Exception | None = None
-    if groups.size("dp_cp") == 1 or groups.rank("dp_cp") == 0:
-        whole = _whole_state(inner, getattr(inner, REPORT), groups.tp, only)
-        if groups.rank("tp") == 0:
-            try:
-                inner.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
-            except (OSError, RuntimeError, ValueError) as failure:
-                error = failure
-    agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
+    return inner
+
+
+def _empty_copy(model: Any) -> Any:
+    """The whole model, without memory."""
+    with torch.device("meta"):
+        whole: Any = type(model)(model.config)
+    whole = whole.to(model.dtype)
+    whole.generation_config = getattr(model, "generation_config", None)
+    return whole
+
+
+def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+    """The states of all stages on the first of them, on the CPU, one tensor under way at a time. Collective."""
+    first, rank = dist.get_global_rank(group, 0), group_rank(group)
+    headers = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
+    told: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(told, headers, group=group)
+    whole = dict(mine)
+    for number, theirs in enumerate(told):
+        for name, (shape, dtype) in theirs.items() if number else ():
+            if rank == number:
+                dist.send(mine[name].to(device), first, group=group)
+            elif rank == 0:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(tensor, dist.get_global_rank(group, number), group=group)
+                whole.setdefault(name, tensor.cpu())
+    return whole if rank == 0 else {}
 
 
 @torch.no_grad()

@@ -117,7 +117,9 @@ def _tied(model: nn.Module, cut: ModelCut) -> Iterator[str]:
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
-    for names in by_id.values():
+    # While a checkpoint is loaded, tied parameters are not one tensor yet.
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    for names in [*by_id.values(), *map(list, pairs)]:
         owners = {_side(name, cut) for name in names}
         if owners == {"entry", "exit"}:
             yield from names

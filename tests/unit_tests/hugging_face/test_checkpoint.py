@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.hugging_face import PlanError, load_split, save_split, split_model
+from core.pipeline_parallel import plan_pipeline
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
@@ -106,3 +107,50 @@ def test_a_directory_that_cannot_be_written_is_an_error_on_every_rank(rank: int,
         save_split(model, tmp_path / "file" / "below")
     with pytest.raises(PlanError, match="was given a Linear"):
         save_split(torch.nn.Linear(2, 2), tmp_path)
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("family", STAGED)
+def test_stages_read_their_part_and_save_a_directory_of_the_whole(
+    rank: int, world: int, family: str, tmp_path: Path
+) -> None:
+    """Over tp 2 and pp 2; the second stage of tied embeddings reads them under its own name."""
+    values = {"num_hidden_layers": 4, "experts_implementation": "eager", **STAGED[family]}
+    reference = small(family, torch.float32, **values).eval()
+    if rank == 0:
+        reference.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    torch.distributed.barrier()
+    layout = plan_pipeline(4, 2)
+    parallel_state.initialize_model_parallel(
+        2, 2, get_embedding_ranks=layout.embedding_ranks, create_gloo_process_groups=False
+    )
+    groups = parallel_state.get_process_groups()
+    stages = load_split(tmp_path / "whole", layout=layout, experts_implementation="eager")
+    assert [type(stage) for stage in stages] == [type(reference)]
+    sizes = {name: p.numel() * p.element_size() for name, p in reference.named_parameters(remove_duplicate=False)}
+    mine = sum(sizes[name] for name, _ in stages[0].named_parameters())
+    assert stages[0].bytes_read < 0.6 * mine
+    own = [name for name, _ in stages[0].named_parameters()]
+    assert not any(f"layers.{number}." in name for name in own for number in ((2, 3), (0, 1))[groups.rank("pp")])
+    for name, parameter in stages[0].named_parameters():
+        assert torch.equal(whole(stages[0], name, parameter.detach()), reference.get_parameter(name)), name
+    with torch.no_grad():
+        for parameter in stages[0].parameters():
+            parameter.mul_(2)
+    save_split(stages, tmp_path / "saved", max_shard_size="20KB")
+    ours, theirs = files_of(tmp_path / "saved"), files_of(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    for key, (kind, tensor) in theirs.items():
+        assert ours[key][0] == kind
+        assert torch.equal(ours[key][1], 2 * tensor), key
+    again = type(reference).from_pretrained(tmp_path / "saved", dtype="auto")
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(again.get_parameter(name), 2 * parameter), name
+    torch.distributed.barrier()
