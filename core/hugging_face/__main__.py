@@ -26,14 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = commands.add_parser("families", help="every family with a plan, as a table")
     for command in (check, everything):
         command.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
+        command.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
     options = parser.parse_args(arguments)
     if options.command == "families":
         verdicts = check_families(
             {**families(), **families_with_policy()},
             options.tp,
             lambda verdict: print(verdict, file=sys.stderr, flush=True),
+            pp=options.pp,
         )
-        print(table(verdicts, options.tp))
+        print(table(verdicts, options.tp, options.pp))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
         names, values = _chosen(options.family)
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    verdicts = check_families(names, options.tp, lambda verdict: print(verdict, flush=True), values)
+    verdicts = check_families(names, options.tp, lambda verdict: print(verdict, flush=True), values, options.pp)
     return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
 
 

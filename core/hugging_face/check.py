@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from core import parallel_state
+from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face.plan import Plan, PlanError
-from core.hugging_face.split import split_model
+from core.hugging_face.split import REPORT, split_model
+from core.hugging_face.split_stages import split_stages
+from core.hugging_face.stages import find_cut, stage_activations, stages_config
 from core.hugging_face.tiny import tiny_config, tiny_inputs, tiny_model
+from core.pipeline_parallel import PipelineLayout, PipelineRunner, wrap_stages
 from core.tensor_parallel.initialization import tensor_parallel_join
 
 TOLERANCE = 1e-9
@@ -59,8 +62,10 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_on_rank(name: str, kind: type, tp: int, overrides: Mapping[str, Any] | None = None) -> Verdict:
-    """The verdict on a configuration class, on every rank alike. Collective over `tp` ranks: the whole job."""
+def check_on_rank(
+    name: str, kind: type, tp: int, overrides: Mapping[str, Any] | None = None, *, pp: int = 1
+) -> Verdict:
+    """The verdict on a configuration class, on every rank alike. Collective over `tp` x `pp` ranks: the whole job."""
     torch.set_default_dtype(torch.float64)
     try:
         with InDouble():
@@ -68,54 +73,94 @@ def check_on_rank(name: str, kind: type, tp: int, overrides: Mapping[str, Any] |
                 model = tiny_model(tiny_config(kind, overrides))
                 inputs = tiny_inputs(model)
                 reference = copy.deepcopy(model)
-                expected = _backward(reference, reference, inputs)
+                microbatches = [_microbatch(inputs, number) for number in range(pp)]
+                expected = [_backward(reference, each, number, pp) for number, each in enumerate(microbatches)]
             except Exception as error:
                 text = (str(error).strip().splitlines() or [""])[0]
                 return Verdict(name, "not built", f"{type(error).__name__}: {text}")
             if not _all_finite(expected, reference):
                 return Verdict(name, "not built", "the tiny copy's own output or gradients are not finite")
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+                parallel_state.initialize_model_parallel(tp, pp)
             try:
-                report = split_model(model, example=inputs)
+                if pp > 1:
+                    model, found = _pipeline(model, microbatches, inputs, pp)
+                else:
+                    split_model(model, example=inputs)
             except PlanError as error:
                 return Verdict(name, "refused", str(error))
-            wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
-            found = _backward(wrapped, model, inputs)
-            finalize_model_grads([wrapped])
+            if pp == 1:
+                wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
+                found = [_backward(wrapped, inputs)]
+                finalize_model_grads([wrapped])
     finally:
         torch.set_default_dtype(torch.float32)
-    worst = _worst(found, expected, model, reference, report.plan)
+    report = getattr(model, REPORT)
+    worst = max(agree.gather(_worst(found, expected, model, reference, report.plan), None, "the verdict").values())
     summed = len(report.partial), len(report.partial - report.plan.partial)
     answer: Answer = "equal" if worst[0] <= TOLERANCE else "wrong"
     why = "" if answer == "equal" else f"{worst[1]} is {worst[0]:.2g} off"
     return Verdict(name, answer, why, worst[0], summed)
 
 
-def _backward(call: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+def _microbatch(inputs: dict[str, Any], number: int) -> dict[str, Any]:
+    """The inputs with other tokens for each microbatch."""
+    names = {"input_ids", "decoder_input_ids"} & inputs.keys()
+    return {**inputs, **{name: inputs[name].roll(number, -1) for name in sorted(names)}}
+
+
+def _pipeline(model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int) -> tuple[Any, Any]:
+    """This rank's stage after a step, and on the last stage what each microbatch gave."""
+    layers = find_cut(model).count
+    layout = PipelineLayout(tuple(layers // pp + (stage < layers % pp) for stage in range(pp)), pp)
+    (stage,) = split_stages(model, layout, example=inputs)
+    found: list[Tensor] = []
+
+    def forward_step(chunk: Any, number: int, hidden: Tensor | None) -> Tensor:
+        output = chunk(received=hidden, **microbatches[number])
+        if isinstance(output, Tensor):
+            return output
+        value, loss = _projected(output, number)
+        found.append(value.detach())
+        return loss
+
+    chunks = wrap_stages(stages_config(layout), DistributedDataParallelConfig(), [stage])
+    shape = stage_activations(stage, *inputs["input_ids"].shape)
+    PipelineRunner(chunks, layout, forward_step, shape).step(range(pp))
+    return stage, found
+
+
+def _backward(call: Any, inputs: dict[str, Any], number: int = 0, share: int = 1) -> Tensor:
     """Backward from a random projection of the output, so that every element of it counts; the output."""
-    output = call(**inputs)
+    value, loss = _projected(call(**inputs), number)
+    (loss / share).backward()
+    return value.detach()
+
+
+def _projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
+    """The output, and a mean of it with random weights, which are others for each microbatch."""
     for name in ("logits", "last_hidden_state", "pred_masks"):
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
             break
     else:
         value = next(value for value in output.values() if isinstance(value, Tensor))
-    weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
-    (value * weights).mean().backward()
-    return value.detach()
+    weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(11 + number), dtype=torch.float64)
+    return value, (value * weights).mean()
 
 
-def _all_finite(output: Tensor, model: torch.nn.Module) -> bool:
+def _all_finite(outputs: list[Tensor], model: torch.nn.Module) -> bool:
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return all(bool(tensor.isfinite().all()) for tensor in (output, *grads))
+    return all(bool(tensor.isfinite().all()) for tensor in (*outputs, *grads))
 
 
-def _worst(found: Tensor, expected: Tensor, model: Any, reference: Any, plan: Plan) -> tuple[float, str]:
+def _worst(found: list[Tensor], expected: list[Tensor], model: Any, reference: Any, plan: Plan) -> tuple[float, str]:
     """(largest relative difference, where): of the output, and of each gradient beside the model's largest one."""
-    references = dict(reference.named_parameters())
+    references = dict(reference.named_parameters(remove_duplicate=False))
     largest = max(float(p.grad.abs().max()) for p in references.values() if p.grad is not None)
-    differences = [(float((found - expected).abs().max() / expected.abs().max()), "the output")]
+    differences = [(0.0, "")]
+    for output, wanted_output in zip(found, expected, strict=False):  # the first stages have no output
+        differences.append((float((output - wanted_output).abs().max() / wanted_output.abs().max()), "the output"))
     for name, parameter in model.named_parameters():
         grad, wanted = whole_gradient(name, parameter, plan), references[name].grad
         if grad is None or wanted is None:

@@ -16,13 +16,14 @@ def check_families(
     tp: int,
     told: Callable[[Verdict], object] = lambda verdict: None,
     overrides: Mapping[str, Any] | None = None,
+    pp: int = 1,
 ) -> list[Verdict]:
-    """The verdicts on families (`family/ConfigClass`), one after another on `tp` processes of this machine."""
+    """The verdicts on families (`family/ConfigClass`), one after another on `tp` x `pp` processes of this machine."""
     verdicts = []
-    with RankPool(tp) as pool:
+    with RankPool(tp * pp) as pool:
         for name in names:
             try:
-                verdict: Verdict = pool.run(_on_rank, tp, (name, tp, dict(overrides or {})), limit_s=180.0)
+                verdict: Verdict = pool.run(_on_rank, tp * pp, (name, tp, dict(overrides or {}), pp), limit_s=180.0)
             except RankFailure as error:
                 last = str(error).strip().splitlines()[-1]
                 verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
@@ -31,21 +32,22 @@ def check_families(
     return verdicts
 
 
-def _on_rank(name: str, tp: int, overrides: Mapping[str, Any]) -> Verdict:
+def _on_rank(name: str, tp: int, overrides: Mapping[str, Any], pp: int) -> Verdict:
     import warnings
 
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides)
+    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides, pp=pp)
 
 
-def table(verdicts: Iterable[Verdict], tp: int) -> str:
+def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1) -> str:
     """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
     verdicts = list(verdicts)
     counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
-    rows = [f"At tp {tp}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
+    layout = f"tp {tp}" + (f", pp {pp}" if pp > 1 else "")
+    rows = [f"At {layout}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
     for verdict in verdicts:
         total, without = verdict.summed
         summed = f"{total} gradients summed over tp, {without} of them without a rule" if without else ""

@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 from core import agree, parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
-from core.hugging_face.check import InDouble
+from core.hugging_face.check import InDouble, check_on_rank
 from core.hugging_face.stages import AbsentEntry, AbsentLayer, StageForward, find_cut, watch_order
+from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
@@ -224,3 +225,29 @@ def test_sizes_that_do_not_fit_are_refused_on_all_ranks(rank: int, world: int) -
     wrong = {} if rank else {"received": torch.zeros(2, 12, 32, dtype=torch.float64)}
     with pytest.raises(ValueError, match="a stage takes what the stage before it sent as received="):
         stages[0](input_ids=ids, **wrong)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["qwen2/Qwen2Config", "granitemoe/GraniteMoeConfig", "cohere/CohereConfig"])
+def test_check_compares_a_pipeline(rank: int, world: int, name: str) -> None:
+    verdict = check_on_rank(name, families()[name], 1, pp=2)
+    assert verdict.answer == "equal", verdict
+
+
+@ranks(2)
+def test_check_sees_a_tie_that_is_not_added(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_stages_module, "_tie", lambda chunks, layout: None)
+        verdict = check_on_rank("cohere/CohereConfig", families()["cohere/CohereConfig"], 1, pp=2)
+    assert verdict.answer == "wrong", verdict
+    assert "embed_tokens.weight" in verdict.why or "lm_head.weight" in verdict.why
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=160.0)
+@pytest.mark.parametrize("part", range(10))
+def test_a_pipeline_of_every_family_is_equal_or_refused(rank: int, world: int, part: int) -> None:
+    for name in list(families())[part::10]:
+        verdict = check_on_rank(name, families()[name], 1, pp=2)
+        assert verdict.answer != "wrong", verdict
+        torch.distributed.barrier()
