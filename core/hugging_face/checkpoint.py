@@ -269,20 +269,18 @@ def _empty_copy(model: Any) -> Any:
 
 def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
     """The states of all stages on the first of them, on the CPU, one tensor under way at a time. Collective."""
-    first, rank = dist.get_global_rank(group, 0), group_rank(group)
+    mine_is, first = dist.get_rank(), dist.get_global_rank(group, 0)
     headers = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
-    told: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(told, headers, group=group)
     whole = dict(mine)
-    for number, theirs in enumerate(told):
-        for name, (shape, dtype) in theirs.items() if number else ():
-            if rank == number:
+    for source, theirs in agree.gather(headers, group, "the names of all stages").items():
+        for name, (shape, dtype) in theirs.items() if source != first else ():
+            if mine_is == source:
                 dist.send(mine[name].to(device), first, group=group)
-            elif rank == 0:
+            elif mine_is == first:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(tensor, dist.get_global_rank(group, number), group=group)
+                dist.recv(tensor, source, group=group)
                 whole.setdefault(name, tensor.cpu())
-    return whole if rank == 0 else {}
+    return whole if mine_is == first else {}
 
 
 @torch.no_grad()
