@@ -13,7 +13,7 @@ EXTRAS = {
     "safetensors": ["safetensors"],
     "transformers": ["transformers", "safetensors"],
     "peft": ["peft", "safetensors"],
-    "test": ["pytest", "pytest-timeout", "psutil", "setuptools>=77"],
+    "test": ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],
     "docs": ["sphinx", "furo", "myst-parser"],
 }

@@ -48,6 +48,7 @@ LAYOUTS = {
     "dp": (3, f"--parallel.tp 1 {SHARDED} no_shard --ddp.no-use-distributed-optimizer --ddp.no-overlap-param-gather"),
     "zero 1": (3, f"--parallel.tp 1 {SHARDED} optim"),
     "zero 2": (3, f"--parallel.tp 1 {SHARDED} optim_grads"),
+    "zero 3": (3, f"--parallel.tp 1 {SHARDED} optim_grads_params"),
     "tp": (4, "--parallel.tp 2"),
     "pp": (4, "--parallel.tp 1 --parallel.pp 2 --run.micro-batch-size 1"),
     "ep": (4, f"--parallel.tp 1 --parallel.ep 2 {EXPERTS}"),
@@ -333,6 +334,6 @@ def test_a_slow_rank_is_named_in_the_log_and_in_the_steps(case: Case, tmp_path: 
         assert [process.exitcode for process in job] == [0] * case.world, output_of(tmp_path)
     named = [line for _, line in lines_of(tmp_path, 0) if " is slow: it works " in line]
     assert [re.match(r"rank 0: rank (\d+) \(process", line)[1] for line in named] == [str(VICTIM)], named  # type: ignore[index]
-    (steps,) = (tmp_path / "runs").glob("*/steps.jsonl")
+    steps = tmp_path / "runs" / "latest" / "steps.jsonl"
     slow = [json.loads(line)["slow_ranks"] for line in steps.read_text().splitlines()]
     assert slow[0] == [] and slow[-1] == [VICTIM]

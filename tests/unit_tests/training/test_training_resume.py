@@ -64,7 +64,7 @@ def test_a_run_in_two_parts_has_the_losses_of_one_run_bit_for_bit(
     losses = losses_on_ranks(world, [*flags, *saved, "--checkpoint.resume"], tmp_path / "parts", timeout_s=120.0)
     assert first == whole[:3]
     updated = [record["updated"] for record in read_run(tmp_path / "whole" / "run")]
-    assert updated[-1] and (all(updated) or "float16" in flags), "only fp16 skips, until its loss scale has come down"
+    assert any(updated[3:]) and (all(updated) or "float16" in flags), "only fp16 skips, while its loss scale comes down"
     assert losses == whole, "the records before the stop are kept, those after it are the same numbers"
     assert list_steps(tmp_path / "checkpoints") == [4, 6]
 
