@@ -13,16 +13,18 @@ from torch import nn
 from core import agree
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
-from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.file_tier import FileTier
+from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
 from core.distributed.buffer.param_unit import Lanes, ParamUnit, Stays, units_of
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
+from core.distributed.contract.placement import Placement, first_of, last_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
-from core.distributed.layout.param_layout import BufferLayout
+from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
@@ -50,6 +52,7 @@ class Engine:
     grad_sync: GradSync
     param_sync: ParamGatherer
     unsharder: Unsharder | None  # where parameters are sharded
+    tier: FileTier | None  # what lies below the device
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
 
@@ -75,7 +78,8 @@ def assemble(
         or getattr(config, "deterministic_mode", False),
         clock=clock_for(plan.device),
     )
-    units = _param_units(plan, ddp_config, groups)
+    tier = None if ddp_config.placement is None else _file_tier(plan, ddp_config.placement, groups)
+    units = _param_units(plan, ddp_config, groups, tier)
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     buffers = [
         _allocate(layout, plan, config, ddp_config, groups, param_shards)
@@ -86,6 +90,8 @@ def assemble(
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
+    if tier is not None and ddp_config.placement is not None:
+        _place_states(buckets, plan, ddp_config.placement, tier)
     unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
@@ -114,6 +120,7 @@ def assemble(
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         unsharder,
+        tier,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )
@@ -198,12 +205,21 @@ def _groups_of(data_group: str, ddp_config: DistributedDataParallelConfig, group
 
 
 def _param_units(
-    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups
+    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups, tier: FileTier | None
 ) -> list[list[ParamUnit]]:
     """Where parameters are sharded, the units of each buffer of trained parameters, then of frozen ones."""
     units: list[list[ParamUnit]] = []
+    if not ddp_config.shards_parameters:
+        return units
     lanes: Lanes = {}
-    for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers) if ddp_config.shards_parameters else ():
+    layouts = (*plan.layout.buffers, *plan.frozen_layout.buffers)
+    placement = ddp_config.placement or Placement()
+    buckets = [(number, bucket) for number, layout in enumerate(layouts) for bucket in layout.buckets]
+    order = [buckets[place] for place in _order_of_use(plan, [bucket for _, bucket in buckets])]
+    nbytes = [bucket.numel * dtype_named(layouts[number].key.param_dtype).itemsize for number, bucket in order]
+    below = [order[place] for place in last_of(nbytes, placement.offload_param_frac)]
+    whole = [order[place] for place in first_of(nbytes, 1 - placement.shard_param_frac)]
+    for number, layout in enumerate(layouts):
         made = units_of(
             layout,
             plan.named,
@@ -213,9 +229,47 @@ def _param_units(
             first=sum(map(len, units)),
             lanes=lanes,
             stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
+            tier=tier,
+            below={bucket.index for of, bucket in below if of == number},
         )
+        for bucket in (bucket for of, bucket in whole if of == number):
+            made[bucket.index].stays = Stays.STEP
         units.append(made)
     return units
+
+
+def _order_of_use(plan: ModelPlan, buckets: Sequence[BucketLayout]) -> list[int]:
+    """Indices of buckets as a forward uses them: by the parameter that was registered first."""
+    position = {name: place for place, name in enumerate(plan.named)}
+    first = [min(position[slot.name] for slot in bucket.slots) for bucket in buckets]
+    return sorted(range(len(buckets)), key=first.__getitem__)
+
+
+def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> FileTier | None:
+    """What lies below the device. Collective over the data groups; raises on all ranks where one has no such files."""
+    if not placement.offloads or placement.directory is None:
+        return None
+    tier, error = None, None
+    try:
+        if plan.device.type != "cpu":
+            raise ValueError(
+                f"placement offloads to files, and parameters lie on {plan.device.type!r}, where only the optimizer's "
+                "state can be offloaded: OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=...)"
+            )
+        tier = FileTier(placement.directory)
+    except (OSError, ValueError) as caught:
+        error = caught
+    agree.refuse(
+        error, [groups.require(name) for name in DATA_KINDS if groups.size(name) > 1], "the files below the device"
+    )
+    return tier
+
+
+def _place_states(buckets: Sequence[Bucket], plan: ModelPlan, placement: Placement, tier: FileTier) -> None:
+    """Say which buckets' masters and moments lie below the device."""
+    order = [buckets[place] for place in _order_of_use(plan, [bucket.layout for bucket in buckets])]
+    for place in last_of([bucket.nbytes for bucket in order], placement.offload_optim_frac):
+        order[place].state_tier = tier
 
 
 def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[ControlGroup]:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from core.distributed.contract.gradient_contract import GradSyncRule
+from core.distributed.contract.placement import Placement
 from core.number_ranges import COUNT, check_ranges, whole
 
 
@@ -109,6 +110,8 @@ class DistributedDataParallelConfig:
     reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
         used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
         next backward: fewer gathers, and memory for the whole model.
+    placement: which buckets stay whole, and which lie, or are stepped, in files below the device. None: all is sharded,
+        as the strategy says, and lies on the device.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -138,6 +141,7 @@ class DistributedDataParallelConfig:
     share_host_memory: bool = True
     sync_rules: tuple[GradSyncRule, ...] = ()
     reshard_after_forward: bool = True
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, bool):
@@ -160,6 +164,14 @@ class DistributedDataParallelConfig:
                 "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
                 f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
             )
+        if self.placement is not None and not self.shards_parameters:
+            placed = self.placement
+            if placed.shard_param_frac < 1 or placed.offload_param_frac:
+                raise ValueError(
+                    f"placement has shard_param_frac {placed.shard_param_frac} and offload_param_frac "
+                    f"{placed.offload_param_frac}, and strategy {self.strategy!r} keeps all parameters whole; set "
+                    "data_parallel_sharding_strategy='optim_grads_params', or leave them 1 and 0"
+                )
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"bucket_size ({self.bucket_size}) and num_buckets ({self.num_buckets}) exclude each other; give one"

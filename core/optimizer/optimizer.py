@@ -256,7 +256,8 @@ class MegatronOptimizer:
                     f"{bucket.state.value}; its gradients are not reduced. Call finalize_model_grads([model]) "
                     "after the last backward and before step()"
                 )
-        problems = [masters.bucket.follow_edits() for masters in self.masters]
+        problems = [chunk.engine.tier.problem() for chunk in self.model_chunks if chunk.engine.tier is not None]
+        problems += [masters.bucket.follow_edits() for masters in self.masters]
         return next((problem for problem in problems if problem is not None), None)
 
     # -- what users of Megatron call --------------------------------------------------------------------------------

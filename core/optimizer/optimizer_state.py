@@ -129,6 +129,8 @@ def load_entries(
                 of_segment = [parts[id(shard)] for shard in segment.shards]
                 load_master(segment, of_segment)
                 load_moments(segment, of_segment, inner, scratch)
+        if masters.tier is not None:
+            masters.keep_moments(inner.state)
 
 
 def _step_counts(part: Entry) -> dict[str, float | None]:

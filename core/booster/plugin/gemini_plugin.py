@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
-from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
-from core.distributed import DistributedDataParallelConfig
+from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
+from core.distributed import DistributedDataParallelConfig, Placement
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -32,8 +33,10 @@ class GeminiPlugin(ZeroPluginBase):
     the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m further,
     in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
     placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
-    stays whole. enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`;
-    otherwise `no_sync` keeps whole gradients, which travel once.
+    stays whole. offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in files
+    in offload_directory, on CPUs. Beside a GPU the second lies on the host (pinned with pin_memory).
+    enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
+    `no_sync` keeps whole gradients, which travel once.
     precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
     parameters; False leaves no fp32 copy of anything. force_outputs_fp32: outputs of the forward become fp32.
     strict_ddp_mode: replicate everything, as DDP does. initial_scale .. max_scale: of the dynamic loss scale, with fp16
@@ -88,6 +91,8 @@ class GeminiPlugin(ZeroPluginBase):
         use_fp8: bool = False,
         verbose: bool = False,
         fp8_communication: bool = False,
+        *,
+        offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             precision,
@@ -135,22 +140,21 @@ class GeminiPlugin(ZeroPluginBase):
                 "memstats": (memstats, None),
             },
         )
-        if 0 < shard_param_frac < 1 or (shard_param_frac == 0 and offload_param_frac):
-            raise ValueError(
-                f"shard_param_frac is {shard_param_frac}; 1 shards all chunks, and 0 keeps all parameters whole"
-            )
-        if placement_policy == "auto" or offload_optim_frac or offload_param_frac:
-            raise ValueError(
-                "placement_policy='auto', offload_optim_frac and offload_param_frac place chunks below the device, "
-                "which is not here yet; leave them out"
-            )
+        if placement_policy == "auto":
+            raise ValueError("placement_policy='auto' is not here yet; use 'static'")
         if max_prefetch:
             raise ValueError(f"max_prefetch is {max_prefetch}, and chunks are gathered when they are used; set it to 0")
-        if pin_memory:
-            raise ValueError("pin_memory pins host memory of offloaded chunks, and nothing is offloaded; set it False")
+        self._on_host = offload_optim_frac if offload_directory is None else 0.0  # of the state, beside a GPU
+        self._check_offload(offload_optim_frac, offload_param_frac, offload_directory, pin_memory)
+        self.pin_memory = pin_memory
+        self.placement = Placement(
+            shard_param_frac,
+            offload_param_frac,
+            offload_optim_frac if offload_directory is not None else 0.0,
+            None if offload_directory is None else os.fspath(offload_directory),
+        )
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
-        self.shard_param_frac = shard_param_frac
         self.enable_async_reduce = enable_async_reduce
         self.enable_gradient_accumulation = enable_gradient_accumulation
         self.force_outputs_fp32 = force_outputs_fp32
@@ -160,8 +164,11 @@ class GeminiPlugin(ZeroPluginBase):
         config = self._chunk_config()
         self.chunk_size: int | None = None if config is None else config["chunk_size"]
         keeps = config is not None and config.get("keep_gathered", False)
-        if (strict_ddp_mode or keeps) and placement_policy == "auto":
-            raise ValueError("strict_ddp_mode and keep_gathered replicate chunks; placement_policy must be 'static'")
+        if (strict_ddp_mode or keeps) and (placement_policy == "auto" or self.placement.offloads):
+            raise ValueError(
+                "strict_ddp_mode and keep_gathered replicate chunks on the device; leave placement_policy 'static' and "
+                "offload nothing"
+            )
         self.replicates = bool(strict_ddp_mode or keeps)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
@@ -199,6 +206,27 @@ class GeminiPlugin(ZeroPluginBase):
         for name, (value, default) in of_auto.items():
             if policy == "static" and value != default:
                 raise ValueError(f"{name} is {value!r}, and only placement_policy='auto' reads it; leave it {default}")
+
+    def _check_offload(self, optim: float, param: float, directory: Any, pin_memory: bool) -> None:
+        on_gpu = self.device().type != "cpu"
+        if directory is None and (param or (optim and not on_gpu)):
+            so = "Beside a GPU only the optimizer's state is offloaded so far; leave offload_param_frac 0"
+            if not on_gpu:
+                so = "On a CPU the tier below RAM is a file; name a directory with offload_directory, or set both to 0"
+            raise ValueError(f"offload_optim_frac is {optim} and offload_param_frac {param}. {so}")
+        if directory is not None and on_gpu:
+            raise ValueError(
+                "offload_directory is for CPUs; beside a GPU the state is offloaded to the host: leave it out"
+            )
+        if self._on_host and not self.master_weights and self.precision != "fp32":
+            raise ValueError(
+                f"offload_optim_frac keeps fp32 masters on the host, and with master_weights=False {self.precision} "
+                "training has none; set master_weights=True"
+            )
+        if pin_memory and not (on_gpu and optim):
+            raise ValueError(
+                "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is; leave it False"
+            )
 
     def _chunk_config(self) -> dict[str, Any] | None:
         if self.chunk_config_dict is None:
@@ -241,16 +269,25 @@ class GeminiPlugin(ZeroPluginBase):
         return DistributedDataParallelConfig(
             overlap_grad_reduce=self.enable_async_reduce,
             bucket_size=self.chunk_size,
-            data_parallel_sharding_strategy=self._strategy(),
+            data_parallel_sharding_strategy="no_shard" if self.replicates else "optim_grads_params",
             reduce_microbatches="every" if self.enable_gradient_accumulation else "last",
             keep_params_whole="all" if shaped else False,
+            placement=None if self.replicates else self.placement,
             **self._reductions(),
         )
 
-    def _strategy(self) -> str:
-        if self.replicates:
-            return "no_shard"
-        return "optim_grads_params" if self.shard_param_frac else "optim_grads"
+    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        memory, wire = super()._gradient_dtypes()
+        if self._on_host:  # the CPU steps fp32 gradients; they are kept so, and travel as they would otherwise
+            return torch.float32, wire or DTYPES[self.precision]
+        return memory, wire
 
     def _optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(**self._master_options())
+        return OptimizerConfig(
+            **self._master_options(),
+            optimizer_cpu_offload=self._on_host > 0,
+            optimizer_offload_fraction=self._on_host,
+            overlap_cpu_optimizer_d2h_h2d=self._on_host > 0,
+            pin_cpu_grads=self.pin_memory,
+            pin_cpu_params=self.pin_memory,
+        )

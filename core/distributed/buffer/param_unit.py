@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import huge_pages
+from core import agree, huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups
+from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.param_views import views_of
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
@@ -41,7 +44,8 @@ class ParamUnit:
 
     shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. lane: a communicator of the same
     ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
-    processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
+    processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other. tier: what
+    the shard lies in if that is below the device; a gather then copies the bucket to the device.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class ParamUnit:
         lane: dist.ProcessGroup,
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
+        tier: FileTier | None,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -69,6 +74,7 @@ class ParamUnit:
         self.lane = lane
         self.mapped = mapped
         self.channel = channel
+        self.tier = tier
         self.name = f"parameters of {layout.describe()}"
         self.nans = torch.full((len(self.params),), torch.nan, dtype=shard.dtype, device=shard.device)
         self.hidden = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
@@ -104,11 +110,14 @@ class ParamUnit:
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
         """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.
 
-        to_write: True for memory of this rank's own in any case.
+        to_write: True for memory of this rank's own in any case. RuntimeError where the file of shards was cut short.
         """
+        problem = None if self.tier is None else self.tier.cut()
+        if problem is not None:
+            raise RuntimeError(f"rank {dist.get_rank()}: {problem}")
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             if self.mapped is not None:
-                whole = self.mapped.clone() if to_write else self.mapped
+                whole = self.mapped.clone() if to_write or self.tier is not None else self.mapped
             else:
                 whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
                 self._own_part(whole).copy_(self.shard)
@@ -158,7 +167,7 @@ class ParamUnit:
                 param.__class__ = self.kind
         if wrong is not None:
             became = "keeps only its shard: the write is lost"
-            if self.mapped is not None:
+            if self.mapped is not None and self.tier is None:
                 became = "has written the one copy that all share: load a checkpoint"
             raise SyncError(
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
@@ -201,36 +210,87 @@ def units_of(
     first: int,
     lanes: Lanes,
     stays: Stays,
+    tier: FileTier | None = None,
+    below: Collection[int] = (),
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
     first: number of the first unit. lanes: communicators by shard group, made here where ranks do not map each other's
-    memory.
+    memory. below: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
-    shared = HostMemory.share(layout.numel, dtype, device, [groups.shard]) if share_memory else None
-    if shared is None:
-        memory = huge_pages.zeros(layout.numel // layout.shards, dtype=dtype, device=device)
-        if groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
-            lanes[groups.shard] = new_lane(groups.shard)
+    memory: dict[int, tuple[ShardMemory, FileTier | None]] = {}
+    for place in (None, tier):
+        members = [bucket for bucket in layout.buckets if (bucket.index in below) == (place is not None)]
+        if members:
+            for bucket, lies in zip(
+                members, _shard_memory(members, dtype, groups.shard, share_memory, device, place), strict=True
+            ):
+                memory[bucket.index] = lies, place
+    unmapped = any(lies.mapped is None for lies, _ in memory.values())
+    if unmapped and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
+        lanes[groups.shard] = new_lane(groups.shard)
     units = []
     for number, bucket in enumerate(layout.buckets, first):
-        mapped = None if shared is None else shared.of_first(bucket.start, bucket.numel)
-        low, high = bucket.shard_of(dist.get_rank(groups.shard))
+        lies, place = memory[bucket.index]
         unit = ParamUnit(
             number,
             bucket,
             layout.key.data_group,
             [params[slot.name] for slot in bucket.slots],
-            memory[bucket.start // layout.shards : bucket.end // layout.shards] if mapped is None else mapped[low:high],
+            lies.shard,
             groups.shard,
             lanes.get(groups.shard, groups.shard),
-            mapped,
-            None if shared is None else shared.channels[0],
+            lies.mapped,
+            lies.channel,
+            place,
         )
-        unit.stays = stays if mapped is None else Stays.STEP
+        unit.stays = stays if lies.mapped is None or place is not None else Stays.STEP
         units.append(unit)
     return units
+
+
+class ShardMemory(NamedTuple):
+    """A bucket's shard; the whole bucket where ranks map one memory, and by what they wait for each other then."""
+
+    shard: torch.Tensor
+    mapped: torch.Tensor | None
+    channel: HostChannel | None
+
+
+def _shard_memory(
+    buckets: Sequence[BucketLayout],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    share_memory: bool,
+    device: torch.device,
+    tier: FileTier | None,
+) -> list[ShardMemory]:
+    """Memory for buckets, one after the other. Collective over the group. RuntimeError on all ranks for a full disk."""
+    numel, rank = sum(bucket.numel for bucket in buckets), dist.get_rank(group)
+    new_file = None if tier is None else partial(tier.new_shared, is_first=rank == 0)
+    shared = HostMemory.share(numel, dtype, device, [group], new_file) if share_memory else None
+    own, error = None, None if tier is None else tier.refused
+    if shared is None and error is None:
+        try:
+            own = (partial(huge_pages.zeros, device=device) if tier is None else tier.zeros)(
+                numel // buckets[0].shards, dtype
+            )
+        except OSError as caught:
+            error = caught
+    if tier is not None:
+        agree.refuse(error, group, "the files of parameters below the device")
+    found, at = [], 0
+    for bucket in buckets:
+        if shared is not None:
+            mapped = shared.of_first(at, bucket.numel)
+            low, high = bucket.shard_of(rank)
+            found.append(ShardMemory(mapped[low:high], mapped, shared.channels[0]))
+        else:
+            assert own is not None, "an error was refused"
+            found.append(ShardMemory(own[at // bucket.shards :][: bucket.numel // bucket.shards], None, None))
+        at += bucket.numel
+    return found
 
 
 def new_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket_pool import POOL_BUCKETS
+from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.layout.model_plan import ModelPlan
@@ -40,7 +41,7 @@ def describe_model(
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
                 f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "
-                f"padding, {bucket.op}{scaled}"
+                f"padding, {bucket.op}{scaled}{_below(bucket.state_tier, '; masters and moments')}"
             )
             for slot in layout.slots:
                 contract = plan.contracts[slot.name]
@@ -52,14 +53,21 @@ def describe_model(
     return "\n".join(lines)
 
 
+def _below(tier: FileTier | None, what: str) -> str:
+    return "" if tier is None else f"{what} in a file in {tier.directory}"
+
+
 def _sharded_parameters(unit: ParamUnit) -> str:
-    if unit.mapped is not None:
+    if unit.tier is not None:
+        how = f"is copied to the device around its use, and stays there {unit.stays.value}"
+    elif unit.mapped is not None:
         how = "is always whole in memory that its ranks map from each other"
     elif unit.is_collective:
         how = f"is gathered around its use, and stays whole {unit.stays.value}"
     else:
         how = "is whole on its only rank"
-    return f"{unit.name}: {unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks; the bucket {how}"
+    on = f"{unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks{_below(unit.tier, ',')}"
+    return f"{unit.name}: {on}; the bucket {how}"
 
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:

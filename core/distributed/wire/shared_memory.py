@@ -72,18 +72,24 @@ class HostMemory:
 
     @classmethod
     def share(
-        cls, numel: int, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
+        cls,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[dist.ProcessGroup],
+        new_file: Callable[[int], int] | None = None,
     ) -> HostMemory | None:
         """Memory that all ranks of `groups[0]` map; the other groups are parts of it. Collective over `groups[0]`.
 
-        None, on every rank of it, where that cannot be had.
+        None, on every rank of it, where that cannot be had. new_file: opens a file of so many bytes, where it shall not
+        be in RAM.
         """
         whole = groups[0]
         if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
             return None
         groups = [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         data_bytes = -(-numel * dtype.itemsize // PAGE) * PAGE
-        maps = _map_all(data_bytes + len(groups) * CONTROL_BYTES, whole)
+        maps = _map_all(data_bytes + len(groups) * CONTROL_BYTES, whole, new_file)
         if maps is None:
             return None
         members = {
@@ -297,12 +303,14 @@ class Address:
     identity: tuple[int, int, int]  # device, inode and size: another container counts processes of its own
 
 
-def _map_all(nbytes: int, group: dist.ProcessGroup) -> dict[int, tuple[int, mmap.mmap]] | None:
+def _map_all(
+    nbytes: int, group: dist.ProcessGroup, new_file: Callable[[int], int] | None = None
+) -> dict[int, tuple[int, mmap.mmap]] | None:
     """By rank: its process and its memory. None on all ranks if one of them could not map another's. Collective."""
     what, fd, address, maps = "the memory of the ranks of one host", -1, None, {}
     try:
         with suppress(OSError):
-            fd = new_mapped_file()
+            fd = new_mapped_file() if new_file is None else new_file(nbytes)
             os.ftruncate(fd, nbytes)
             address = _address(fd)
         addresses = agree.gather(address, group, what)

@@ -51,6 +51,11 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
             "wrap the model with record_nan_in_grad=True instead, which only notes where and when, or set loss_scale"
         )
     buckets = list(buckets_of(model_chunks))
+    if config.optimizer_cpu_offload and any(bucket.state_tier is not None for bucket in buckets):
+        raise ValueError(
+            "optimizer_cpu_offload keeps the optimizer's state on the CPU, and the model's placement in files; choose "
+            "one: set optimizer_cpu_offload=False, or Placement(offload_optim_frac=0.0)"
+        )
     _check_parameters(config, buckets)
     _check_gradients(config, buckets)
     return sharded

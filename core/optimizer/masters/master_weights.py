@@ -135,7 +135,9 @@ class BucketMasters:
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=self.param_data is not None)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype
-        self.kept = huge_pages.zeros(numel, kept_dtype, self.grad.device)
+        self.tier = bucket.state_tier
+        self.below: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned], by name: what lies in the tier
+        self.kept = self._zeros(numel, kept_dtype)
         moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         in_place = self.storage in (None, CopyStorage)
         self.in_scratch = not in_place or self.grad.dtype != self.dtype or moments != {torch.float32}
@@ -150,6 +152,34 @@ class BucketMasters:
             else:
                 self.segments.append(self._segment(shards, shards[-1].end))
         self.load_parameters()
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for masters or moments, where they are to lie."""
+        if self.tier is None:
+            return huge_pages.zeros(numel, dtype, self.grad.device)
+        try:
+            return self.tier.zeros(numel, dtype)
+        except OSError as error:  # this step is right all the same; the next one is refused on all ranks
+            self.tier.failure = self.tier.failure or str(error)
+            return torch.zeros(numel, dtype=dtype)
+
+    def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
+        """Where moments lie below the device, move there what an optimizer or a checkpoint has made."""
+        for segment in self.segments:
+            of_master = state.get(segment.master, {})
+            own = {
+                key: value
+                for key, value in of_master.items()
+                if key not in segment.moments and is_per_element(key, value, segment.master)
+            }
+            for moments, made in ((segment.moments, dict(segment.moments)), (of_master, own)):
+                for key, value in made.items():
+                    name = key, value.dtype
+                    if name not in self.below:
+                        self.below[name] = self._zeros(self.grad.numel(), value.dtype)
+                    place = self.below[name][segment.start : segment.start + segment.numel].view(value.shape)
+                    if place.data_ptr() != value.data_ptr():
+                        moments[key] = place.copy_(value)
 
     def _segment(self, shards: list[ParamShard], end: int) -> Segment:
         first, here = shards[0], slice(shards[0].start, end)

@@ -38,6 +38,11 @@ class InnerStep:
         rounded once more.
         """
         pairs = list(zip(buckets, factors, strict=True))
+        if len(pairs) > 1:  # those below the device by themselves: new moments lie on the device until they are moved
+            for masters, factor in pairs:
+                if masters.tier is not None:
+                    self.step_buckets([masters], [factor], scratch)
+            pairs = [pair for pair in pairs if pair[0].tier is None]
         here = [
             (segment, factor[segment.norm_group])
             for masters, factor in pairs
@@ -59,6 +64,8 @@ class InnerStep:
                 self.step_segments(wave, [factor[segment.norm_group] for segment in wave])
                 scratch.pack(wave, self.optimizer.state)
             masters.note_written()
+            if masters.tier is not None:
+                masters.keep_moments(self.optimizer.state)
 
     def step_segments(self, segments: Sequence[Segment], factors: Sequence[float]) -> None:
         """Step the masters of these segments, and no other's.

@@ -94,7 +94,7 @@ def test_chunks_are_buckets_of_the_size_that_was_found_or_given(rank: int, world
 @ranks(2)
 def test_parameters_are_sharded_or_replicated_as_asked_for(rank: int, world: int) -> None:
     given = {2: {"chunk_size": 100, "keep_gathered": True}}
-    for options in ({}, {"shard_param_frac": 0.0}, {"strict_ddp_mode": True}, {"chunk_config_dict": given}):
+    for options in ({}, {"strict_ddp_mode": True}, {"chunk_config_dict": given}):
         booster, model, optimizer = boosted(**options)
         one_backward(booster, model, optimizer, rank)
         optimizer.step()
@@ -105,8 +105,6 @@ def test_parameters_are_sharded_or_replicated_as_asked_for(rank: int, world: int
             kept = sum(unit.shard.numel() for unit in unsharder.units)
             assert kept == sum(bucket.layout.numel for bucket in buckets_of(model)) // world
             assert state <= kept
-        elif options == {"shard_param_frac": 0.0}:
-            assert unsharder is None and state <= sum(bucket.layout.numel for bucket in buckets_of(model)) // world
         else:
             assert unsharder is None and state >= params
 
@@ -258,6 +256,11 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"norm_type": 0}, r"norm_type 0; expected"),
         ({"max_norm": None}, r"GeminiPlugin: max_norm is None; it must be a number; 0 does not clip"),
         ({"shard_param_frac": 1.5}, "shard_param_frac is 1.5; it is a fraction"),
+        ({"offload_optim_frac": 0.5}, "the tier below RAM is a file; name a directory with offload_directory"),
+        ({"offload_param_frac": 1}, "the tier below RAM is a file; name a directory with offload_directory"),
+        ({"offload_directory": "/tmp"}, "nothing is offloaded to it"),
+        ({"offload_directory": "/tmp", "offload_param_frac": 0.5, "shard_param_frac": 0.3}, "offload at most what is"),
+        ({"offload_directory": "/tmp", "offload_optim_frac": 1, "strict_ddp_mode": True}, "offload nothing"),
         ({"offload_optim_frac": -1}, "offload_optim_frac is -1; it is a fraction"),
         ({"offload_param_frac": "1"}, "offload_param_frac is '1'; it must be a number"),
         ({"warmup_non_model_data_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.8"),
@@ -276,7 +279,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"enable_jit_fused": True}, "enable_jit_fused=True is an option"),
         ({"enable_sequence_overlap": True}, "enable_sequence_overlap=True is an option"),
         ({"max_prefetch": 1}, "max_prefetch is 1"),
-        ({"pin_memory": True}, "pin_memory pins host memory of offloaded chunks, and nothing is offloaded"),
+        ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
         ({"use_fp8": True}, "precision is 'fp16'; set precision='bf16'"),
         ({"growth_factor": 1.0}, "growth_factor is 1.0"),
         ({"initial_scale": 0.5}, "initial_scale is 0.5; expected it between min_scale 1"),

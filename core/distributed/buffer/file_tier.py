@@ -1,0 +1,118 @@
+"""FileTier: memory below the device, in files of a directory that the kernel maps.
+
+A tensor in it is used like any other, where it lies. The kernel reads its pages when they are used, and writes them
+back when it needs their memory. The files have no name, so nothing is left when the process ends.
+
+Disk space is reserved before a file is mapped: a full disk is an OSError then, and no signal later. A file that
+somebody cuts short would end whoever reads it next. So `cut` looks, before each gather and each optimizer's step.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+
+import torch
+
+LEAST_BYTES = 2**20  # of a file
+SPARE = 8  # a file is at least this part of all before it, so that there are few of them
+SHARED_TAIL = 2**16  # bytes at the end of a shared file that every rank writes
+
+
+class FileTier:
+    """Files of one wrapped model on this rank. `directory` must exist; OSError where it cannot be written."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = os.path.abspath(directory)
+        self.files: list[tuple[int, int]] = []  # (descriptor, bytes) of each
+        self.block: mmap.mmap | None = None  # the file that the next tensors lie in
+        self.used = 0  # bytes of it
+        self.refused: OSError | None = None  # why `new_shared` has failed
+        self.failure: str | None = None  # why the tier could not take what it was given
+        weakref.finalize(self, _close, self.files)
+        os.close(self._nameless())
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of zeros in a file. OSError where there is no room."""
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.zeros(numel, dtype=dtype)
+        if self.block is None or self.used + nbytes > len(self.block):
+            size = max(nbytes, LEAST_BYTES, sum(size for _, size in self.files) // SPARE)
+            self.block, self.used = mmap.mmap(self._new(_pages(size)), _pages(size)), 0
+        tensor = torch.frombuffer(self.block, dtype=dtype, count=numel, offset=self.used)
+        self.used = _pages(self.used + nbytes)
+        return tensor
+
+    def new_shared(self, nbytes: int, *, is_first: bool) -> int:
+        """A file for memory that ranks of one host map from each other; they use what the first one's holds.
+
+        The caller closes what is returned. OSError, which is kept in `refused`, where there is no room.
+        """
+        reserved_from = 0 if is_first else max(0, nbytes - SHARED_TAIL)
+        try:
+            return os.dup(self._new(nbytes, reserved_from))
+        except OSError as error:
+            self.refused = error
+            raise
+
+    def problem(self) -> str | None:
+        """Why no further step can be made, in words: a file was cut short, or there was no room for what came last."""
+        return self.cut() or self.failure
+
+    def cut(self) -> str | None:
+        """The first file that somebody has cut short, in words. Who reads it is killed by the kernel."""
+        for descriptor, nbytes in self.files:
+            left = os.fstat(descriptor).st_size
+            if left < nbytes:
+                return (
+                    f"a file in {self.directory} that holds shards below the device was cut to {left} of its {nbytes} "
+                    "bytes, and what it held is lost. Load the last checkpoint"
+                )
+        return None
+
+    def _new(self, nbytes: int, reserved_from: int = 0) -> int:
+        descriptor = self._nameless()
+        try:
+            os.ftruncate(descriptor, nbytes)
+            os.posix_fallocate(descriptor, reserved_from, nbytes - reserved_from)
+        except OSError as error:
+            os.close(descriptor)
+            free = os.statvfs(self.directory)
+            raise OSError(
+                error.errno,
+                f"{nbytes - reserved_from} bytes for shards below the device could not be reserved in "
+                f"{self.directory}, where {free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}). "
+                "Free some, name another directory, or offload less",
+            ) from None
+        self.files.append((descriptor, nbytes))
+        return descriptor
+
+    def _nameless(self) -> int:
+        try:
+            try:
+                return os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+            descriptor, path = tempfile.mkstemp(prefix=".core-", dir=self.directory)
+            os.unlink(path)
+            return descriptor
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no file for shards below the device can be made in {self.directory} "
+                f"({os.strerror(error.errno or 0)}). Name a directory that exists and can be written on every rank",
+            ) from None
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _close(files: list[tuple[int, int]]) -> None:
+    for descriptor, _ in files:
+        os.close(descriptor)

@@ -1,0 +1,69 @@
+"""Placement: which buckets are sharded, and which lie below the device. What a user says of it; pure arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Fractions of the bytes of buckets. A bucket counts once, and is taken or left as a whole.
+
+    Buckets are ordered as a forward uses them. What is taken is within half a bucket of what was asked.
+
+    shard_param_frac: of parameters, under 'optim_grads_params', what is given up after its use. The rest, which is used
+        first, stays whole from its first use to the next step.
+    offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
+        brings them to the device. It may not be more than what is sharded.
+    offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
+    directory: where the files of the tier below the device are made, on each rank's host. They have no name, so that
+        nothing is left behind when the job ends, however it ends.
+    """
+
+    shard_param_frac: float = 1.0
+    offload_param_frac: float = 0.0
+    offload_optim_frac: float = 0.0
+    directory: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shard_param_frac", "offload_param_frac", "offload_optim_frac"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}; it is a fraction of the bytes of buckets, between 0 and 1")
+        if self.offload_param_frac > self.shard_param_frac:
+            raise ValueError(
+                f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "
+                "bucket that stays whole on the device cannot lie below it; offload at most what is sharded"
+            )
+        if self.offloads and self.directory is None:
+            raise ValueError(
+                f"offload_param_frac is {self.offload_param_frac} and offload_optim_frac {self.offload_optim_frac}, "
+                "and there is no directory for the files that lie below the device; name one, or set both to 0"
+            )
+        if self.directory is not None and not self.offloads:
+            raise ValueError(
+                f"directory is {os.fspath(self.directory)!r}, and nothing is offloaded to it; set offload_param_frac "
+                "or offload_optim_frac, or leave it None"
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """True if something lies below the device."""
+        return self.offload_param_frac > 0 or self.offload_optim_frac > 0
+
+
+def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
+    """Which of these are the first `fraction` of all bytes: those whose middle lies in it."""
+    limit, reached, chosen = fraction * sum(nbytes), 0, set()
+    for index, size in enumerate(nbytes):
+        if reached + size / 2 < limit:
+            chosen.add(index)
+        reached += size
+    return chosen
+
+
+def last_of(nbytes: Sequence[int], fraction: float) -> set[int]:
+    """Which of these are the last `fraction` of all bytes."""
+    return {len(nbytes) - 1 - index for index in first_of(nbytes[::-1], fraction)}

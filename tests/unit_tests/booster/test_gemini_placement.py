@@ -1,0 +1,242 @@
+"""Where GeminiPlugin's chunks lie changes no bit; bytes on the device are those that were asked for."""
+
+import errno
+import gc
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from core.agree import SyncError
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin
+from core.distributed import Placement
+from core.distributed.contract.placement import first_of, last_of
+from core.distributed.wire.shared_memory import HostMemory
+from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.test_booster_checkpoint import shared
+from tests.unit_tests.booster.test_gemini import TINY_CHUNKS
+from tests.unit_tests.ranks import ranks
+
+FRACTIONS = (0.0, 0.5, 1.0)
+FINE = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def layers() -> nn.Module:
+    """Chunks of different lengths."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in (8, 40, 16, 8, 24, 8)))
+
+
+def boosted(precision: str, **options: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=GeminiPlugin(precision=precision, initial_scale=2.0**8, **{**TINY_CHUNKS, **options}))
+    model = layers()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def losses_of(booster: Booster, model: Any, optimizer: Any, rank: int, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(4, 8, generator=generator)
+        loss = (model(x).float() - x).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+class Files:
+    """The memory of this process that lies in files of a directory, as the kernel tells it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ranges = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if f" {directory}" in line:
+                self.ranges.append(tuple(int(end, 16) for end in line.split(" ")[0].split("-")))
+
+    def bytes_of(self, tensors: list[torch.Tensor]) -> int:
+        return sum(t.nbytes for t in tensors if any(low <= t.data_ptr() < high for low, high in self.ranges))
+
+
+def shards(model: Any) -> list[torch.Tensor]:
+    return [unit.shard for unit in model.module.engine.unsharder.units]
+
+
+def states(optimizer: Any) -> list[torch.Tensor]:
+    """Masters and moments, as the optimizer holds them."""
+    kept = [masters.kept for masters in optimizer.engine.masters if masters.kept.numel()]
+    return kept + [value for state in optimizer.optim.state.values() for value in state.values() if value.dim()]
+
+
+def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, ...]) -> None:
+    booster, model, optimizer = boosted(precision)
+    wanted = losses_of(booster, model, optimizer, rank)
+    weights = whole_weights(model)
+    total, of_states = sum(t.nbytes for t in shards(model)), sum(t.nbytes for t in states(optimizer))
+    largest = max(t.nbytes for t in shards(model))
+    assert len(shards(model)) > 5 and wanted[2] < wanted[0]
+    last: dict[Any, int] = {}
+    for shard, optim, param in itertools.product(fractions, repeat=3):
+        if param > shard:
+            continue
+        offload = {"offload_directory": folder} if optim or param else {}
+        booster, model, optimizer = boosted(
+            precision, shard_param_frac=shard, offload_optim_frac=optim, offload_param_frac=param, **offload
+        )
+        case = f"shard {shard}, optim {optim}, param {param}"
+        assert losses_of(booster, model, optimizer, rank) == wanted, case
+        ours = whole_weights(model)
+        assert all(torch.equal(ours[name], weight) for name, weight in weights.items()), case
+        files = Files(folder)
+        params, moments = files.bytes_of(shards(model)), files.bytes_of(states(optimizer))
+        assert abs(params - param * total) <= largest, case
+        assert abs(moments - optim * of_states) <= largest * of_states // total, case
+        assert last.get((shard, optim), 0) <= params and last.get(("states", shard, param), 0) <= moments, case
+        assert params == (total if param == 1 else params if param else 0), case
+        assert moments == (of_states if optim == 1 else moments if optim else 0), case
+        last[shard, optim], last["states", shard, param] = params, moments
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        used = [unit.whole for unit in model.module.engine.unsharder.units if unit.whole is not None]
+        assert used and not files.bytes_of(used), "a chunk is used on the device"
+        text = model.module.describe()
+        assert (f"ranks, in a file in {folder}" in text) == (param > 0)
+        assert (f"masters and moments in a file in {folder}" in text) == (optim > 0)
+        assert not list(folder.iterdir()), "the files have a name"
+        del booster, model, optimizer, ours
+        gc.collect()
+
+
+@ranks(2)
+def test_no_placement_changes_a_bit_and_bytes_lie_where_they_were_asked_to(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    folder = shared(tmp_path)
+    check_grid(rank, folder, "bf16", FRACTIONS)
+    with mock.patch.object(HostMemory, "share", lambda *_: None):
+        check_grid(rank, folder, "fp32", (0.0, 1.0))
+
+
+@pytest.mark.nightly
+@ranks(1, 2, 3, timeout_s=300.0)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_placement_changes_a_bit_in_a_fine_grid(rank: int, world: int, tmp_path: Path, precision: str) -> None:
+    folder = shared(tmp_path)
+    check_grid(rank, folder, precision, FINE)
+    with mock.patch.object(HostMemory, "share", lambda *_: None):
+        check_grid(rank, folder, precision, FINE)
+
+
+@ranks(2)
+def test_chunks_that_stay_whole_are_gathered_once_a_step(rank: int, world: int) -> None:
+    gathers = []
+    with mock.patch.object(HostMemory, "share", lambda *_: None):
+        for fraction in FINE:
+            booster, model, optimizer = boosted("fp32", shard_param_frac=fraction)
+            losses_of(booster, model, optimizer, rank, 1)
+            unsharder = model.module.engine.unsharder
+            with mock.patch.object(unsharder.collectives, "all_gather", wraps=unsharder.collectives.all_gather) as one:
+                losses_of(booster, model, optimizer, rank, 1)
+            gathers.append(one.call_count)
+    count = len(shards(model))
+    assert gathers == sorted(gathers) and gathers[0] == count and gathers[-1] > 1.5 * count
+
+
+def test_fractions_are_of_bytes_and_a_chunk_counts_once() -> None:
+    sizes = [30, 10, 50, 10]
+    assert [sorted(first_of(sizes, f)) for f in (0, 0.1, 0.2, 0.36, 0.6, 0.66, 1)] == [
+        [], [], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2, 3]
+    ]  # fmt: skip
+    assert sorted(last_of(sizes, 0.2)) == [3] and sorted(last_of(sizes, 0.5)) == [2, 3]
+    for fraction in range(101):
+        for chosen in (first_of(sizes, fraction / 100), last_of(sizes, fraction / 100)):
+            assert abs(sum(sizes[i] for i in chosen) - fraction) <= 25
+        assert not first_of(sizes, 1 - fraction / 100) & last_of(sizes, fraction / 100)
+    with pytest.raises(ValueError, match="shard_param_frac is 2; it is a fraction"):
+        Placement(shard_param_frac=2)
+
+
+@ranks(2)
+def test_checkpoints_go_in_and_out_of_files(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    (folder / "files").mkdir(exist_ok=True)
+    placed = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder / "files"}
+    booster, model, optimizer = boosted("bf16", **placed)
+    losses_of(booster, model, optimizer, rank, 2)
+    booster.save_model(model, folder / "model", shard=True)
+    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
+    wanted = losses_of(booster, model, optimizer, rank, 2)
+    for options in ({}, placed):
+        again, other, other_optimizer = boosted("bf16", **options)
+        losses_of(again, other, other_optimizer, rank, 1)  # the files are there already
+        count = len(other.module.engine.tier.files) if options else 0
+        for _ in range(2):
+            again.load_model(other, folder / "model")
+            again.load_optimizer(other_optimizer, folder / "optimizer")
+        if options:
+            assert len(other.module.engine.tier.files) == count
+            files = Files(folder / "files")
+            assert files.bytes_of(states(other_optimizer)) == sum(t.nbytes for t in states(other_optimizer)) > 0
+        assert losses_of(again, other, other_optimizer, rank, 2) == wanted
+    other_optimizer.load_state_dict(other_optimizer.state_dict())
+
+
+# -- files that are not there, or not as they were --------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    folder = shared(tmp_path)
+    everything: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1}
+    with pytest.raises((OSError, RuntimeError), match="no file for shards below the device can be made in .*missing"):
+        boosted("fp32", **everything, offload_directory=folder / "missing")
+    for shares in (True, False):
+        share = HostMemory.share if shares else lambda *_: None
+        with (
+            mock.patch.object(os, "posix_fallocate", full if rank == 0 else os.posix_fallocate),
+            mock.patch.object(HostMemory, "share", share),
+            pytest.raises((OSError, RuntimeError), match="could not be reserved in .*No space left on device.*Free"),
+        ):
+            boosted("fp32", **everything, offload_directory=folder)
+    booster, model, optimizer = boosted("fp32", **everything, offload_directory=folder)
+    with mock.patch.object(os, "posix_fallocate", full if rank == 1 else os.posix_fallocate):
+        losses_of(booster, model, optimizer, rank, 1)  # right, with moments in RAM on rank 1
+    with pytest.raises(SyncError, match="rank 1.*could not be reserved"):
+        losses_of(booster, model, optimizer, rank, 1)
+    assert not list(folder.iterdir())
+
+
+@ranks(2)
+def test_a_file_that_is_cut_short_while_training_is_told_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=folder)
+    losses_of(booster, model, optimizer, rank, 2)
+    if rank == 1:
+        os.ftruncate(model.module.engine.tier.files[-1][0], 0)
+    with pytest.raises(SyncError, match="rank 1.*was cut to 0 of its .* bytes.*Load the last checkpoint"):
+        losses_of(booster, model, optimizer, rank, 1)
+
+
+@ranks(1)
+def test_files_without_a_temporary_kind_have_no_name_either(rank: int, world: int, tmp_path: Path) -> None:
+    plain = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return plain(path, flags, *rest, **more)
+
+    with mock.patch.object(os, "open", refuse):
+        booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=tmp_path)
+        losses_of(booster, model, optimizer, rank, 1)
+    assert not list(tmp_path.iterdir()) and Files(tmp_path).bytes_of(states(optimizer)) > 0
