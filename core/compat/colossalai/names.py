@@ -93,7 +93,7 @@ _LEGACY = (
     "of the engine before the Booster only gradient handlers and gradient accumulation are here; write the loop with "
     "core.booster.Booster"
 )
-_NO_CHUNKS = "its memory is not handled in chunks here; use booster.plugin.TorchFSDPPlugin, which shards parameters too"
+_CHUNKS = "use booster.plugin.GeminiPlugin, which makes the sharded model and its optimizer together"
 _NO_POLICY = (
     "a model is split by the plan that transformers has for it, without a policy class; call "
     "core.hugging_face.split_model(model), or read_plan(model) to see the plan"
@@ -106,7 +106,6 @@ ABSENT: dict[str, str] = {
     "amp": "use Booster(mixed_precision=...), or the precision of a plugin",
     "auto_parallel": "no layout is searched for; choose a plugin of core.booster",
     "booster.mixed_precision.FP16NaiveMixedPrecision": "it never trained in ColossalAI; use 'fp16'",
-    "booster.plugin.GeminiPlugin": _NO_CHUNKS,
     "booster.plugin.HybridParallelPlugin": "use core.hugging_face.split_model and core.distributed directly",
     "booster.plugin.MoeHybridParallelPlugin": "use core.moe with core.distributed, or LowLevelZeroPlugin for experts",
     "checkpoint_io.CheckpointIndexFile": "an index is JSON with 'metadata' and 'weight_map'; read it with json.load",
@@ -114,7 +113,7 @@ ABSENT: dict[str, str] = {
     "core": _LEGACY,
     "engine": _LEGACY,
     "fx": "models are not traced here; use torch.fx",
-    "gemini": _NO_CHUNKS,
+    "gemini": _CHUNKS,
     "inference": "models are trained here, and served elsewhere: save them with Booster.save_model(shard=True)",
     "kernel": "torch's own fused kernels are used",
     "legacy": _LEGACY,
@@ -131,7 +130,7 @@ ABSENT: dict[str, str] = {
     "nn.optimizer.GaLoreAdamW": _GALORE,
     "nn.optimizer.GaLoreAdamW8bit": _GALORE,
     "nn.optimizer.cast_to_distributed": _WHOLE,
-    "nn.parallel": _NO_CHUNKS,
+    "nn.parallel": _CHUNKS,
     "pipeline": "use core.pipeline_parallel",
     "quantization": "quantized weights are not trained here; use Booster.enable_lora without quantize",
     "shardformer": _NO_POLICY,
@@ -139,7 +138,7 @@ ABSENT: dict[str, str] = {
     "testing": "these are for ColossalAI's own tests; use torch.testing",
     "trainer": _LEGACY,
     "zero.ColoInitContext": "build the model plainly, or in lazy.LazyInitContext",
-    "zero.GeminiDDP": _NO_CHUNKS,
-    "zero.gemini": _NO_CHUNKS,
+    "zero.GeminiDDP": _CHUNKS,
+    "zero.gemini": _CHUNKS,
     "zero": "use booster.plugin.LowLevelZeroPlugin, or zero.LowLevelZeroOptimizer without a Booster",
 }
