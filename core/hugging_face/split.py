@@ -91,7 +91,13 @@ def prepare(model: Any, plan: Plan | None, tp: int) -> Plan:
         raise PlanError(
             f"split_model takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
         )
-    plan = read_plan(model) if plan is None else plan
+    if plan is None:
+        try:
+            plan = read_plan(model)
+        except PlanError:
+            if tp > 1:
+                raise
+            plan = Plan(model.config.model_type, {}, {})  # on one rank nothing is split
     return plan.at(tp)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,10 +20,12 @@ from core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from core.training.config import CheckpointOptions, JobConfig
+from core.training.config import CheckpointOptions, RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.trainer import Trainer
+
+Config = TypeVar("Config", bound=RunConfig)
 
 # Options of the model that change how it is computed, not what it is.
 FREE_MODEL_OPTIONS = frozenset(
@@ -31,6 +33,7 @@ FREE_MODEL_OPTIONS = frozenset(
         *("recompute_granularity", "gradient_accumulation_fusion", "dtype", "hidden_dropout", "attention_dropout"),
         *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
+        *("gradient_checkpointing",),  # of the fine-tuning job
     )
 )
 
@@ -151,7 +154,7 @@ def check_root(options: CheckpointOptions) -> None:
         )
 
 
-def after_restart(config: JobConfig) -> JobConfig:
+def after_restart(config: Config) -> Config:
     """What a job does that its launcher has started again: it goes on from its newest checkpoint.
 
     One that was told to begin from a certain step begins there again.
@@ -162,7 +165,7 @@ def after_restart(config: JobConfig) -> JobConfig:
     return replace(config, checkpoint=replace(options, resume=True))
 
 
-def as_json(config: JobConfig) -> dict[str, Any]:
+def as_json(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON knows it."""
     values: dict[str, Any] = json.loads(to_json(config))
     return values
@@ -182,7 +185,7 @@ def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     }
     for option, (before, after) in differences.items():
         section, _, name = option.partition(".")
-        if section == "model" and name not in FREE_MODEL_OPTIONS:
+        if section in ("model", "lora") and name not in FREE_MODEL_OPTIONS:
             raise ConfigError(
                 f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; go on "
                 "with the same model, or begin another run in another --checkpoint.dir"

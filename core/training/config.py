@@ -198,8 +198,18 @@ class LoggingOptions:
 
 
 @dataclass(frozen=True)
-class JobConfig:
-    """Everything a job is told."""
+class RunConfig:
+    """What every job is told, whatever it trains."""
+
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    logging: LoggingOptions = field(default_factory=LoggingOptions)
+
+
+@dataclass(frozen=True)
+class JobConfig(RunConfig):
+    """Everything the main job is told."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -212,8 +222,4 @@ class JobConfig:
             bucket_size=DEFAULT_BUCKET_NUMEL,
         )
     )
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     data: DataOptions = field(default_factory=DataOptions)
-    run: RunOptions = field(default_factory=RunOptions)
-    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
-    logging: LoggingOptions = field(default_factory=LoggingOptions)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from core.checkpoint.bounded_read import read_bytes
 from core.distributed.distributed_data_parallel_config import STRATEGIES, DistributedDataParallelConfig, residency_of
-from core.training.config import AXIS_OPTIONS, JobConfig
+from core.training.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
 from core.training.limits import flag
@@ -39,26 +39,35 @@ def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig
     files, flags = split_config_files(argv)
     flags = spell_out(flags)
     tables = [read_toml(file) for file in files]
-    config = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
-    for file, table in zip(files, tables, strict=True):
+    default = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
+    about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults below. "
+    about += f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on."
+    return read_over(default, list(zip(files, tables, strict=True)), flags, prog, about)
+
+
+def read_over(
+    config: Config, tables: Sequence[tuple[Path, Mapping[str, Any]]], flags: Sequence[str], prog: str, about: str
+) -> Config:
+    """A configuration with the tables of TOML files over it, and flags over those. ConfigError in one line."""
+    for file, table in tables:
         config = merge(config, table, str(file))
     tyro = require("tyro", "reading the command line")
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
-            return tyro.cli(
-                JobConfig,
+            read: Config = tyro.cli(
+                type(config),
                 args=flags,
                 default=config,
                 prog=prog,
-                description="Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults "
-                f"below. {', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on.",
+                description=about,
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as error:
         if error.code:
             raise ConfigError(one_line(refusal.getvalue())) from None
         raise
+    return read
 
 
 def one_line(box: str) -> str:
@@ -134,8 +143,8 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     return files, flags
 
 
-def spell_out(flags: Sequence[str]) -> list[str]:
-    """Flags with the short ones replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2` and `--parallel.pp=2`.
+def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> list[str]:
+    """Flags with the short ones (`names`) replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2`, `--parallel.pp=2`.
 
     ConfigError for an empty value: no option takes one, and it often is a shell's variable that is not set.
     """
@@ -145,7 +154,7 @@ def spell_out(flags: Sequence[str]) -> list[str]:
         if not (value if equals else name).strip():
             option = name.strip() or next(word for word in [*reversed(spelled), "a flag"] if word[:2] in ("--", "a "))
             raise ConfigError(f"{option} was given an empty value; give one, or leave it out")
-        spelled.append(OTHER_NAMES.get(name, name) + equals + value)
+        spelled.append(names.get(name, name) + equals + value)
     return spelled
 
 
@@ -217,6 +226,6 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     return value
 
 
-def to_json(config: JobConfig) -> str:
+def to_json(config: RunConfig) -> str:
     """The whole configuration as indented JSON, for the run's directory."""
     return json.dumps(dataclasses.asdict(config), indent=2, default=str)

@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,20 +23,20 @@ from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activat
 from core.rank_grid import size_options
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.checkpoints import JobCheckpoints, check_root
-from core.training.config import JobConfig
+from core.training.config import JobConfig, RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.output import output_is_gone
 from core.training.plan import JobPlan
-from core.training.reporter import Reporter
+from core.training.reporter import GENERATE, Reporter
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file, save_tokenizer
-from core.training.trainer import Trainer
+from core.training.trainer import GptTrainer, Trainer
 
 NO_LIMIT = timedelta(days=365)
 
@@ -53,7 +53,22 @@ class JobResult:
 
 def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
     """Start torch.distributed, train, and tear everything down. Collective: all ranks of the job."""
-    device = choose_device(config, launch)
+
+    def run(device: torch.device, prepares_data: bool, keeps: bool) -> JobResult:
+        return train(config, plan, device, prepares_data=prepares_data, keeps=keeps)
+
+    return on_started_ranks(run, config.run.device, config.parallel.timeout_minutes, launch)
+
+
+def on_started_ranks(
+    run: Callable[[torch.device, bool, bool], JobResult], device_name: str, timeout_minutes: int, launch: Launch
+) -> JobResult:
+    """Start torch.distributed, run a job, and tear everything down. Collective: all ranks of the job.
+
+    run: takes this rank's device, whether it prepares the data of its machine, and whether all ranks can write to the
+    run's directory.
+    """
+    device = choose_device(device_name, launch)
     # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
     # processes before it have left there.
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -62,12 +77,12 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
         store=dist.PrefixStore(f"start_{launch.restarts}", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=config.parallel.timeout_minutes),
+        timeout=timedelta(minutes=timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
     try:
         one_machine = launch.world_size == launch.local_world_size
-        return train(config, plan, device, prepares_data=launch.local_rank == 0, keeps=one_machine)
+        return run(device, launch.local_rank == 0, one_machine)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -76,10 +91,10 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
         gc.collect()
 
 
-def choose_device(config: JobConfig, launch: Launch) -> torch.device:
+def choose_device(name: str, launch: Launch) -> torch.device:
     """This rank's device; 'auto' takes CUDA only where every local rank has a device of its own."""
-    devices = torch.cuda.device_count() if config.run.device != "cpu" else 0
-    if config.run.device == "cuda" and devices < launch.local_world_size:
+    devices = torch.cuda.device_count() if name != "cpu" else 0
+    if name == "cuda" and devices < launch.local_world_size:
         raise RuntimeError(
             f"--run.device cuda needs a device for each of the {launch.local_world_size} local ranks; "
             f"this machine has {devices}"
@@ -101,6 +116,28 @@ def train(
     start_groups(config, plan)
     tokens = open_tokens(config, prepares_data)
     trainer = build_trainer(config, plan, tokens, device)
+
+    def save_more(path: Path) -> None:
+        save_tokenizer(config.data, path)
+
+    return conduct(trainer, plan.describe(config), save_more, keeps=keeps)
+
+
+def conduct(
+    trainer: Trainer,
+    description: str,
+    save_more: Callable[[Path], None],
+    *,
+    keeps: bool,
+    hint: str = GENERATE,
+    finish: Callable[[Path], None] = lambda path: None,
+) -> JobResult:
+    """Everything around the steps of a built trainer: its directory, resuming, showing, saving. Collective.
+
+    save_more: on rank 0, what else is written to the run's directory at the start. hint: as in Reporter. finish: on all
+    ranks, after the last step; not after an error.
+    """
+    config = trainer.config
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
     goes_on = config.checkpoint.resume or config.checkpoint.step is not None
     resumed = checkpoints.resume() if checkpoints is not None and goes_on else None
@@ -109,26 +146,29 @@ def train(
             checkpoints = JobCheckpoints(trainer, run.path / CHECKPOINTS)
         if checkpoints is not None:
             checkpoints.run = run.path.name
-        if dist.get_rank() != 0:
-            return run_steps(trainer, None, checkpoints)
-        reporter = Reporter(config, plan, run.path, after_step=trainer.step)
-        with reporter.disk.forgiven():
-            (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
-            (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
-            save_tokenizer(config.data, run.path)
-            run.link_latest()
-        numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
-        print(plan.describe(config))
-        print(tokens.header.describe())
-        print(
-            f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/", flush=True
-        )
-        if resumed is not None:
-            print(resumed, flush=True)
-        return run_steps(trainer, reporter, checkpoints)
+        reporter = None
+        if dist.get_rank() == 0:
+            reporter = Reporter(config, trainer.plan, run.path, after_step=trainer.step, unit=trainer.unit, hint=hint)
+            with reporter.disk.forgiven():
+                (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
+                (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+                save_more(run.path)
+                run.link_latest()
+            numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
+            print(description)
+            print(trainer.tokens.header.describe())
+            print(
+                f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/",
+                flush=True,
+            )
+            if resumed is not None:
+                print(resumed, flush=True)
+        result = run_steps(trainer, reporter, checkpoints)
+        finish(run.path)
+        return result
 
 
-def claim_directory(config: JobConfig, saved: str | None) -> RunDirectory:
+def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
     """The run's directory, locked by rank 0; where that fails, all ranks say why. Collective.
 
     saved: the name of the directory of the run that goes on; None for a run that begins.
@@ -209,7 +249,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     return JobResult(losses, validation_loss, seconds, stopped)
 
 
-def validates_after(step: int, config: JobConfig) -> bool:
+def validates_after(step: int, config: RunConfig) -> bool:
     """True after each so many steps but the last, whose validation the end of the run does."""
     every = config.run.validate_every
     return every > 0 and step % every == 0 and step < config.run.last_step
@@ -227,7 +267,20 @@ def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
 
 
 def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
-    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective.
+    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
+    name = prepared_by_one(lambda: prepare_token_file(config.data).name, prepares_data, config.data.cache)
+    path = config.data.cache / name
+    tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
+    if num_windows(tokens.train, config.model.sequence_length) == 0:
+        raise ConfigError(
+            f"the text has {len(tokens.train)} tokens to train on, and one window takes "
+            f"--model.sequence-length {config.model.sequence_length} and a label; give more text or a shorter window"
+        )
+    return tokens
+
+
+def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path) -> str:
+    """The name of the data's file in `cache`, made by one rank of each machine; if it fails, all say why. Collective.
 
     The other ranks wait as long as it takes, whatever the limit of the job's groups. The rank watch says who waits for
     whom (core.rank_watch).
@@ -237,9 +290,9 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
     failure: str | None = None
     if prepares_data:
         try:
-            name = prepare_token_file(config.data).name
+            name = prepare()
         except OSError as error:
-            failure = explain(error, config.data.cache)
+            failure = explain(error, cache)
         except Exception as error:  # packages of tokenizers raise whatever they like, and the others wait
             failure = str(error) or repr(error)
     told = agree.gather((failure, name), group, "the text")
@@ -255,17 +308,10 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
                 f"the text or the tokenizer of rank {rank} is another one than that of rank {first} (token files "
                 f"{theirs} and {names[first]}); give all machines the same files"
             )
-    path = config.data.cache / names[first]
-    tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
-    if num_windows(tokens.train, config.model.sequence_length) == 0:
-        raise ConfigError(
-            f"the text has {len(tokens.train)} tokens to train on, and one window takes "
-            f"--model.sequence-length {config.model.sequence_length} and a label; give more text or a shorter window"
-        )
-    return tokens
+    return names[first]
 
 
-def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> Trainer:
+def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> GptTrainer:
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
@@ -275,7 +321,9 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
         model_config = replace(model_config, virtual_pipeline_model_parallel_size=plan.layout.chunks)
     stages = [stage.to(device) for stage in build_gpt_stages(model_config, plan.layout, groups)]
     chunks = wrap_stages(model_config, ddp_config(config), stages, groups)
-    optimizer = get_megatron_optimizer(optimizer_config(config), chunks, pg_collection=groups)
+    optimizer = get_megatron_optimizer(
+        optimizer_config(config.optimizer, config.model.dtype), chunks, pg_collection=groups
+    )
     model_config.grad_scale_func = optimizer.scale_loss  # of a pipeline's losses
     scheduler = make_scheduler(config, optimizer)
     runner = None
@@ -283,4 +331,4 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
         shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
         schedule = config.parallel.schedule_name
         runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
-    return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)
+    return GptTrainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)

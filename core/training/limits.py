@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from numbers import Real
 
 from core.distributed.distributed_data_parallel_config import RANGES as DDP_RANGES
 from core.number_ranges import Range, check_ranges, whole
 from core.optimizer.optimizer_config import RANGES as OPTIMIZER_RANGES
-from core.training.config import AXIS_OPTIONS, JobConfig
+from core.training.config import AXIS_OPTIONS, RunConfig
 from core.training.errors import ConfigError
 from core.transformer.expert_config import EXPERT_RANGES
 from core.transformer.transformer_config import RANGES as MODEL_RANGES
@@ -48,9 +49,9 @@ RANGES: dict[str, dict[str, Range]] = {
 }
 
 
-def check_numbers(config: JobConfig) -> None:
+def check_numbers(config: RunConfig, sections: Mapping[str, Mapping[str, Range]] = RANGES) -> None:
     """ConfigError for the first number outside its range, by its flag."""
-    for section, ranges in RANGES.items():
+    for section, ranges in sections.items():
         try:
             check_ranges(getattr(config, section), ranges, functools.partial(flag, section))
         except ValueError as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from core.interrupts import INTERRUPTED
 from core.training.checkpoints import after_restart, check_root
-from core.training.config import JobConfig
+from core.training.config import JobConfig, RunConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
@@ -17,48 +19,71 @@ from core.training.launch import Launch, find_launch
 from core.training.memory import device_memory_bytes, host_memory_bytes
 from core.training.output import outputs_that_may_go
 from core.training.own_ranks import end_with_parent, start_ranks
-from core.training.plan import plan_job
+from core.training.plan import JobPlan, plan_job
 from core.training.run_directory import check_writable
 from core.training.sizes import check_memory
 from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
 
+Config = TypeVar("Config", bound=RunConfig)
+Plan = TypeVar("Plan")
 FAILURE = 1
 USAGE_ERROR = 2
 
 
+@dataclass(frozen=True)
+class Command(Generic[Config, Plan]):
+    """A job as a command: what its arguments are, what is refused before ranks start, and what a rank runs.
+
+    load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
+    many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part. All but
+    the last raise ConfigError, or MissingExtra.
+    """
+
+    load: Callable[[list[str]], Config]
+    plan: Callable[[Config, int], Plan]
+    check: Callable[[Config, int], None]
+    check_places: Callable[[Config], None]
+    run: Callable[[Config, Plan, Launch], object]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank, or start all of them; the exit status.
+    """The main job: run one rank, or start all of them; the exit status."""
+    return run_command(PRETRAIN, argv)
+
+
+def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
+    """Run one rank of a job, or start all of them; the exit status.
 
     Under a launcher (torchrun, SLURM) this process is a rank. Started plainly it starts `--run.ranks` ranks on this
     machine and waits for them.
     """
     with outputs_that_may_go():
         try:
-            return _main(sys.argv[1:] if argv is None else list(argv))
+            return _run(command, sys.argv[1:] if argv is None else list(argv))
         except KeyboardInterrupt:
             return INTERRUPTED
 
 
-def _main(arguments: list[str]) -> int:
+def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     launch: Launch | None = None
     try:
         launch = find_launch(os.environ)
-        config = load_config(arguments)
+        config = command.load(arguments)
         if launch is not None and launch.restarts > 0:
             config = after_restart(config)
-        plan = plan_job(config, config.run.ranks if launch is None else launch.world_size)
-        check_extras(config)
+        ranks_here = config.run.ranks if launch is None else launch.local_world_size
+        plan = command.plan(config, config.run.ranks if launch is None else launch.world_size)
         threads = intra_op_threads(
             os.environ,
             requested=config.run.threads_per_rank,
             cores=available_cores(),
-            local_world_size=config.run.ranks if launch is None else launch.local_world_size,
+            local_world_size=ranks_here,
         )
-        check_room(config, config.run.ranks if launch is None else launch.local_world_size)
+        command.check(config, ranks_here)
         if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
-            check_places(config)
+            command.check_places(config)
     except (ConfigError, MissingExtra) as error:
         return _refuse(error, launch)
     if launch is None:
@@ -67,7 +92,6 @@ def _main(arguments: list[str]) -> int:
     import torch
 
     from core.checkpoint import CheckpointError
-    from core.training.job import run_job
     from core.training.second_interrupt import EndAtSecondInterrupt
 
     end_with_parent(os.environ)
@@ -77,13 +101,24 @@ def _main(arguments: list[str]) -> int:
     torch.set_num_threads(threads)
     try:
         with EndAtSecondInterrupt(says=launch.rank == 0):
-            run_job(config, plan, launch)
+            command.run(config, plan, launch)
     except ConfigError as error:
         return _refuse(error, launch)
     except CheckpointError as error:  # of a save; all ranks have it
         _refuse(error, launch)
         return FAILURE
     return 0
+
+
+def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object:
+    from core.training.job import run_job
+
+    return run_job(config, plan, launch)
+
+
+def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
+    check_extras(config)
+    check_room(config, ranks_here)
 
 
 def check_room(config: JobConfig, ranks_here: int) -> None:
@@ -97,21 +132,31 @@ def check_room(config: JobConfig, ranks_here: int) -> None:
 
 def check_extras(config: JobConfig) -> None:
     """Find out now, not at the end of the run, whether what was asked for is installed."""
-    if config.logging.plots:
-        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
-    if config.logging.tensorboard:
-        require_installed("tensorboard", "--logging.tensorboard")
+    check_logging(config)
     if config.data.tokenizer != "bytes":
         require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
 
 
-def check_places(config: JobConfig) -> None:
-    """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+def check_logging(config: RunConfig) -> None:
+    """Find out whether what a run is to show and write can be shown and written."""
+    if config.logging.plots:
+        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
+    if config.logging.tensorboard:
+        require_installed("tensorboard", "--logging.tensorboard")
+
+
+def check_run_places(config: RunConfig, cache: Path) -> None:
+    """Find out whether a run's directories, and `cache` for its data, can be written."""
     check_writable(config.run.directory, "--run.directory")
-    check_writable(config.data.cache, "--data.cache")
+    check_writable(cache, "--data.cache")
     if config.checkpoint.dir is not None:
         check_writable(config.checkpoint.dir, "--checkpoint.dir")
     check_root(config.checkpoint)
+
+
+def check_places(config: JobConfig) -> None:
+    """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+    check_run_places(config, config.data.cache)
     if config.data.tokenizer not in ("bytes", "bpe"):
         try:
             read_tokenizer(Path(config.data.tokenizer))
@@ -129,3 +174,8 @@ def _refuse(error: Exception, launch: Launch | None) -> int:
     if launch is None or launch.rank == 0:
         print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
+
+
+PRETRAIN: Command[JobConfig, JobPlan] = Command(
+    load_config, plan_job, _check_pretraining, check_places, _run_pretraining
+)

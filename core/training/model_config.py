@@ -8,7 +8,7 @@ import torch
 
 from core.distributed import DistributedDataParallelConfig
 from core.optimizer import OptimizerConfig
-from core.training.config import JobConfig
+from core.training.config import JobConfig, OptimizerOptions
 from core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {
@@ -69,9 +69,8 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
     )
 
 
-def optimizer_config(config: JobConfig) -> OptimizerConfig:
-    """The optimizer's own configuration; the scheduler sets the learning rate of every step."""
-    options = config.optimizer
+def optimizer_config(options: OptimizerOptions, dtype: str) -> OptimizerConfig:
+    """The optimizer's own configuration, for parameters of a dtype; the scheduler sets the rate of every step."""
     return OptimizerConfig(
         optimizer=options.name,
         lr=options.lr,
@@ -82,12 +81,12 @@ def optimizer_config(config: JobConfig) -> OptimizerConfig:
         adam_eps=options.adam_eps,
         sgd_momentum=options.sgd_momentum,
         clip_grad=options.clip_grad,
-        bf16=config.model.dtype == "bfloat16",
-        fp16=config.model.dtype == "float16",
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
         loss_scale=options.loss_scale,
         initial_loss_scale=options.initial_loss_scale,
         loss_scale_window=options.loss_scale_window,
-        params_dtype=DTYPES[config.model.dtype],
+        params_dtype=DTYPES[dtype],
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
-from core.training.config import JobConfig, ParallelOptions
+from core.training.config import JobConfig, ParallelOptions, RunConfig
 from core.training.errors import ConfigError
 from core.training.limits import check_numbers
 from core.training.model_config import optimizer_config, transformer_config
@@ -21,14 +21,27 @@ BYTES = 256  # the vocabulary of the tokenizer 'bytes'
 
 
 @dataclass(frozen=True)
-class JobPlan:
-    """The resolved sizes of a job."""
+class BatchPlan:
+    """How a global batch is divided."""
 
     world_size: int
     dp: int
     micro_batch_size: int  # windows in one forward of one rank
     num_microbatches: int  # forwards of one rank in one step
     tokens_per_step: int  # of all ranks together
+
+    def describe_batch(self, config: RunConfig) -> str:
+        """The arithmetic of a step, in words."""
+        return (
+            f"global batch {config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} "
+            f"microbatches x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
+        )
+
+
+@dataclass(frozen=True)
+class JobPlan(BatchPlan):
+    """The resolved sizes of a job."""
+
     layout: PipelineLayout  # where the layers lie
 
     def describe(self, config: JobConfig) -> str:
@@ -46,11 +59,7 @@ class JobPlan:
             etp = parallel.tp if parallel.etp is None else parallel.etp
             experts = f"; {config.model.num_experts} experts over ep {parallel.ep} x etp {etp}"
         sharding = "sharded optimizer" if config.ddp.sharded else "replicated optimizer"
-        return (
-            f"{self.world_size} ranks = {' x '.join(axes)} ({sharding}){experts}; global batch "
-            f"{config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} microbatches "
-            f"x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
-        )
+        return f"{self.world_size} ranks = {' x '.join(axes)} ({sharding}){experts}; {self.describe_batch(config)}"
 
 
 def plan_job(config: JobConfig, world_size: int) -> JobPlan:
@@ -125,7 +134,7 @@ def _check_the_rest(config: JobConfig) -> None:
         )
     try:
         transformer_config(config, known or config.parallel.tp)
-        optimizer_config(config)
+        optimizer_config(config.optimizer, config.model.dtype)
         schedule_numbers(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -134,6 +143,11 @@ def _check_the_rest(config: JobConfig) -> None:
 def _check_options(config: JobConfig) -> None:
     """What can be told of one option alone, and what checkpoints need."""
     check_numbers(config)
+    check_run(config)
+
+
+def check_run(config: RunConfig) -> None:
+    """The names that a run is given, and what its checkpoints need."""
     check_run_name(config.run.name)
     checkpoint = config.checkpoint
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None

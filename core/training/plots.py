@@ -28,7 +28,7 @@ def figure(width: float, height: float) -> Any:
     return require("matplotlib.pyplot", "drawing the plots").figure(figsize=(width, height), layout="constrained")
 
 
-def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: float | None) -> None:
+def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: float | None, unit: str) -> None:
     """Loss and gradient norm over the steps; validation losses as points, and the one at the end as a line."""
     picture = figure(8, 6)
     losses, norms = picture.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -40,7 +40,7 @@ def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: 
     if validation_loss is not None:
         text = f"validation at the end: {validation_loss:.3f}"
         losses.axhline(validation_loss, color="tab:red", linestyle="--", linewidth=1, label=text)
-    losses.set_ylabel("nats per byte")
+    losses.set_ylabel(unit)
     losses.grid(alpha=0.3)
     losses.legend()
     measured = [(record.step, record.grad_norm) for record in records if record.grad_norm is not None]

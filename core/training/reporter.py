@@ -12,20 +12,34 @@ from pathlib import Path
 from types import TracebackType
 
 from core import parallel_state
-from core.training.config import JobConfig
+from core.training.config import RunConfig
 from core.training.perfetto import write_trace
-from core.training.plan import JobPlan
+from core.training.plan import BatchPlan
 from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
 from core.training.progress import make_progress
 from core.training.step_log import StepLog, StepRecord
 from core.training.step_trace import StepTrace
-from core.training.trainer import StepResult, Trainer
+from core.training.trainer import GptTrainer, StepResult, Trainer
+
+GENERATE = "continue a text: {python} -m core.generate {directory}"
 
 
 class Reporter:
     """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
 
-    def __init__(self, config: JobConfig, plan: JobPlan, directory: Path, after_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: BatchPlan,
+        directory: Path,
+        after_step: int = 0,
+        *,
+        unit: str = GptTrainer.unit,
+        hint: str = GENERATE,
+    ) -> None:
+        """unit: of the losses. hint: what can be done with the run's checkpoint, if anything."""
+        self.unit = unit
+        self.hint = hint
         self.config = config
         self.plan = plan
         self.directory = directory
@@ -110,7 +124,7 @@ class Reporter:
             print(self._what_next(self.kept), flush=True)
         if records and self.config.logging.plots:
             with self.disk.forgiven():
-                draw_loss_curve(self.directory / "loss.png", records, self.validation_loss)
+                draw_loss_curve(self.directory / "loss.png", records, self.validation_loss, self.unit)
                 if self.last_trace is not None:
                     self.last_trace.settle()
                     draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
@@ -123,7 +137,7 @@ class Reporter:
     def _last_words(self, ended_by: type[BaseException] | None) -> str:
         last = self.log.records[-1]
         done = last.step - self.after_step
-        words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} nats per byte"
+        words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} {self.unit}"
         if self.validation_loss is not None:
             words += f", validation loss {self.validation_loss:.4f}"
         if ended_by is not None:
@@ -137,10 +151,9 @@ class Reporter:
         longer = ""
         if self.log.records and self.log.records[-1].step >= self.config.run.steps:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
-        return (
-            f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}\n"
-            f"continue a text: {_python()} -m core.generate {self.directory}"
-        )
+        return f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}" + (
+            self.hint and "\n" + self.hint
+        ).format(python=_python(), directory=self.directory)
 
 
 def _python() -> str:

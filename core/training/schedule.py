@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from core.optimizer.optimizer_param_scheduler import HasParamGroups, OptimizerParamScheduler, check_schedule
-from core.training.config import JobConfig
+from core.training.config import RunConfig
 from core.training.errors import ConfigError
 
 
-def schedule_numbers(config: JobConfig) -> dict[str, Any]:
+def schedule_numbers(config: RunConfig) -> dict[str, Any]:
     """The scheduler's arguments; ConfigError for a schedule that cannot be.
 
     The first step has lr / warmup_steps, step `warmup_steps` the whole lr, and the last step min_lr. A run that ends
@@ -39,7 +39,7 @@ def schedule_numbers(config: JobConfig) -> dict[str, Any]:
     return numbers
 
 
-def make_scheduler(config: JobConfig, optimizer: HasParamGroups) -> OptimizerParamScheduler:
+def make_scheduler(config: RunConfig, optimizer: HasParamGroups) -> OptimizerParamScheduler:
     """The scheduler of a job; step it by the windows of each update."""
     which = config.checkpoint.schedule
     return OptimizerParamScheduler(

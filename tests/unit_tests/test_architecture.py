@@ -34,6 +34,7 @@ FLOORS = {
     "core.verify": 4,
     "core.compat": 4,
     "core.doctor": 5,
+    "core.finetune": 5,
     "core.generate": 5,
     "core.convert": 5,
     "core.__main__": 5,

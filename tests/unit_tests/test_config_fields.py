@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.distributed import DistributedDataParallelConfig
+from core.finetune import config as finetune
 from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import OptimizerConfig
 from core.training import config as training
@@ -33,11 +34,12 @@ READERS: dict[type, tuple[str, ...]] = {
     DistributedDataParallelConfig: ("distributed", "optimizer"),
     OptimizerConfig: ("optimizer",),
 }
-READERS |= {
-    kind: ("training",)
-    for kind in vars(training).values()
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == training.__name__
-}
+for module, folders in ((training, ("training",)), (finetune, ("finetune", "training"))):
+    READERS |= {
+        kind: folders
+        for kind in vars(module).values()
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
+    }
 REFUSED = {  # accepted with their default only, and refused by name otherwise
     (DistributedDataParallelConfig, "align_param_gather"),
     (ModelParallelConfig, "use_cpu_initialization"),

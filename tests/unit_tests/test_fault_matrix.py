@@ -59,7 +59,7 @@ TRANSPORTS = {"memory": [], "sockets": ["--ddp.no-share-host-memory"]}
 FUNCTIONS = {
     "start-up": ("core.parallel_state", "ProcessGroups.build", False),
     "wrap": ("core.training.job", "wrap_stages", False),
-    "data": ("core.training.trainer", "Trainer.batch", True),
+    "data": ("core.training.trainer", "GptTrainer.batch", True),
     "bucket": ("core.distributed.wire.collectives", "Collectives._launch", True),
     "guards": ("core.distributed.reduce.grad_reducer", "agree_on_step", True),
     "norm": ("core.optimizer.optimizer", "GradMeter.measure", True),

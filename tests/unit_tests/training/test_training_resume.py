@@ -29,7 +29,7 @@ from core.training.config_file import ConfigError, load_config, merge
 from core.training.job import JobResult, train
 from core.training.main import check_places
 from core.training.plan import plan_job
-from core.training.trainer import Trainer
+from core.training.trainer import GptTrainer, Trainer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.training.training_reference import CPU, ROOT, TINY, losses_on_ranks, read_losses, text_flags_in
 
@@ -185,7 +185,7 @@ def test_sigterm_to_one_rank_ends_the_run_of_all_ranks_with_a_checkpoint(
 def test_sigterm_in_the_last_validation_ends_it(rank: int, world: int, tmp_path: Path, text_flags: list[str]) -> None:
     flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
     config = load_config([*flags, "--run.steps", "1", "--run.validation-windows", "16", "--run.micro-batch-size", "1"])
-    token_losses, batches = Trainer._token_losses, []
+    token_losses, batches = GptTrainer.token_losses, []
 
     def signalled_in_batch_2(trainer: Trainer, *arguments: Any) -> Any:
         batches.append(trainer.step)
@@ -194,7 +194,7 @@ def test_sigterm_in_the_last_validation_ends_it(rank: int, world: int, tmp_path:
         return token_losses(trainer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_token_losses", signalled_in_batch_2)
+        patch.setattr(GptTrainer, "token_losses", signalled_in_batch_2)
         result = train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
     assert result.stopped and result.validation_loss is None and len(result.losses) == 1
     assert len(batches) in (2, 3), "of eight"

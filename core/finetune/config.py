@@ -1,0 +1,85 @@
+"""What the fine-tuning job is told: its own sections, beside those that it shares with the main job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from core.training.config import OptimizerOptions, RunConfig, RunOptions
+from core.training.config_file import read_over, read_toml, spell_out, split_config_files
+
+TINY = "tiny:"  # before a model type, in place of a directory: a small random model
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """The model to begin from."""
+
+    path: str = "tiny:qwen3"  # a checkpoint directory of a causal model, or tiny:FAMILY for a small random one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 has fp32 masters in the optimizer
+    sequence_length: int = 256  # tokens of one window
+    gradient_checkpointing: bool = False  # compute each layer again in backward
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Adapters in place of all weights."""
+
+    r: int | None = None  # the rank of the adapters; None trains all weights
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # names of linear layers; empty for all but the output layer
+
+
+@dataclass(frozen=True)
+class TunedData:
+    """Lines of JSON, each with "messages" (a chat), "prompt" and "completion", or "text"."""
+
+    file: Path | None = None  # None for files of the Python standard library, as text
+    limit: int | None = None  # so many lines; None for all of a file, and for 100 files of the standard library
+    packing: bool = True  # several documents in one window, each seeing itself alone
+    validation_fraction: float = 0.05  # of the documents; they are not trained on
+    cache: Path = Path("runs/tokens")
+
+
+@dataclass(frozen=True)
+class TunedParallel:
+    """How the ranks are divided."""
+
+    dp: int | None = None  # None for what tp leaves; a number is compared with that
+    tp: int = 1
+    zero: Literal[0, 1, 2, 3] = 1  # shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too
+    timeout_minutes: int = 30
+
+
+@dataclass(frozen=True)
+class TuneConfig(RunConfig):
+    """Everything the fine-tuning job is told."""
+
+    optimizer: OptimizerOptions = field(
+        default_factory=lambda: OptimizerOptions(lr=1e-4, min_lr=1e-5, warmup_steps=10, adam_beta2=0.999)
+    )
+    run: RunOptions = field(
+        default_factory=lambda: RunOptions(name="finetune", steps=100, global_batch_size=8, ranks=2)
+    )
+    model: TunedModel = field(default_factory=TunedModel)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    data: TunedData = field(default_factory=TunedData)
+    parallel: TunedParallel = field(default_factory=TunedParallel)
+
+
+SHORT_FLAGS = {
+    **{"--model": "--model.path", "--data": "--data.file"},
+    **{f"--{name}": f"--parallel.{name}" for name in ("tp", "dp", "zero")},
+}
+
+
+def load_config(argv: Sequence[str]) -> TuneConfig:
+    """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults. ConfigError in one line."""
+    files, flags = split_config_files(argv)
+    about = "Fine-tune a checkpoint directory. Flags win over --config FILE.toml (may be repeated), files over the "
+    about += f"defaults below. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
+    flags = spell_out(flags, {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"})
+    return read_over(TuneConfig(), [(file, read_toml(file)) for file in files], flags, "core.finetune", about)

@@ -1,0 +1,55 @@
+"""The command: read what it is told, refuse what cannot be before ranks start, run it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from core.finetune.config import TuneConfig, load_config
+from core.finetune.plan import TunePlan, plan_tuning
+from core.training.extras import require_installed
+from core.training.launch import Launch
+from core.training.main import Command, check_logging, check_run_places, run_command
+from core.training.own_ranks import STARTED_BY_US
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank, or start all of them; the exit status."""
+    return run_command(FINETUNE, argv)
+
+
+def check_extras(config: TuneConfig, ranks_here: int) -> None:
+    """Find out now whether what was asked for is installed."""
+    check_logging(config)
+    require_installed("transformers", "fine-tuning", "transformers")
+    if config.lora.r is not None:
+        require_installed("peft", "--lora.r", "peft")
+
+
+def check_places(config: TuneConfig) -> None:
+    """Find out before ranks start whether model and data are there, fit the ranks, and can be read."""
+    if STARTED_BY_US in os.environ:  # who started this rank has checked
+        return
+    check_run_places(config, config.data.cache)
+
+    from core.finetune.model import check_model, load_tokenizer
+    from core.finetune.records import check_template, check_tokenizer, read_records
+    from core.hugging_face.transformers_plans import transformers_package
+
+    transformers_package().utils.logging.disable_progress_bar()
+    check_model(config)
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer)
+    if config.data.file is not None:
+        for where, record in read_records(config.data.file, config.data.limit):
+            if "messages" in record:
+                check_template(tokenizer, where)
+
+
+def _run(config: TuneConfig, plan: TunePlan, launch: Launch) -> object:
+    from core.finetune.job import run_tuning
+
+    return run_tuning(config, plan, launch)
+
+
+FINETUNE: Command[TuneConfig, TunePlan] = Command(load_config, plan_tuning, check_extras, check_places, _run)

@@ -1,0 +1,232 @@
+"""The fine-tuning job: equal to a plain loop of transformers, resumed bit for bit, and a plain directory at the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+pytest.importorskip("tyro")
+
+from core.finetune.config import TuneConfig, load_config
+from core.finetune.job import tune
+from core.finetune.main import main
+from core.finetune.model import check_model, directory_of
+from core.finetune.plan import plan_tuning
+from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED, open_windows
+from core.training.errors import ConfigError
+from core.training.sampler import GlobalBatchSampler
+from tests.unit_tests.ranks import ranks
+
+CPU = torch.device("cpu")
+PLAIN = ["--optimizer.weight-decay", "0", "--optimizer.clip-grad", "0", "--optimizer.decay", "constant"]
+
+
+def config_in(folder: Path, *flags: str) -> TuneConfig:
+    """A small job on a chat of 60 lines, in a folder. The same in every process."""
+    data = folder / "chats.jsonl"
+    if not data.exists():
+        lines = []
+        for number in range(60):
+            question = {"role": "user", "content": "count " + "a" * (number % 7)}
+            answer = {"role": "assistant", "content": "b" * (3 + number % 5)}
+            lines.append(json.dumps({"messages": [question, answer]}))
+        partial = data.with_suffix(f".{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}")
+        partial.write_text("\n".join(lines) + "\n")
+        partial.rename(data)
+    where = ["--run.directory", str(folder / "runs"), "--data.cache", str(folder / "cache"), "--logging.no-plots"]
+    size = ["--model.sequence-length", "96", "--run.global-batch-size", "4", "--optimizer.lr", "2e-3"]
+    return load_config(["--data", str(data), *where, *size, "--optimizer.warmup-steps", "0", *flags])
+
+
+def tuned(config: TuneConfig, rank: int, world: int) -> list[float]:
+    """Losses of a run on the started ranks."""
+    if rank == 0:
+        check_model(config)  # makes the tiny model
+    torch.distributed.barrier()
+    return tune(config, plan_tuning(config, world), CPU, prepares_data=rank == 0, keeps=True).losses
+
+
+def documents_of(windows: Any, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, labels) of each document of a window, one by one."""
+    window = torch.from_numpy(windows.train[index].astype("int64"))
+    starts = [*(window[POSITIONS] == 0).nonzero().flatten().tolist(), window.shape[-1]]
+    parts = [slice(*pair) for pair in zip(starts, starts[1:], strict=False)]
+    return [(window[IDS, part], window[LABELS, part]) for part in parts]
+
+
+def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> tuple[list[float], Any]:
+    """One process, each document alone in its forward, torch's Adam: (losses, the model)."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory_of(config))
+    if lora is not None:
+        import peft
+
+        torch.manual_seed(config.run.seed)
+        model = peft.get_peft_model(model, lora)
+    windows = open_windows(next(config.data.cache.glob("windows-*")))
+    sampler = GlobalBatchSampler(len(windows.train), config.run.global_batch_size, config.run.seed)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(learning, lr=2e-3, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for _ in range(steps):
+        documents = [each for index in sampler.next_global_batch() for each in documents_of(windows, index)]
+        count = sum(int((labels != UNLEARNED).sum()) for _, labels in documents)
+        optimizer.zero_grad()
+        total = 0.0
+        for ids, labels in documents:
+            if len(ids) > 1 and (labels != UNLEARNED).any():
+                logits = model(input_ids=ids[None]).logits[0, :-1]
+                loss = F.cross_entropy(logits, labels[1:], ignore_index=UNLEARNED, reduction="sum") / count
+                loss.backward()
+                total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses, model
+
+
+@ranks(4, timeout_s=120.0)
+@pytest.mark.parametrize("zero", ["1", pytest.param("0", marks=pytest.mark.nightly), "3"])
+def test_20_losses_over_tp_and_dp_are_those_of_a_plain_loop(rank: int, world: int, zero: str, tmp_path: Path) -> None:
+    import transformers
+
+    flags = ["--tp", "2", "--zero", zero, "--run.steps", "20", "--run.micro-batch-size", "1", *PLAIN]
+    config = config_in(tmp_path, *flags)
+    losses = tuned(config, rank, world)
+    if rank == 0:
+        expected, reference = losses_of_a_plain_loop(config, 20)
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert losses[0] - losses[-1] > 1
+        directory = tmp_path / "runs" / "finetune" / "model"
+        saved = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(saved.get_parameter(name), parameter, rtol=1e-3, atol=2e-4)
+        assert transformers.AutoTokenizer.from_pretrained(directory).chat_template
+    torch.distributed.barrier()
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("tp", ["2", pytest.param("1", marks=pytest.mark.nightly)])
+def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(rank: int, world: int, tp: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    config = config_in(tmp_path, "--tp", tp, "--lora.r", "4", "--lora.alpha", "8", "--run.steps", "8", *PLAIN)
+    losses = tuned(config, rank, world)
+    if rank == 0:
+        lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        expected, reference = losses_of_a_plain_loop(config, 8, lora)
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert losses[0] - losses[-1] > 0.01
+        base = transformers.AutoModelForCausalLM.from_pretrained(directory_of(config))
+        saved = peft.PeftModel.from_pretrained(base, tmp_path / "runs" / "finetune" / "model")
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(saved.get_parameter(name), parameter, rtol=1e-3, atol=2e-4)
+    torch.distributed.barrier()
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, adapters: bool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    flags = ["--tp", "2", "--run.steps", "4", "--run.validate-every", "0"]
+    flags += ["--lora.r", "2", "--lora.dropout", "0.1"] if adapters else ["--model.gradient-checkpointing"]
+    whole = tuned(config_in(tmp_path, *flags, "--run.name", "whole"), rank, world)
+    torch_state_is_fresh()
+    kept = ["--run.name", "parts", "--checkpoint.dir", str(tmp_path / "kept")]
+    first = tuned(config_in(tmp_path, *flags, *kept, "--run.stop-after", "2"), rank, world)
+    torch_state_is_fresh()
+    second = tuned(config_in(tmp_path, *flags, *kept, "--checkpoint.resume"), rank, world)
+    assert first + second == whole
+    if rank == 0:
+        name = "adapter_model.safetensors" if adapters else "model.safetensors"
+        one, other = ((tmp_path / "runs" / run / "model" / name).read_bytes() for run in ("whole", "parts"))
+        assert one == other
+        records = (tmp_path / "runs" / "parts" / "steps.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4]
+        assert (tmp_path / "runs" / "latest").resolve() == tmp_path / "runs" / "parts"
+    torch.distributed.barrier()
+
+
+def torch_state_is_fresh() -> None:
+    """A run leaves its groups to the process; the next one makes its own."""
+    from core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.manual_seed(torch.distributed.get_rank())  # whatever a new process would have
+
+
+@ranks(2)
+def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_packing(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    flags = ["--model", "tiny:falcon", "--tp", "2", "--run.steps", "2", *PLAIN]
+    with pytest.raises(ConfigError, match="packed documents apart.*use --data.no-packing"):
+        tuned(config_in(tmp_path, *flags), rank, world)
+    torch_state_is_fresh()
+    config = config_in(tmp_path, *flags, "--data.no-packing", "--data.cache", str(tmp_path / "unpacked"))
+    losses = tuned(config, rank, world)
+    if rank == 0:
+        assert losses == pytest.approx(losses_of_a_plain_loop(config, 2)[0], abs=1e-5)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "--data.file nowhere.jsonl is no file"),
+        (["--data", "bad.jsonl"], "bad.jsonl, line 2 has the fields 'body'"),
+        (["--model", "nowhere"], "--model.path nowhere holds no config.json"),
+        (["--model", "tiny:lama"], "no family with a plan or a policy is called 'lama'"),
+        (["--model", "tiny:vit"], "model type 'vit' has no causal language model"),
+        (
+            ["--model", "plain", "--data", "chat.jsonl", "--model.sequence-length", "64"],
+            "line 1 is a chat, and the model's tokenizer has no chat template",
+        ),
+        (["--tp", "3", "--run.ranks", "3"], "3 tensor-parallel ranks: 'model.layers.0.self_attn.q_proj.weight'"),
+        (["--tp", "2", "--run.ranks", "3"], "3 ranks are not divisible by tp 2 x cp 1 x pp 1"),
+        (["--run.global-batch-size", "3"], "--run.global-batch-size 3 is not divisible by dp (world 2 / tp 1 =) 2"),
+        (["--run.micro-batch-size", "3"], "--run.micro-batch-size 3"),
+        (["--lora.r", "0"], "--lora.r must be a whole number of at least 1"),
+        (["--lora.dropout", "0.1"], "--lora.targets and --lora.dropout are of adapters; add their rank too"),
+        (["--model.sequence-length", "1"], "--model.sequence-length must be a whole number of at least 2"),
+        (["--model", "plain", "--model.sequence-length", "4096"], "4096 is longer than the model's positions, 64"),
+        (["--checkpoint.resume"], "need --checkpoint.dir"),
+        (["--pp", "2"], "--pp"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from core.finetune.model import byte_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
+    Path("bad.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
+    Path("chat.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
+    if "plain" in flags:
+        check_model(load_config(["--model.sequence-length", "64", "--run.directory", str(tmp_path)]))
+        Path("plain").symlink_to(next(Path("tiny").iterdir()))
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = None
+        Path("plain/chat_template.jinja").unlink()
+        tokenizer.save_pretrained("plain")
+    capsys.readouterr()
+    assert main([*flags, "--logging.no-plots"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
+
+
+def test_what_is_right_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["--tp", "2", "--logging.no-plots"]) == 77
