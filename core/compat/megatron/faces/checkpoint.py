@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from core.checkpoint import CheckpointError, CheckpointSaver, find_intact, load_checkpoint, save_checkpoint
@@ -141,8 +142,12 @@ def save(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save({}, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not ranks.started)
 
-    with CheckpointSaver(checkpoint_dir, process_group) as saver:
-        saver.save(STEP, fill, meta={"dist_checkpointing": 1, "content_metadata": content_metadata})
+    try:
+        with CheckpointSaver(checkpoint_dir, process_group) as saver:
+            saver.save(STEP, fill, meta={"dist_checkpointing": 1, "content_metadata": content_metadata})
+    except CheckpointException as failure:  # what the tree lacks, the same on all ranks
+        rank, (reason, _) = min(failure.failures.items())
+        raise CheckpointError(f"cannot save {checkpoint_dir}: rank {rank}: {reason}") from None
 
 
 def _built(leaf: Any) -> Iterable[Any]:

@@ -1,0 +1,175 @@
+"""dist_checkpointing over core.checkpoint: trees of sharded tensors come back whole, at another layout too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import core.compat.megatron as mcore
+from core import parallel_state
+from core.checkpoint import CheckpointError
+from core.compat.megatron.faces.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    replace_prefix_for_sharding,
+)
+from tests.unit_tests.ranks import ranks
+
+VOCABULARY = 31  # which tp 2 pads
+
+
+def trained(tensor_parallel: int) -> tuple[Any, Any]:
+    """A wrapped GPT with SwiGLU, whose split weight is two boxes, and its optimizer, over new groups."""
+    parallel_state.destroy_model_parallel()
+    mcore.parallel_state.initialize_model_parallel(tensor_parallel)
+    config = mcore.transformer.transformer_config.TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        tensor_model_parallel_size=tensor_parallel,
+    )
+    spec = mcore.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec()
+    model = mcore.models.gpt.GPTModel(config, spec, VOCABULARY, 8)
+    options = mcore.distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = mcore.DistributedDataParallel(config, options, model)
+    settings = mcore.optimizer.OptimizerConfig(lr=0.02, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True)
+    return wrapped, mcore.optimizer.get_megatron_optimizer(settings, [wrapped])
+
+
+def steps(model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
+    """Losses of steps whose batches depend on the data rank and the step alone."""
+    losses = []
+    data = parallel_state.get_data_parallel_world_size()
+    for step in range(begin, end):
+        batches = [
+            torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(10 * step + part))
+            for part in range(2)
+        ]
+        mine = batches[parallel_state.get_data_parallel_rank()] if data == 2 else torch.cat(batches)
+        optimizer.zero_grad()
+        loss = model(mine, torch.arange(8).expand_as(mine), None, labels=mine).mean()
+        loss.backward()
+        mcore.distributed.finalize_model_grads([model])
+        optimizer.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        losses.append(float(total) / data)
+    return losses
+
+
+@ranks(2)
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(2, 1), (1, 2)])
+def test_training_goes_on_at_another_layout(
+    rank: int, world: int, tmp_path: Path, saved_at: int, loaded_at: int
+) -> None:
+    (tmp_path / "iter_2").mkdir(exist_ok=True)
+    model, optimizer = trained(saved_at)
+    first = steps(model, optimizer, 0, 2)
+    tree = {"model": model.sharded_state_dict(), "iteration": 2}
+    tree["optimizer"] = optimizer.sharded_state_dict(tree["model"])
+    mcore.dist_checkpointing.save(tree, tmp_path / "iter_2", content_metadata={"kind": "test"})
+    expected = steps(model, optimizer, 2, 5)
+
+    model, optimizer = trained(loaded_at)
+    tree = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict({}, is_loading=True)}
+    with pytest.raises(ValueError, match="this optimizer state was not loaded"):
+        optimizer.load_state_dict(tree["optimizer"])
+    loaded = mcore.dist_checkpointing.load(tree, tmp_path / "iter_2", strict=StrictHandling.RAISE_ALL)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["iteration"] == 2
+    assert mcore.dist_checkpointing.load_content_metadata(tmp_path / "iter_2") == {"kind": "test"}
+    resumed = steps(model, optimizer, 2, 5)
+    assert resumed == pytest.approx(expected, abs=1e-4)
+    assert first[0] - expected[-1] > 0.1, "it trains by far more than that"
+    fresh = steps(*trained(loaded_at), 2, 5)
+    assert abs(fresh[0] - expected[0]) > 0.01, "what was saved matters"
+
+
+@ranks(2)
+def test_a_tree_of_every_kind_of_leaf_comes_back(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir(exist_ok=True)
+    whole = torch.arange(24.0).view(4, 6)
+
+    def tree(filled: bool) -> dict[str, Any]:
+        part = whole[:, 3 * rank : 3 * rank + 3].contiguous() if filled else torch.zeros(4, 3)
+
+        def build(key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
+            rows = data.view(2, 2, 3)
+            return [ShardedTensor.from_rank_offsets(f"{key}.{n}", rows[n], (1, rank, 2)) for n in range(2)]
+
+        return {
+            "columns": ShardedTensor.from_rank_offsets("columns", part, (1, rank, 2)),
+            "layers": {"stacked": ShardedTensor.from_rank_offsets("layers", part[0], (0, rank, 2), prepend_axis_num=1)},
+            "replica": ShardedTensor.from_rank_offsets("replica", whole if filled else whole * 0, replica_id=(0, rank)),
+            "factory": ShardedTensorFactory("made", part, build, torch.cat),
+            "seen": [ShardedObject("seen", {"rank": rank} if filled else None, (2,), (rank,))],
+            "here": LocalNonpersistentObject(f"rank {rank}"),
+            "common": {"step": 7, "name": "run"} if filled else {},
+        }
+
+    mcore.dist_checkpointing.save(tree(True), tmp_path / "tree")
+    assert mcore.dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "tree")
+    mine = whole[:, 3 * rank : 3 * rank + 3]
+    found = mcore.dist_checkpointing.load(tree(False), tmp_path / "tree")
+    assert torch.equal(found["columns"], mine) and torch.equal(found["layers"]["stacked"], mine[0])
+    assert torch.equal(found["replica"], whole) and torch.equal(found["factory"], mine)
+    assert found["seen"] == [{"rank": rank}] and found["here"] == f"rank {rank}"
+    assert found["common"] == {"step": 7, "name": "run"}
+    assert mcore.dist_checkpointing.load_common_state_dict(tmp_path / "tree")["common"]["step"] == 7
+    assert torch.equal(mcore.dist_checkpointing.load_plain_tensors(tmp_path / "tree")["columns"], whole)
+
+    more = {"new": ShardedTensor.from_rank_offsets("new", torch.zeros(2))}
+    with pytest.raises(CheckpointError, match="does not have 'new'"):
+        mcore.dist_checkpointing.load(more, tmp_path / "tree")
+    with pytest.raises(CheckpointError, match="nobody asks for 'columns'"):
+        mcore.dist_checkpointing.load({}, tmp_path / "tree", strict="raise_all")
+    state, missing, unexpected = mcore.dist_checkpointing.load(more, tmp_path / "tree", strict="return_all")
+    assert "new" not in state and "columns" in missing and unexpected == {"new"}
+    other = {"columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(4, 5), (1, rank, 2))}
+    with pytest.raises(CheckpointError, match=r"'columns' is \[4, 6\] in it and \[4, 10\] here"):
+        mcore.dist_checkpointing.load(other, tmp_path / "tree")
+    with pytest.raises(CheckpointError, match="'half' has 12 elements"):  # rank 1's part is nobody's
+        half = ShardedTensor.from_rank_offsets("half", torch.zeros(6), (0, 0, 2), replica_id=rank)
+        (tmp_path / "half").mkdir(exist_ok=True)
+        mcore.dist_checkpointing.save({"half": half}, tmp_path / "half")
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no directory"):
+        mcore.dist_checkpointing.save({}, tmp_path / "nowhere")
+    assert not mcore.dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="async_sharded_save=True is not supported"):
+        mcore.dist_checkpointing.save({}, tmp_path, async_sharded_save=True)
+
+
+def test_objects_of_other_types_are_not_unpickled(tmp_path: Path) -> None:
+    mcore.dist_checkpointing.save({"path": tmp_path}, tmp_path)
+    with pytest.raises(CheckpointError, match="holds more than tensors, numbers"):
+        mcore.dist_checkpointing.load({}, tmp_path)
+
+
+def test_keys_are_renamed_in_place() -> None:
+    def tree() -> dict[str, Any]:
+        return {"a": ShardedTensor.from_rank_offsets("old.a", torch.zeros(2)), "b": 3}
+
+    one, two, three = tree(), tree(), tree()
+    replace_prefix_for_sharding(one, "old.", "new.")
+    add_prefix_for_sharding(two, "model.")
+    apply_prefix_mapping(three, {"old.a": "renamed"})
+    assert [part["a"].key for part in (one, two, three)] == ["new.a", "model.old.a", "renamed"]
+    with pytest.raises(ValueError, match="does not begin with 'new.x'"):
+        replace_prefix_for_sharding(one, "new.x", "")

@@ -1,0 +1,251 @@
+"""Faces with Megatron's signatures do what ours do, and refuse by name what they cannot."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import core.compat.megatron as mcore
+from core import parallel_state
+from core.compat.megatron.faces import gpt, groups, layers, microbatches, modules
+from core.compat.megatron.faces.configs import ModelParallelConfig, TransformerConfig
+from core.compat.megatron.faces.timers import Timers
+from core.rank_grid import RankGrid
+from tests.unit_tests.ranks import ranks
+
+SHAPE: dict[str, Any] = dict(
+    num_layers=2, hidden_size=16, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_rank_generator_numbers_ranks_as_the_order_says() -> None:
+    dense = groups.RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-cp-ep-dp-pp")
+    assert dense.get_ranks("tp")[:2] == [[0, 1], [2, 3]]
+    assert dense.get_ranks("dp")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert dense.get_ranks("pp")[:2] == [[0, 4, 8, 12], [1, 5, 9, 13]]
+    assert dense.get_ranks("tp-dp") == RankGrid(16, tp=2, pp=4).groups("tp-dp")
+    experts = groups.RankGenerator(tp=1, ep=2, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp", rank_offset=8)
+    assert experts.get_ranks("ep") == [[8, 9], [10, 11]] and experts.get_ranks("dp") == [[8, 10], [9, 11]]
+    with pytest.raises(ValueError, match="make a grid for each"):
+        groups.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
+
+
+@ranks(4)
+def test_hyper_comm_grid_makes_the_groups_of_a_rank_grid(rank: int, world: int) -> None:
+    grid = groups.HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"])
+    assert grid.get_rank_enum("tp") == [[0, 1], [2, 3]] and grid.get_rank_enum(["tp", "dp"]) == [[0, 1, 2, 3]]
+    made = grid.create_pg("dp")
+    assert dist.get_process_group_ranks(made) == [rank % 2, rank % 2 + 2] and grid.get_pg(["dp"]) is made
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=grid.create_pg(["cp", "tp"]))
+    assert float(total) == (1.0 if rank < 2 else 5.0)
+    with pytest.raises(KeyError, match="has already been created"):
+        grid.create_pg("dp")
+    with pytest.raises(KeyError, match="has not been created"):
+        grid.get_pg("cp")
+    with pytest.raises(RuntimeError, match="does not fit"):
+        groups.HyperCommGrid([8], ["tp"])
+    grid.destroy()
+
+
+@ranks(2)
+def test_initialize_model_parallel_takes_the_spelling_of_both_versions(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="create_all_gather_group=True is not supported"):
+        mcore.mpu.initialize_model_parallel(create_all_gather_group=True)
+    with pytest.raises(ValueError, match="does not support gtp_remat=2"):
+        mcore.mpu.initialize_model_parallel(gtp_remat_size=2)
+    with pytest.raises(ValueError, match="does not support use_sharp=True"):
+        mcore.mpu.initialize_model_parallel(use_sharp=True)
+    assert mcore.mpu.is_unitialized()
+    mcore.mpu.initialize_model_parallel(1, 2, order="tp-cp-pp-ep-dp", expert_gtp_remat_size=1)
+    pp = mcore.mpu.get_pipeline_model_parallel_group()
+    assert groups.is_pp_first_stage(pp) is (rank == 0) and groups.is_pp_last_stage(pp) is (rank == 1)
+    assert groups.get_pp_next_rank(pp) == 1 - rank == groups.get_pp_prev_rank(pp)
+    assert (groups.get_pp_first_rank(pp), groups.get_pp_last_rank(pp), groups.get_pg_size(pp)) == (0, 1, 2)
+    assert (groups.get_pg_rank(pp), groups.get_pg_rank(None), groups.get_pg_size(None)) == (rank, 0, 1)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_split_layers_and_loss_take_megatrons_arguments(rank: int, world: int) -> None:
+    mcore.mpu.initialize_model_parallel(2)
+    layers.model_parallel_cuda_manual_seed(7, tp_rank=rank, ep_rank=0, etp_rank=None)
+    config = ModelParallelConfig(tensor_model_parallel_size=2)
+    options: dict[str, Any] = dict(config=config, init_method=nn.init.normal_)
+    column = layers.ColumnParallelLinear(
+        4, 8, **options, bias=False, gather_output=False, is_expert=False, tp_comm_buffer_name="fc1"
+    )
+    wide, _ = column(torch.ones(3, 4))
+    whole, _ = column(torch.ones(3, 4), runtime_gather_output=True)
+    assert wide.shape == (3, 4) and torch.equal(whole[:, 4 * rank : 4 * rank + 4], wide)
+    for refused in ({"is_expert": True}, {"disable_grad_reduce": True}, {"grad_output_buffer": []}):
+        with pytest.raises(ValueError, match=f"{next(iter(refused))}=.* is not supported"):
+            layers.ColumnParallelLinear(4, 8, **options, **refused)
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([1, 9, 4])
+    loss = layers.vocab_parallel_cross_entropy(logits[:, 5 * rank : 5 * rank + 5], target)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(logits, target, reduction="none"))
+    part = torch.arange(2.0).requires_grad_() + 2 * rank
+    gathered = layers.all_gather_last_dim_from_tensor_parallel_region(part.unsqueeze(0))
+    assert gathered.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    assert layers.reduce_scatter_last_dim_to_tensor_parallel_region(gathered).tolist() == [[4.0 * rank, 4.0 * rank + 2]]
+    group = parallel_state.get_tensor_model_parallel_group()
+    exchanged = layers.all_to_all(group, torch.tensor([10.0 * rank, 10.0 * rank + 1]))
+    assert exchanged.tolist() == [float(rank), 10.0 + rank]
+    assert layers.VocabUtility.vocab_range_from_global_vocab_size(10, rank, 2) == (5 * rank, 5 * rank + 5)
+    chunk = layers.split_tensor_into_1d_equal_chunks(torch.arange(6.0).view(2, 3))
+    assert layers.gather_split_1d_tensor(chunk).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@ranks(2)
+def test_broadcast_data_gives_the_first_ranks_tensors(rank: int, world: int) -> None:
+    mcore.mpu.initialize_model_parallel(2)
+    data = {"tokens": torch.arange(6).view(2, 3), "mask": torch.ones(2, dtype=torch.int64)} if rank == 0 else None
+    found = layers.broadcast_data(["tokens", "mask"], data, torch.int64)
+    assert found["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["mask"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="cast them"):
+        layers.broadcast_data(["tokens"], data, torch.int32)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def new_gpt(**given: Any) -> gpt.GPTModel:
+    return gpt.GPTModel(TransformerConfig(**SHAPE), gpt.get_gpt_layer_local_spec(), 32, 16, **given)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    for positions in ("rope", "learned_absolute"):
+        model = new_gpt(position_embedding_type=positions)
+        first, second = torch.randint(32, (1, 5)), torch.randint(32, (1, 7))
+        counted = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
+        packed = gpt.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
+        together = model(torch.cat([first, second], 1), counted, None, packed_seq_params=packed)
+        apart = [model(part, torch.arange(part.shape[1]).unsqueeze(0), None) for part in (first, second)]
+        torch.testing.assert_close(together, torch.cat(apart, 1), atol=1e-6, rtol=1e-5)
+
+
+def test_a_mask_that_is_not_causal_is_refused() -> None:
+    tokens = torch.randint(32, (1, 6))
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
+    model = new_gpt()
+    assert torch.equal(model(tokens, None, causal), model(tokens, None, None))
+    causal[..., 4, 0] = True
+    with pytest.raises(ValueError, match="is not the causal one"):
+        model(tokens, None, causal)
+    with pytest.raises(ValueError, match=r"GPTModel.forward\(decoder_input=...\) is not supported"):
+        model(tokens, None, None, torch.zeros(6, 1, 16))
+
+
+def test_a_spec_that_says_otherwise_than_the_config_is_refused() -> None:
+    config = TransformerConfig(**SHAPE)
+    for spec, says in (
+        (gpt.get_gpt_layer_local_spec(qk_layernorm=True), "says qk_layernorm=True and the config False"),
+        (gpt.get_gpt_layer_local_spec(num_experts=4), "says num_moe_experts=4 and the config None"),
+        (modules.ModuleSpec(module=nn.Linear), "must come from get_gpt_layer_local_spec"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            gpt.GPTModel(config, spec, 32, 16)
+    with pytest.raises(ValueError, match="multi_latent_attention=True"):
+        gpt.get_gpt_layer_local_spec(multi_latent_attention=True)
+    with pytest.raises(ValueError, match="rotary_percent"):
+        new_gpt(rotary_percent=0.5)
+    gpt._say_no_transformer_engine.cache_clear()
+    with pytest.warns(UserWarning, match="TransformerEngine layer was asked for"):
+        gpt.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt.get_gpt_layer_with_transformer_engine_spec()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {(0, None): range(0, 6), (1, None): range(6, 12)}),
+        ({"virtual_pipeline_model_parallel_size": 3}, {(0, 1): range(4, 6), (1, 2): range(10, 12)}),
+        ({"num_layers_in_first_pipeline_stage": 4}, {(0, None): range(0, 4), (1, None): range(4, 12)}),
+        ({"num_layers_in_last_pipeline_stage": 5}, {(0, None): range(0, 7), (1, None): range(7, 12)}),
+    ],
+)
+def test_layers_of_a_stage_are_counted_over_the_model(options: dict[str, int], expected: dict[Any, range]) -> None:
+    config = TransformerConfig(**{**SHAPE, "num_layers": 12}, pipeline_model_parallel_size=2, **options)
+    for (rank, chunk), layers_here in expected.items():
+        assert gpt.layers_of_stage(config, rank, chunk) == layers_here
+    config.num_layers = 11
+    if "num_layers_in_first_pipeline_stage" not in options and "num_layers_in_last_pipeline_stage" not in options:
+        with pytest.raises(ValueError, match="do not divide"):
+            gpt.layers_of_stage(config, 0, 0 if options else None)
+
+
+def test_float16_module_casts_and_keeps_names_of_the_whole_model() -> None:
+    from core.checkpoint.global_slices import global_slices
+    from core.process_groups import ProcessGroups
+
+    config = TransformerConfig(**SHAPE, bf16=True)
+    inner = gpt.GPTModel(config, gpt.get_gpt_layer_local_spec(), 32, 16, share_embeddings_and_output_weights=True)
+    module = modules.Float16Module(config, inner)
+    logits = module(torch.randint(32, (1, 4)), None, None)
+    assert logits.dtype == torch.float32 and inner.embedding.word_embeddings.weight.dtype == torch.bfloat16
+    assert module(torch.randint(32, (1, 4)), None, None, fp32_output=False).dtype == torch.bfloat16
+    names = {piece.name for piece in global_slices(module, ProcessGroups()).values()}
+    assert names == {piece.name for piece in global_slices(inner, ProcessGroups()).values()}
+    assert modules.unwrap_model([module]) == [inner] and modules.get_model_config(module) is config
+    with pytest.raises(RuntimeError, match="no module .* 'colour'"):
+        modules.get_attr_wrapped_model(module, "colour")
+    with pytest.raises(ValueError, match="set one of the two"):
+        modules.Float16Module(TransformerConfig(**SHAPE), inner)
+
+
+def test_specs_build_what_they_name() -> None:
+    spec = modules.ModuleSpec(module=("torch.nn", "Linear"), params={"bias": False})
+    built = modules.build_module(spec, 3, 4)
+    assert isinstance(built, nn.Linear) and built.bias is None and built.weight.shape == (4, 3)
+    assert modules.build_module(torch.relu) is torch.relu
+    assert modules.IdentityOp(1, a=2)(5, 6) == 5 and modules.IdentityFuncOp()(1)(7, 8) == 7
+
+
+# -- microbatches and timers -------------------------------------------------------------------------------------------
+
+
+def test_the_batch_grows_and_must_divide() -> None:
+    microbatches.destroy_num_microbatches_calculator()
+    with pytest.raises(RuntimeError, match="call init_num_microbatches_calculator"):
+        microbatches.get_num_microbatches()
+    microbatches.init_num_microbatches_calculator(0, [8, 8, 120], 32, 2, 2)
+    found = []
+    for consumed in (0, 39, 40, 80, 120, 121):
+        microbatches.update_num_microbatches(consumed)
+        found.append((microbatches.get_num_microbatches(), microbatches.get_current_global_batch_size()))
+    assert found == [(2, 8), (2, 8), (4, 16), (6, 24), (8, 32), (8, 32)]
+    with pytest.raises(RuntimeError, match="already"):
+        microbatches.init_num_microbatches_calculator(0, None, 8, 2, 2)
+    with pytest.raises(ValueError, match="global batch size 10 is not divisible"):
+        microbatches.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2)
+    microbatches.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2, decrease_batch_size_if_needed=True)
+    assert (microbatches.get_num_microbatches(), microbatches.get_current_running_global_batch_size()) == (2, 8)
+    assert (microbatches.get_current_global_batch_size(), microbatches.get_micro_batch_size()) == (10, 2)
+    microbatches.destroy_num_microbatches_calculator()
+
+
+@ranks(2)
+def test_timers_report_over_ranks(rank: int, world: int) -> None:
+    timers = Timers(log_level=1, log_option="minmax")
+    timers("forward", log_level=1).start(barrier=True)
+    timers("forward").stop()
+    timers("forward").seconds = 0.5 + rank
+    timers("hidden", log_level=2).start()
+    text = timers.get_all_timers_string(reset=False)
+    assert text is not None and "forward: (500.00, 1500.00) ms" in text and "hidden" not in text
+    assert timers("forward").elapsed() == 0.5 + rank and timers("forward").elapsed() == 0.0
+    with pytest.raises(RuntimeError, match="is not started"):
+        timers("forward").stop()
