@@ -1,0 +1,56 @@
+"""The fields' table of docs/source/coming_from_megatron.md.
+
+python -m tests.unit_tests.compat.megatron_page     writes it anew
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from core.compat.megatron.faces import configs
+
+PAGE = Path(__file__).parents[3] / "docs" / "source" / "coming_from_megatron.md"
+BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
+KINDS = (
+    configs.DistributedDataParallelConfig,
+    configs.OptimizerConfig,
+    configs.ModelParallelConfig,
+    configs.TransformerConfig,
+)
+
+
+def table() -> str:
+    """A table for each configuration: what is obeyed, and in rows of one sentence what is refused or without effect."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for kind in KINDS:
+        fields = [field.name for field in dataclasses.fields(kind) if field.name not in seen]
+        obeyed = [name for name in fields if name not in kind.rules]
+        refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
+        hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]
+        lines += [f"### {kind.__name__}", ""]
+        lines += [f"{len(obeyed)} fields are obeyed, {len(refused)} refused, {len(hints)} change nothing.", ""]
+        lines += ["| | fields | why |", "|---|---|---|", f"| obeyed | {_words(obeyed)} | |"]
+        for what, names in (("refused", refused), ("no effect", hints)):
+            for sentence in dict.fromkeys(kind.rules[name].sentence for name in names):
+                group = [name for name in names if kind.rules[name].sentence == sentence]
+                lines.append(f"| {what} | {_words(group)} | {sentence} |")
+        lines.append("")
+        if kind is configs.ModelParallelConfig:
+            seen |= set(fields)  # TransformerConfig has them too
+    return "\n".join(lines)
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def page_with(fields: str) -> str:
+    """The page with this table in it."""
+    text = PAGE.read_text()
+    return f"{text.partition(BEGIN)[0]}{BEGIN}\n{fields}\n{END}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(table()))
