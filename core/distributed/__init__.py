@@ -2,7 +2,7 @@
 
 from core.agree import LayoutMismatch, SyncError
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
-from core.distributed.contract.placement import Placement
+from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.finalize_model_grads import finalize_model_grads
@@ -16,6 +16,7 @@ __all__ = [
     "GradSyncRule",
     "GradientContract",
     "LayoutMismatch",
+    "MemStats",
     "NonFiniteGradientError",
     "PeerLost",
     "Placement",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core import agree
@@ -28,6 +29,7 @@ from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
+from core.distributed.reduce.residents import Budget
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.reduce.unsharder import Unsharder
@@ -93,6 +95,8 @@ def assemble(
     if tier is not None and ddp_config.placement is not None:
         _place_states(buckets, plan, ddp_config.placement, tier)
     unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
+    if unsharder is not None and ddp_config.placement is not None:
+        _set_budget(unsharder, buffers, ddp_config.placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
@@ -259,9 +263,7 @@ def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> 
         tier = FileTier(placement.directory)
     except (OSError, ValueError) as caught:
         error = caught
-    agree.refuse(
-        error, [groups.require(name) for name in DATA_KINDS if groups.size(name) > 1], "the files below the device"
-    )
+    agree.refuse(error, _data_groups(groups), "the files below the device")
     return tier
 
 
@@ -270,6 +272,32 @@ def _place_states(buckets: Sequence[Bucket], plan: ModelPlan, placement: Placeme
     order = [buckets[place] for place in _order_of_use(plan, [bucket.layout for bucket in buckets])]
     for place in last_of([bucket.nbytes for bucket in order], placement.offload_optim_frac):
         order[place].state_tier = tier
+
+
+def _set_budget(
+    unsharder: Unsharder, buffers: Sequence[GradBuffer], placement: Placement, groups: ProcessGroups
+) -> None:
+    """Keep as many buckets whole as a budget of bytes allows. ValueError on all ranks where two do not fit."""
+    if placement.memory_budget_bytes is None:
+        return
+    always = sum(buffer.grad_data.nbytes + (0 if buffer.pool is None else buffer.pool.nbytes) for buffer in buffers)
+    error = None
+    try:
+        unsharder.residents = Budget(
+            unsharder.units,
+            placement.memory_budget_bytes,
+            always,
+            warm_up=1 - placement.warmup_non_model_data_ratio,
+            steady=placement.steady_cap_ratio,
+            stats=placement.memstats,
+        )
+    except ValueError as caught:
+        error = caught
+    agree.refuse(error, _data_groups(groups), "the budget of memory", ValueError)
+
+
+def _data_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:
+    return [groups.require(name) for name in DATA_KINDS if groups.size(name) > 1]
 
 
 def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[ControlGroup]:

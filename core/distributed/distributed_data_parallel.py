@@ -277,8 +277,11 @@ class DistributedDataParallel(nn.Module):
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
-        units = () if self.engine.unsharder is None else self.engine.unsharder.units
-        return describe_model(self.plan, self.all_buffers, self.groups, chosen, units)
+        unsharder = self.engine.unsharder
+        if unsharder is None:
+            return describe_model(self.plan, self.all_buffers, self.groups, chosen)
+        table = describe_model(self.plan, self.all_buffers, self.groups, chosen, unsharder.units)
+        return f"{table}{unsharder.residents.describe()}"
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.

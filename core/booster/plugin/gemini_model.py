@@ -14,6 +14,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from core.distributed import MemStats
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
 
 
@@ -44,6 +45,12 @@ class GeminiModel(LowLevelZeroModel):
             return
         with self.module.gathered():
             yield
+
+    @property
+    def memstats(self) -> MemStats | None:
+        """What the first step under placement_policy='auto' has found, for `memstats` of the next run; else None."""
+        unsharder = self.module.engine.unsharder if isinstance(self.module, DistributedDataParallel) else None
+        return None if unsharder is None else unsharder.residents.stats
 
 
 def _to_fp32(value: torch.Tensor) -> torch.Tensor:

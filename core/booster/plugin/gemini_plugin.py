@@ -13,7 +13,7 @@ from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
-from core.distributed import DistributedDataParallelConfig, Placement
+from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -34,7 +34,10 @@ class GeminiPlugin(ZeroPluginBase):
     in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
     placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
     stays whole. offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in files
-    in offload_directory, on CPUs. Beside a GPU the second lies on the host (pinned with pin_memory).
+    in offload_directory, on CPUs. Beside a GPU the second lies on the host (pinned with pin_memory). 'auto' has all of
+    that in files, and as many chunks whole in RAM as memory_budget_bytes of a rank allow: in the first step without
+    warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for backward. memstats:
+    what GeminiModel.memstats of an earlier run has said.
     enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
     `no_sync` keeps whole gradients, which travel once.
     precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
@@ -68,7 +71,7 @@ class GeminiPlugin(ZeroPluginBase):
         search_range_m: float = 32,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
-        memstats: Any = None,
+        memstats: MemStats | None = None,
         gpu_margin_mem_ratio: float = 0.0,
         initial_scale: float = 2**16,
         min_scale: float = 1,
@@ -93,6 +96,7 @@ class GeminiPlugin(ZeroPluginBase):
         fp8_communication: bool = False,
         *,
         offload_directory: str | os.PathLike[str] | None = None,
+        memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__(
             precision,
@@ -138,21 +142,30 @@ class GeminiPlugin(ZeroPluginBase):
                 "steady_cuda_cap_ratio": (steady_cuda_cap_ratio, 0.9),
                 "gpu_margin_mem_ratio": (gpu_margin_mem_ratio, 0.0),
                 "memstats": (memstats, None),
+                "memory_budget_bytes": (memory_budget_bytes, None),
             },
         )
-        if placement_policy == "auto":
-            raise ValueError("placement_policy='auto' is not here yet; use 'static'")
         if max_prefetch:
             raise ValueError(f"max_prefetch is {max_prefetch}, and chunks are gathered when they are used; set it to 0")
         self._on_host = offload_optim_frac if offload_directory is None else 0.0  # of the state, beside a GPU
         self._check_offload(offload_optim_frac, offload_param_frac, offload_directory, pin_memory)
         self.pin_memory = pin_memory
-        self.placement = Placement(
-            shard_param_frac,
-            offload_param_frac,
-            offload_optim_frac if offload_directory is not None else 0.0,
-            None if offload_directory is None else os.fspath(offload_directory),
-        )
+        directory = None if offload_directory is None else os.fspath(offload_directory)
+        if placement_policy == "auto":
+            self._check_auto(gpu_margin_mem_ratio, directory, memory_budget_bytes)
+            self.placement = Placement(
+                1.0,
+                1.0,
+                1.0,
+                directory,
+                memory_budget_bytes=memory_budget_bytes,
+                warmup_non_model_data_ratio=warmup_non_model_data_ratio,
+                steady_cap_ratio=steady_cuda_cap_ratio,
+                memstats=memstats,
+            )
+        else:
+            optim = offload_optim_frac if directory is not None else 0.0
+            self.placement = Placement(shard_param_frac, offload_param_frac, optim, directory)
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
         self.enable_async_reduce = enable_async_reduce
@@ -203,6 +216,12 @@ class GeminiPlugin(ZeroPluginBase):
         for name, value in fractions.items():
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; it is a fraction of the bytes of chunks, between 0 and 1")
+        defaults = {"shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0}
+        for name, default in defaults.items() if policy == "auto" else ():
+            if fractions[name] != default:
+                raise ValueError(
+                    f"{name} is {fractions[name]}, and only placement_policy='static' reads it; leave it {default}"
+                )
         for name, (value, default) in of_auto.items():
             if policy == "static" and value != default:
                 raise ValueError(f"{name} is {value!r}, and only placement_policy='auto' reads it; leave it {default}")
@@ -226,6 +245,22 @@ class GeminiPlugin(ZeroPluginBase):
         if pin_memory and not (on_gpu and optim):
             raise ValueError(
                 "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is; leave it False"
+            )
+
+    def _check_auto(self, margin: float, directory: str | None, budget: int | None) -> None:
+        if self.device().type != "cpu":
+            raise ValueError(
+                "placement_policy='auto' moves chunks between RAM and files, and beside a GPU not yet; use 'static'"
+            )
+        if directory is None or budget is None:
+            raise ValueError(
+                "placement_policy='auto' needs on a CPU memory_budget_bytes, the RAM that a rank may use, and "
+                "offload_directory, where all else lies"
+            )
+        if margin:
+            raise ValueError(
+                f"gpu_margin_mem_ratio is {margin}, and masters and moments stay below the device under "
+                "placement_policy='auto'; leave it 0"
             )
 
     def _chunk_config(self) -> dict[str, Any] | None:

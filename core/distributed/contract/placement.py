@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class MemStats:
+    """What the first step under a budget has found, the same on all ranks.
+
+    uses: numbers of buckets of parameters, in the order in which a step uses them. non_model_bytes: the most that a
+    forward keeps for backward beside parameters.
+    """
+
+    uses: tuple[int, ...]
+    non_model_bytes: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Fractions of the bytes of buckets. A bucket counts once, and is taken or left as a whole.
 
@@ -20,14 +32,24 @@ class Placement:
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
     directory: where the files of the tier below the device are made, on each rank's host. They have no name, so that
         nothing is left behind when the job ends, however it ends.
+    memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
+        and as many buckets are whole there as a rank's budget allows. Gradients are in the budget too, and what a
+        forward keeps for backward, which the first step counts. The bucket whose next use is farthest is given up.
+    warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
+        later. memstats: what the first step of an earlier run has found; the first step of this one is as the others.
     """
 
     shard_param_frac: float = 1.0
     offload_param_frac: float = 0.0
     offload_optim_frac: float = 0.0
     directory: str | os.PathLike[str] | None = None
+    memory_budget_bytes: int | None = None
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cap_ratio: float = 1.0
+    memstats: MemStats | None = None
 
     def __post_init__(self) -> None:
+        self._check_budget()
         for name in ("shard_param_frac", "offload_param_frac", "offload_optim_frac"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -46,6 +68,23 @@ class Placement:
             raise ValueError(
                 f"directory is {os.fspath(self.directory)!r}, and nothing is offloaded to it; set offload_param_frac "
                 "or offload_optim_frac, or leave it None"
+            )
+
+    def _check_budget(self) -> None:
+        budget = self.memory_budget_bytes
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
+            raise ValueError(f"memory_budget_bytes is {budget!r}; it is a number of bytes of a rank, or None")
+        for name in ("warmup_non_model_data_ratio", "steady_cap_ratio"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}; it is a part of the budget, between 0 and 1")
+        if budget is None:
+            return
+        if self.shard_param_frac != 1 or self.offload_param_frac != 1 or self.offload_optim_frac != 1:
+            raise ValueError(
+                f"memory_budget_bytes is {budget}, under which all shards lie below the device, and shard_param_frac "
+                f"is {self.shard_param_frac}, offload_param_frac {self.offload_param_frac}, offload_optim_frac "
+                f"{self.offload_optim_frac}; set all three to 1"
             )
 
     @property

@@ -5,9 +5,9 @@ nothing else.
     backward    a weight that was saved for it is asked for -> likewise
     step        the shards have new values -> nothing gathered is valid any more
 
-WINDOW buckets are whole at a time, and more only where one operation takes parameters of more buckets, or where a
-bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights are saved by
-place]), so their memory is free meanwhile.
+Few buckets are whole at a time (residents.py says which), and more only where one operation takes parameters of more
+buckets, or where a bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights
+are saved by place]), so their memory is free meanwhile.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
@@ -39,11 +39,11 @@ from core.agree import SyncError
 from core.distributed.buffer.param_unit import ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.reduce.grad_reducer import call_after_backward
+from core.distributed.reduce.residents import Budget, Window
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
 
 MOST_GATHERS = 10_000  # that are remembered in words
-WINDOW = 2  # buckets: parameters of one layer often lie in two
 
 
 class SavedWeight(NamedTuple):
@@ -74,6 +74,7 @@ class Unsharder:
         self.collectives = collectives
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
         self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
+        self.residents: Window | Budget = Window()
         self.kept: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
@@ -101,7 +102,7 @@ class Unsharder:
         if self.hooks is not None:
             return
         if not _hooks_are_active():
-            self.hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self.hooks = saved_tensors_hooks(self.residents.watch(self._pack), self._unpack)
             self.hooks.__enter__()
         elif not runs:  # what they keep may be a parameter itself, which has no values when backward comes
             raise SyncError(
@@ -193,9 +194,8 @@ class Unsharder:
         if unit.stays is Stays.STEP or (unit.stays is Stays.BACKWARD and torch.is_grad_enabled()):
             self.kept.add(unit)
         else:
-            for other in list(self.window):
-                if len(self.window) >= WINDOW and other not in pinned:
-                    self._drop(other)
+            for other in self.residents.victims(self.window, unit, pinned):
+                self._drop(other)
             self.window.append(unit)
         return self._gather(unit, used_by) if unit.whole is None else unit.whole
 
@@ -282,6 +282,7 @@ class Unsharder:
     def publish(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""
         self.forget()
+        self.residents.end_step(self._groups())
         self._meet()
 
     def forget(self) -> None:

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
 from core.distributed.buffer.param_unit import ParamUnit, Stays
-from core.distributed.reduce.unsharder import WINDOW, Unsharder
+from core.distributed.reduce.residents import WINDOW
+from core.distributed.reduce.unsharder import Unsharder
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap

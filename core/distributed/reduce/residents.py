@@ -1,0 +1,198 @@
+"""Residents: which buckets of parameters are given up when another one is to be whole.
+
+    Window   those used longest ago, so that a few are whole
+    Budget   those whose next use is farthest, so that all that are whole stay below a number of bytes
+
+Both decide by the order of uses alone, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from core import agree
+from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.contract.placement import MemStats
+
+WINDOW = 2  # buckets: parameters of one layer often lie in two
+
+Pack = Callable[[torch.Tensor], object]
+
+
+class Window:
+    """As many buckets are whole as parameters of one layer may lie in, and those that one operation takes."""
+
+    stats: MemStats | None = None
+
+    def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+        """Which of `whole`, the one used last at the end, are given up for `unit`. Called for each use of a bucket."""
+        others = [other for other in whole if other not in pinned]
+        return others[: max(0, len(whole) + 1 - WINDOW)]
+
+    def watch(self, pack: Pack) -> Pack:
+        """The function that a forward, which begins now, saves tensors for backward with."""
+        return pack
+
+    def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Values of the parameters have changed. Collective."""
+
+    def describe(self) -> str:
+        """Nothing: the table of buckets says it."""
+        return ""
+
+
+class Budget:
+    """Whole buckets take at most a budget of bytes, less what always lies on the device.
+
+    budget: bytes of the device for this model. always: of them, what gradients take. warm_up, steady: the parts of the
+    budget that may be used in the first step, which learns the order of uses, and later. stats: of an earlier run, so
+    that there is no warm-up.
+
+    Raises ValueError where two buckets that follow each other do not fit.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        budget: int,
+        always: int,
+        *,
+        warm_up: float,
+        steady: float,
+        stats: MemStats | None = None,
+    ) -> None:
+        self.units = {unit.number: unit for unit in units}
+        self.nbytes = {unit.number: unit.layout.numel * unit.shard.itemsize for unit in units}
+        self.budget = budget
+        self.always = always
+        self.steady = steady
+        self.stats = stats
+        self.uses: list[int] = []  # of the step that is learned from
+        self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
+        self.place = 0  # there, behind the last use
+        self.saved: set[int] = set()  # addresses of what this forward has saved
+        self.saved_bytes = 0
+        self.non_model_bytes = 0
+        self.transfers = 0
+        self.steps = -1  # the parameters are cut into shards first
+        self.limit = max(int(budget * warm_up) - always, 0)
+        if stats is not None:
+            self._settle(stats)
+        else:
+            order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration
+            self._check_neighbours(order, int(budget * steady) - always)
+            self.limit = max(self.limit, self._longest_pair(order)[0])
+
+    # -- what the unsharder asks --------------------------------------------------------------------------------------
+
+    def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+        """Those whose next use is farthest, until `unit` fits. RuntimeError where it cannot."""
+        self._note_use(unit)
+        if unit.whole is not None:
+            return []
+        self.transfers += 1
+        left = [other for other in whole if other not in pinned]
+        used = sum(self.nbytes[other.number] for other in whole) + self.nbytes[unit.number]
+        chosen: list[ParamUnit] = []
+        while used > self.limit and left:
+            farthest = max(left, key=lambda other: self._distance(other.number))
+            left.remove(farthest)
+            chosen.append(farthest)
+            used -= self.nbytes[farthest.number]
+        if used > self.limit:
+            together = [other for other in whole if other not in chosen]
+            raise RuntimeError(
+                f"one operation takes {self._names([*together, unit])}, {used} bytes together, and {self.limit} of "
+                f"the budget of {self.budget} bytes are there for whole buckets. Give a larger memory_budget_bytes, or "
+                "make smaller buckets"
+            )
+        return chosen
+
+    def watch(self, pack: Pack) -> Pack:
+        """`pack`, which counts the bytes that a forward of the warm-up saves for backward."""
+        if self.stats is not None:
+            return pack
+        self.saved, self.saved_bytes = set(), 0
+
+        def count(tensor: torch.Tensor) -> object:
+            packed = pack(tensor)
+            if type(packed) is tuple:  # a weight is saved as its place
+                self._note_saved(tensor)
+            return packed
+
+        return count
+
+    def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """After the first step ranks agree on what it took, and more buckets stay from now on. Collective then."""
+        self.steps += 1
+        self.place = 0
+        if self.stats is None and self.steps == 1:
+            _, most = agree.bounds([self.non_model_bytes], groups, "the memory of a warm-up step")
+            self._settle(MemStats(tuple(self.uses), most[0]))
+
+    def describe(self) -> str:
+        """The budget, as a line behind the table of buckets."""
+        kept = "not counted yet" if self.stats is None else f"{self.stats.non_model_bytes} of what a forward keeps"
+        return (
+            f"\nbudget of {self.budget} bytes: {self.always} of gradients, {kept}, {self.limit} for whole buckets, of "
+            f"which the one whose next use is farthest is given up; {self.transfers} gathers so far"
+        )
+
+    # -- the order of uses ------------------------------------------------------------------------------------------
+
+    def _note_use(self, unit: ParamUnit) -> None:
+        if self.stats is not None:
+            self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
+        elif not self.uses or self.uses[-1] != unit.number:
+            self.uses.append(unit.number)
+
+    def _distance(self, number: int) -> int:
+        """How many uses are before this bucket's next one."""
+        if self.stats is None:  # the order is not known yet: what was used last is used next, as in a backward
+            return self.uses[::-1].index(number) if number in self.uses else len(self.uses)
+        places, count = self.places.get(number, []), len(self.stats.uses)
+        if not places:
+            return count
+        following = bisect_left(places, self.place)
+        return (places[following] if following < len(places) else places[0] + count) - self.place
+
+    def _note_saved(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.saved:
+            self.saved.add(storage.data_ptr())
+            self.saved_bytes += storage.nbytes()
+            self.non_model_bytes = max(self.non_model_bytes, self.saved_bytes)
+
+    # -- the limit ----------------------------------------------------------------------------------------------------
+
+    def _settle(self, stats: MemStats) -> None:
+        self.stats = stats
+        limit = int(self.budget * self.steady) - self.always - stats.non_model_bytes
+        self._check_neighbours(stats.uses, limit)
+        self.limit = limit
+        for place, number in enumerate(stats.uses):
+            self.places.setdefault(number, []).append(place)
+
+    def _longest_pair(self, order: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        pairs: list[tuple[int, ...]] = [pair for pair in itertools.pairwise(order) if pair[0] != pair[1]]
+        pairs = pairs or [tuple(order[:1])]
+        return max((sum(self.nbytes[number] for number in pair), pair) for pair in pairs)
+
+    def _check_neighbours(self, order: Sequence[int], limit: int) -> None:
+        if not order:
+            return
+        nbytes, pair = self._longest_pair(order)
+        if nbytes > limit:
+            raise ValueError(
+                f"{self._names([self.units[number] for number in pair])} are used one after the other and take "
+                f"{nbytes} bytes, and of the budget of {self.budget} bytes {max(limit, 0)} are there for whole buckets "
+                f"(gradients take {self.always}). Give a larger memory_budget_bytes, or make smaller buckets"
+            )
+
+    def _names(self, units: Sequence[ParamUnit]) -> str:
+        return " and ".join(unit.name for unit in units)

@@ -1,0 +1,200 @@
+"""placement_policy='auto': a budget of bytes is kept, changes no bit, and a larger one costs fewer transfers."""
+
+import contextlib
+import functools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin
+from core.distributed import MemStats, Placement
+from core.distributed.reduce.residents import Budget
+from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.test_booster_checkpoint import shared
+from tests.unit_tests.booster.test_gemini_placement import boosted
+from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
+from tests.unit_tests.ranks import ranks
+
+
+class Watch:
+    """Bytes of whole buckets after each gather, by their memory, and the number of gathers."""
+
+    def __init__(self, model: Any) -> None:
+        self.unsharder = model.module.engine.unsharder
+        self.most = self.count = 0
+        gather = self.unsharder._gather
+
+        def watched(unit: Any, *rest: Any, **more: Any) -> Any:
+            answer = gather(unit, *rest, **more)
+            self.count += 1
+            whole = [unit.whole for unit in self.unsharder.units if unit.whole is not None]
+            self.most = max(self.most, sum(tensor.nbytes for tensor in whole))
+            return answer
+
+        self.unsharder._gather = watched
+
+
+def sizes(model: Any) -> tuple[int, int]:
+    """Bytes of a rank: of gradients, which always lie on the device, and of all whole buckets of parameters."""
+    engine = model.module.engine
+    grads = sum(buffer.grad_data.nbytes + buffer.pool.memory.nbytes for buffer in engine.buffers)
+    return grads, sum(unit.layout.numel * unit.shard.itemsize for unit in engine.unsharder.units)
+
+
+def steps(booster: Booster, model: Any, optimizer: Any, rank: int, which: range) -> list[float]:
+    losses = []
+    for step in which:
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + rank))
+            with booster.no_sync(model, optimizer) if microbatch == 0 else contextlib.nullcontext():
+                loss = (model(x).float() - x).square().mean() / 2
+                booster.backward(loss, optimizer)
+            losses.append(float(loss))
+        optimizer.step()
+    return losses
+
+
+def auto(precision: str, folder: Path, budget: int, **options: Any) -> tuple[Booster, Any, Any]:
+    where = {"offload_directory": folder, "memory_budget_bytes": budget}
+    return boosted(precision, placement_policy="auto", steady_cuda_cap_ratio=1.0, **where, **options)
+
+
+def check_budgets(rank: int, folder: Path, precision: str) -> None:
+    booster, model, optimizer = boosted(precision)
+    wanted = steps(booster, model, optimizer, rank, range(4))
+    weights = whole_weights(model)
+    booster, model, optimizer = auto(precision, folder, 10**9)
+    assert model.memstats is None
+    grads, whole = sizes(model)
+    steps(booster, model, optimizer, rank, range(1))
+    stats = model.memstats
+    # Of each of six blocks the input of the first layer, and of the second, which is what tanh saves as well.
+    assert stats.non_model_bytes == 4 * (6 * 8 + 104) * (4 if precision == "fp32" else 2)
+    counts = []
+    for percent in (30, 50, 70, 100):
+        room = percent * whole // 100
+        for given in (None, stats):
+            booster, model, optimizer = auto(precision, folder, grads + stats.non_model_bytes + room, memstats=given)
+            watch = Watch(model)
+            losses = steps(booster, model, optimizer, rank, range(1))
+            first, watch.count = watch.count, 0
+            losses += steps(booster, model, optimizer, rank, range(1, 4))
+            assert losses == wanted, percent
+            assert watch.most <= room, f"{watch.most} bytes are whole, and {room} were allowed"
+            assert percent < 100 or watch.most == whole
+            assert model.memstats.non_model_bytes == stats.non_model_bytes
+            if given is None:
+                counts.append(watch.count)
+                assert first * 3 > watch.count or percent == 30, "the first step keeps least"
+            else:
+                assert (first, watch.count) == (counts[-1] // 3, counts[-1]), "no warm-up with an earlier run's numbers"
+            ours = whole_weights(model)
+            assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
+    told = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
+    assert told in model.module.describe() and f"{whole} for whole buckets" in model.module.describe()
+    units = len(model.module.engine.unsharder.units)
+    assert counts[0] > counts[1] > counts[2] > counts[3] == 3 * units
+
+
+@ranks(2)
+def test_a_budget_is_kept_and_a_larger_one_costs_fewer_transfers(rank: int, world: int, tmp_path: Path) -> None:
+    check_budgets(rank, shared(tmp_path), "fp32")
+
+
+@ranks(2, nightly=(1, 3))
+@over_sockets
+def test_a_budget_is_kept_where_gathers_are_collective(rank: int, world: int, tmp_path: Path) -> None:
+    check_budgets(rank, shared(tmp_path), "bf16")
+
+
+@ranks(2)
+def test_two_buckets_that_do_not_fit_are_named_with_the_budget(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    grads, _ = sizes(auto("fp32", folder, 10**9)[1])
+    largest = r"parameters of bucket \d+ \(.*\) and parameters of bucket \d+ \(.*\) are used one after the other"
+    with pytest.raises(
+        ValueError, match=largest + rf" and take \d+ bytes, and of the budget of {grads + 9} bytes 9 are"
+    ):
+        auto("fp32", folder, grads + 9)
+    budget = grads + 2 * 384 * 4 + 100  # enough until what a forward keeps is known
+    booster, model, optimizer = auto("fp32", folder, budget)
+    with pytest.raises(ValueError, match=rf"take 30\d\d bytes, and of the budget of {budget} bytes"):
+        steps(booster, model, optimizer, rank, range(1))
+
+
+@ranks(1)
+def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None:
+    needed = {"placement_policy": "auto", "offload_directory": tmp_path, "memory_budget_bytes": 1000}
+    for options, words in (
+        ({"memory_budget_bytes": None}, "needs on a CPU memory_budget_bytes"),
+        ({"offload_directory": None}, "needs on a CPU memory_budget_bytes"),
+        ({"memory_budget_bytes": 1.5}, "memory_budget_bytes is 1.5; it is a number of bytes"),
+        ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters and moments stay below"),
+        ({"shard_param_frac": 0.5}, "shard_param_frac is 0.5, and only placement_policy='static' reads it"),
+        ({"offload_optim_frac": 0.5}, "offload_optim_frac is 0.5, and only placement_policy='static' reads it"),
+        ({"warmup_non_model_data_ratio": 2}, "warmup_non_model_data_ratio is 2; it is a part of the budget"),
+        ({"steady_cuda_cap_ratio": -1}, "steady_cap_ratio is -1; it is a part of the budget"),
+        ({"strict_ddp_mode": True}, "leave placement_policy 'static'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GeminiPlugin(**{**needed, **options})
+    with pytest.raises(ValueError, match="set all three to 1"):
+        Placement(directory="/tmp", memory_budget_bytes=5)
+    with pytest.raises(ValueError, match="only placement_policy='auto' reads it"):
+        GeminiPlugin(memory_budget_bytes=5)
+
+
+# -- the choice, without processes ------------------------------------------------------------------------------------
+
+
+def transfers(uses: list[int], room: int, rounds: int) -> int:
+    """What Budget makes of buckets of one byte in this order of uses, `rounds` times."""
+    units = {n: SimpleNamespace(number=n, name=f"b{n}", whole=None, layout=SimpleNamespace(numel=1),
+                                shard=SimpleNamespace(itemsize=1)) for n in set(uses)}  # fmt: skip
+    budget = Budget(list(units.values()), room, 0, warm_up=0, steady=1, stats=MemStats(tuple(uses), 0))  # type: ignore[arg-type]
+    whole: list[Any] = []
+    for number in uses * rounds:
+        unit = units[number]
+        whole = [other for other in whole if other is not unit]
+        for victim in budget.victims(whole, unit, ()):  # type: ignore[arg-type]
+            whole.remove(victim)
+            victim.whole = None
+        whole.append(unit)
+        unit.whole = torch.ones(1)
+        assert len(whole) <= room
+    return budget.transfers
+
+
+def fewest(uses: list[int], room: int) -> int:
+    """The fewest transfers of any choice, by trying all of them."""
+
+    @functools.cache
+    def from_here(place: int, whole: frozenset[int]) -> int:
+        if place == len(uses):
+            return 0
+        number = uses[place]
+        if number in whole:
+            return from_here(place + 1, whole)
+        if len(whole) < room:
+            return 1 + from_here(place + 1, whole | {number})
+        return 1 + min(from_here(place + 1, whole - {other} | {number}) for other in whole)
+
+    return from_here(0, frozenset())
+
+
+def test_the_bucket_whose_next_use_is_farthest_is_given_up() -> None:
+    forward_and_backward = [*range(6), *range(5, -1, -1)]
+    for room in range(2, 7):
+        assert transfers(forward_and_backward, room, 1) == 12 - room == fewest(forward_and_backward, room)
+    generator = random.Random(3)
+    for _ in range(30):
+        uses = [generator.randrange(6) for _ in range(14)]
+        uses = [one for place, one in enumerate(uses) if place == 0 or uses[place - 1] != one]
+        for room in (2, 3, 4):
+            assert transfers(uses, room, 2) == fewest(uses * 2, room)
