@@ -19,7 +19,7 @@ from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.param_views import views_of
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.wire.backend import timeout_of
-from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
 Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]
@@ -34,6 +34,14 @@ class Stays(Enum):
     WINDOW = "until a few others have been used"
     BACKWARD = "from a forward that records gradients to the end of the next backward"
     STEP = "until its values change"
+
+
+class Gather(NamedTuple):
+    """A whole bucket, [layout.numel], that is being gathered."""
+
+    unit: ParamUnit
+    whole: torch.Tensor
+    flight: Flight
 
 
 class ParamUnit:
@@ -112,18 +120,31 @@ class ParamUnit:
 
         to_write: True for memory of this rank's own in any case. RuntimeError where the file of shards was cut short.
         """
+        if self.mapped is None:
+            return self.complete(self.launch(collectives))
+        self._check_file()
+        with torch.inference_mode(False), torch.no_grad():
+            self.whole = self.mapped.clone() if to_write or self.tier is not None else self.mapped
+        return self.whole
+
+    def launch(self, collectives: Collectives) -> Gather:
+        """Begin to gather. Collective over the shard group, asynchronous."""
+        self._check_file()
+        with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
+            whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+            self._own_part(whole).copy_(self.shard)
+            return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name))
+
+    def _check_file(self) -> None:
         problem = None if self.tier is None else self.tier.cut()
         if problem is not None:
             raise RuntimeError(f"rank {dist.get_rank()}: {problem}")
-        with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
-            if self.mapped is not None:
-                whole = self.mapped.clone() if to_write or self.tier is not None else self.mapped
-            else:
-                whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
-                self._own_part(whole).copy_(self.shard)
-                collectives.all_gather(whole, self.lane, self.name).wait()
-        self.whole = whole
-        return whole
+
+    def complete(self, gather: Gather) -> torch.Tensor:
+        """Wait for what `launch` has begun, and have the whole bucket."""
+        gather.flight.wait()
+        self.whole = gather.whole
+        return gather.whole
 
     def drop(self) -> None:
         """Forget the whole bucket. Its memory is freed when nothing else refers to it any more."""

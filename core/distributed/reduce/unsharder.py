@@ -13,6 +13,11 @@ Where the ranks of one host map one memory that holds the shards of all, a bucke
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
 What each has gathered is compared once a step.
 
+Note [One bucket ahead]
+Where gathers are collectives, the one that came next when the last two were used in this order is launched at once, as
+it was learned in earlier steps. Ranks have the same order and so the same guesses. A wrong guess is waited for and
+thrown away, as is any from before a write; no value ever comes from one that was not asked for by its bucket.
+
 Note [Who writes the one memory of all ranks]
 A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
 ranks wait for each other, so nobody computes with the old values any more; after all three they wait again, so nobody
@@ -36,7 +41,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from core import agree
 from core.agree import SyncError
-from core.distributed.buffer.param_unit import ParamUnit, Stays
+from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
@@ -44,6 +49,9 @@ from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
 
 MOST_GATHERS = 10_000  # that are remembered in words
+
+
+LastTwo = tuple[ParamUnit | None, ParamUnit | None]
 
 
 class SavedWeight(NamedTuple):
@@ -78,6 +86,9 @@ class Unsharder:
         self.kept: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
+        self.ahead: Gather | None = None  # Note [One bucket ahead]
+        self.next_of: dict[LastTwo, ParamUnit | None] = {}
+        self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
         self.generation = 0  # of the parameters' values
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
@@ -197,7 +208,21 @@ class Unsharder:
             for other in self.residents.victims(self.window, unit, pinned):
                 self._drop(other)
             self.window.append(unit)
-        return self._gather(unit, used_by) if unit.whole is None else unit.whole
+        if unit.whole is not None:
+            return unit.whole
+        whole = self._gather(unit, used_by)
+        if unit.is_collective:
+            self._learn(unit)
+            guess = self.next_of.get(self.last_two)
+            if guess is not None and guess.whole is None:
+                self._note(guess, " ahead")
+                self.ahead = guess.launch(self.collectives)
+        return whole
+
+    def _learn(self, unit: ParamUnit | None) -> None:
+        """`unit` is the next one to be gathered; None: nothing more is, before a write."""
+        self.next_of[self.last_two] = unit
+        self.last_two = (None, None) if unit is None else (self.last_two[1], unit)
 
     def take_gathers(self) -> dict[str, list[str]]:
         """The gathers of each data group since the last call, in words. Ranks compare them."""
@@ -206,15 +231,29 @@ class Unsharder:
 
     def _gather(self, unit: ParamUnit, used_by: str = "", to_write: bool = False) -> torch.Tensor:
         if unit.is_collective:
-            gathers = self.gathers.setdefault(unit.data_group, [])
-            if len(gathers) == MOST_GATHERS:  # nobody takes them where nothing is trained
-                gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
-            gathers.append(f"{unit.name}{f' for {used_by!r}' if used_by else ''}")
-        whole = unit.gather(self.collectives, to_write)
+            self._note(unit, f" for {used_by!r}" if used_by else "")
+        ahead = self._take_ahead()
+        if ahead is not None and ahead.unit is unit:
+            whole = unit.complete(ahead)
+        else:
+            whole = unit.gather(self.collectives, to_write)
         if whole.numel() > 0:
             self.at[whole.data_ptr()] = unit
             insort(self.addresses, whole.data_ptr())
         return whole
+
+    def _take_ahead(self) -> Gather | None:
+        """The gather that was launched on a guess, complete: its memory is free if nobody wants it."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.flight.wait()
+        return ahead
+
+    def _note(self, unit: ParamUnit, why: str) -> None:
+        gathers = self.gathers.setdefault(unit.data_group, [])
+        if len(gathers) == MOST_GATHERS:  # nobody takes them where nothing is trained
+            gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
+        gathers.append(unit.name + why)
 
     def _drop(self, unit: ParamUnit) -> None:
         if unit in self.window:
@@ -289,6 +328,8 @@ class Unsharder:
         """This rank's shards have other values now: so has whatever is gathered. The next use waits for all ranks."""
         self.generation += 1
         self.awaits_others = True
+        self._learn(None)
+        self._take_ahead()
         _all_of(partial(self._drop, unit) for unit in self.units)
 
     @contextmanager

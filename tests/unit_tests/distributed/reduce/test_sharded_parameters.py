@@ -305,8 +305,8 @@ def test_what_stays_whole_between_forward_and_backward_is_chosen_by_bucket(rank:
     with torch.no_grad():
         ddp(torch.ones(3, 16))
     assert whole() == [4, 5]
-    gather = ParamUnit.gather
-    with mock.patch.object(ParamUnit, "gather", autospec=True, side_effect=gather) as gathers:
+    complete = ParamUnit.complete
+    with mock.patch.object(ParamUnit, "complete", autospec=True, side_effect=complete) as gathers:
         loss = ddp(torch.ones(3, 16)).sum()
         assert whole() == [0, 1, 2, 3, 4, 5] and gathers.call_count == 4
         loss.backward()
@@ -541,6 +541,94 @@ def test_ranks_that_use_parameters_in_other_orders_are_told_the_first_that_diffe
     ddp.module.turned = rank == 1
     ddp(torch.ones(2, 8)).sum().backward()
     finalize_model_grads([ddp])
+
+
+class Tower(nn.Module):
+    """Layers of one bucket each, in an order that can be changed."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(layers)])
+        self.order = list(range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+@ranks(2)
+def test_the_next_bucket_of_the_learned_order_is_gathered_one_ahead(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Tower(), bucket_size=256, share_host_memory=False)
+    unsharder = unsharder_of(ddp)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
+    number_of = {unsharder.unit_of[id(layer.weight)]: number for number, layer in enumerate(ddp.module.layers)}
+    launch, complete, most = ParamUnit.launch, ParamUnit.complete, list[int]()
+    events: list[tuple[str, int]] = []
+
+    def launched(self: ParamUnit, *arguments: Any) -> Any:
+        events.append(("begun", number_of[self]))
+        return launch(self, *arguments)
+
+    def completed(self: ParamUnit, *arguments: Any) -> Any:
+        events.append(("whole", number_of[self]))
+        whole = complete(self, *arguments)
+        most.append(sum(unit.whole is not None for unit in unsharder.units))
+        return whole
+
+    for number, layer in enumerate(ddp.module.layers):
+        layer.register_forward_hook(lambda *_, number=number: events.append(("used", number)))
+        layer.weight.register_hook(lambda *_, number=number: events.append(("used", number)))
+    with mock.patch.object(ParamUnit, "launch", launched), mock.patch.object(ParamUnit, "complete", completed):
+        for step in range(3):
+            events.clear()
+            optimizer.zero_grad()
+            ddp(torch.ones(3, 16)).sum().backward()
+            finalize_model_grads([ddp])
+            optimizer.step()
+            needs = [number for event, number in events if event == "whole"]
+            assert needs == [0, 1, 2, 3, 4, 5, 3, 2, 1]
+            assert [number for event, number in events if event == "begun"] == needs  # no guess is wrong
+            begun = [at for at, (event, _) in enumerate(events) if event == "begun"]
+            whole = [at for at, (event, _) in enumerate(events) if event == "whole"]
+            used = [events.index(("used", number), at) for number, at in zip(needs, whole, strict=True)]
+            early = [after < before for after, before in zip(begun[1:], used, strict=False)]
+            assert early == [step > 0] * 8, events
+    assert max(most) == WINDOW
+
+
+@ranks(2)
+def test_a_wrong_guess_of_the_order_gives_no_wrong_value(rank: int, world: int) -> None:
+    """Each pass goes another way through the layers, with a write after some; all ranks go the same way."""
+    parallel_state.initialize_model_parallel()
+    ddp, alone = sharded(Tower(), bucket_size=256, share_host_memory=False), Tower()
+    inputs = torch.randn(3, 16, generator=torch.Generator().manual_seed(8))
+    ways = torch.Generator().manual_seed(1)
+    wrong = 0
+    unsharder = unsharder_of(ddp)
+    for turn in range(30):
+        order = list(range(6)) if turn % 3 else torch.randperm(6, generator=ways).tolist()
+        ddp.module.order = alone.order = order
+        wrong += unsharder.ahead is not None
+        if turn % 4 == 3:
+            with ddp.gathered(), torch.no_grad():
+                for model in (ddp.module, alone):
+                    for layer in model.layers:
+                        layer.weight.mul_(1.1)
+        if turn % 5 == 4:
+            with torch.no_grad():
+                for layer in alone.layers:
+                    layer.weight.mul_(0.5)
+            ddp.begin_param_update()
+            for unit in unsharder.units:
+                unit.shard.mul_(0.5)
+            ddp.start_param_sync()
+        with torch.no_grad() if turn % 2 else nullcontext():
+            got, expected = ddp(inputs), alone(inputs)
+        assert torch.equal(got, expected), turn
+    assert wrong > 5
 
 
 @ranks(2)
