@@ -27,7 +27,7 @@ from core.checkpoint.directory import CheckpointDirectory, find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.load_plan import LACKS, LoadPlan, plan_load
 from core.checkpoint.optimizer_pieces import leaves
-from core.checkpoint.pieces import MODEL, gathered, groups_of
+from core.checkpoint.pieces import MODEL, groups_of
 from core.checkpoint.planners import PieceLoadPlanner, blob_keys, tensor_records
 from core.checkpoint.random_state import random_key, read_random_state, set_random_state
 from core.checkpoint.save import (
@@ -225,9 +225,13 @@ def _first_reason(failure: Any) -> str:
 @torch.no_grad()
 def _put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
     settle(chunks)
-    with torch.no_grad(), gathered(chunks):
-        for local, staging in plan.staged:
-            local.tensor.copy_(staging)
+    wrapped = [chunk for chunk in chunks if hasattr(chunk, "begin_param_update")]
+    for chunk in wrapped:
+        chunk.begin_param_update()
+    for local, staging in plan.staged:
+        (local.tensor if local.shard is None else local.shard[1]).copy_(staging)
+    for chunk in wrapped:
+        chunk.note_param_write()
     plan.staged.clear()
     for leaf in leaves(optimizer):
         by_name: dict[str, list[dict[str, Any]]] = {}

@@ -92,6 +92,11 @@ def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, Tenso
     key, master = local.key, f"{OPTIMIZER}.{WEIGHTS}.{piece.name}"
     if local.is_param and master in records and local.tensor.dtype.itemsize > record.properties.dtype.itemsize:
         key = master
+    if local.shard is not None:
+        first, part = local.shard
+        kept = Entry(None, piece.name, local, first, part.numel(), {})
+        plan.staged.append((local, _staged(plan, kept, WEIGHTS, part.dtype, key)))
+        return
     covered = sum(box.numel for box in piece.boxes) == local.tensor.numel()
     make = torch.empty if covered else torch.zeros  # zeros are the padding's values
     staging = make(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)

@@ -127,6 +127,15 @@ def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = N
     ]
 
 
+def sharded_weights(tensors: Sequence[LocalTensor]) -> list[Entry]:
+    """The ranges of sharded parameters that this rank keeps, as entries without an optimizer."""
+    return [
+        Entry(None, local.slice.name, local, local.shard[0], local.shard[1].numel(), {WEIGHTS: local.shard[1]})
+        for local in tensors
+        if local.shard is not None and local.shard[1].numel() > 0
+    ]
+
+
 def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
     """What these entries are in the file: tensors along the parameters, and numbers once for each parameter.
 

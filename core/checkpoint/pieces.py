@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.checkpoint.boxes import Box, Index
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
-from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.global_names import global_name
 from core.process_groups import ProcessGroups
 
@@ -44,12 +42,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """A parameter or buffer of one chunk, and what it is in the whole model."""
+    """A parameter or buffer of one chunk, and what it is in the whole model.
+
+    shard: where parameters are sharded, the first element that this rank keeps, and the elements from there on, flat;
+    `tensor` then has no values.
+    """
 
     chunk: int
     slice: GlobalSlice
     tensor: Tensor
     is_param: bool
+    shard: tuple[int, Tensor] | None = None
 
     @property
     def key(self) -> str:
@@ -72,15 +75,6 @@ def module_of(chunk: Any) -> nn.Module:
     return module
 
 
-def gathered(chunks: Sequence[Any]) -> ExitStack:
-    """A context in which sharded parameters of these chunks are whole. Collective where there are some."""
-    stack = ExitStack()
-    for chunk in chunks:
-        if hasattr(chunk, "gathered"):
-            stack.enter_context(chunk.gathered())
-    return stack
-
-
 def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
     """All parameters and persistent buffers of this rank's chunks. Local.
 
@@ -91,7 +85,10 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
         module, groups = module_of(chunk), groups_of(chunk)
         params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         slices = global_slices(module, groups)
-        found += [LocalTensor(number, slices[name], _values_of(param), True) for name, param in params.items()]
+        shard_of = getattr(chunk, "param_shard", lambda param: None)
+        for name, param in params.items():
+            shard = shard_of(param)
+            found.append(LocalTensor(number, slices[name], param.data if shard is None else param, True, shard))
         found += [
             LocalTensor(number, piece, buffers[name], False) for name, piece in buffer_slices(module, groups).items()
         ]
@@ -106,11 +103,6 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
                 "module.global_names = {'layers.0': 'layers.12'}"
             )
     return found
-
-
-def _values_of(param: nn.Parameter) -> Tensor:
-    """What a parameter is saved from and loaded into; a sharded one itself, which has values while it is gathered."""
-    return param if isinstance(param, ShardedParameter) else param.data
 
 
 def tied_names(chunks: Sequence[Any]) -> dict[str, str]:

@@ -20,8 +20,16 @@ import core
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.errors import CheckpointError, warn_caller
 from core.checkpoint.global_slices import written_here
-from core.checkpoint.optimizer_pieces import entries_of, leaves, optimizer_pieces, written_entries
-from core.checkpoint.pieces import Piece, gathered, groups_of, local_tensors, model_pieces, module_of, tied_names
+from core.checkpoint.optimizer_pieces import (
+    WEIGHTS,
+    entries_of,
+    entry_pieces,
+    leaves,
+    optimizer_pieces,
+    sharded_weights,
+    written_entries,
+)
+from core.checkpoint.pieces import Piece, groups_of, local_tensors, model_pieces, module_of, tied_names
 from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.save_arguments import checked_step, wrong_keep_last
@@ -168,14 +176,16 @@ def settle(chunks: Sequence[Any]) -> None:
 def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     settle(chunks)
     _warn_of_extra_state(chunks)
-    with gathered(chunks):  # the pieces keep what they are cut from, and nobody writes it any more
-        tensors = local_tensors(chunks)
-        mine = written_here(local.slice for local in tensors if local.is_param)
-        # Buffers may differ among data ranks (running statistics): all of them come from the first one.
-        mine |= {local.slice.name for local in tensors if not local.is_param and local.slice.replica == 0}
-        pieces = model_pieces(local for local in tensors if local.slice.name in mine)
-        entries = entries_of(optimizer, chunks, tensors)
-        return pieces + optimizer_pieces(written_entries(entries, chunks, tensors))
+    tensors = local_tensors(chunks)
+    whole = [local for local in tensors if local.shard is None]
+    mine = written_here(local.slice for local in whole if local.is_param)
+    # Buffers may differ among data ranks (running statistics): all of them come from the first one.
+    mine |= {local.slice.name for local in whole if not local.is_param and local.slice.replica == 0}
+    pieces = model_pieces(local for local in whole if local.slice.name in mine)
+    for entry in written_entries(sharded_weights(tensors), chunks, tensors):
+        pieces += entry_pieces(entry, WEIGHTS, entry.state[WEIGHTS], entry.local.key)
+    entries = entries_of(optimizer, chunks, tensors)
+    return pieces + optimizer_pieces(written_entries(entries, chunks, tensors))
 
 
 def _warn_of_extra_state(chunks: Sequence[Any]) -> None:

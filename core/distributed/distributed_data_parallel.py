@@ -182,6 +182,19 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
 
+    def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
+        """Of a sharded parameter, flattened: (first element that this rank keeps, the elements from there on). Local.
+
+        None for a parameter that is not sharded. Write the elements between `begin_param_update` and
+        `note_param_write`, which every rank of the shard group calls.
+        """
+        engine = vars(self).get("engine")  # a copy has none
+        if engine is None or engine.unsharder is None or id(param) not in engine.unsharder.unit_of:
+            return None
+        unit = engine.unsharder.unit_of[id(param)]
+        part: tuple[int, torch.Tensor] = unit.own_part_of(unit.index_of[id(param)])
+        return part
+
     def begin_param_update(self) -> None:
         """An optimizer is about to write this rank's shards of the parameters. Collective over the shard groups.
 

@@ -105,15 +105,18 @@ class ParamUnit:
     @torch.no_grad()
     def cut(self) -> None:
         """Keep this rank's shard of the parameters, which still have memory of their own, and free that memory."""
-        low, high = self.shard_range
-        for param, hidden, slot in zip(self.params, self.hidden, self.layout.slots, strict=True):
-            begin = slot.start - self.layout.start
-            start, end = max(begin, low), min(begin + param.numel(), high)
-            if start < end:
-                self.shard[start - low : end - low].copy_(param.reshape(-1)[start - begin : end - begin])
+        for index, (param, hidden) in enumerate(zip(self.params, self.hidden, strict=True)):
+            first, part = self.own_part_of(index)
+            part.copy_(param.reshape(-1)[first : first + part.numel()])
             param.data = hidden
             self.versions.append(param._version)
             param.__class__ = self.kind
+
+    def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
+        """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""
+        begin, (low, high) = self.starts[index], self.shard_range
+        start, end = max(begin, low), min(self.layout.slots[index].end - self.layout.start, high)
+        return (start - begin, self.shard[start - low : end - low]) if start < end else (0, self.shard[:0])
 
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
         """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.

@@ -6,6 +6,7 @@ Values come from the name and the key alone, as whole tensors; each layout gets 
 from __future__ import annotations
 
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from core import parallel_state
 from core.checkpoint.optimizer_pieces import leaves
-from core.checkpoint.pieces import gathered
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -162,6 +162,14 @@ def build(layout: Layout, **options: Any) -> Job:
     settings |= {"bf16": layout.dtype is torch.bfloat16, "fp16": layout.dtype is torch.float16}
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options}), chunks)
     return Job(layout, config, parallel_state.get_process_groups(), pipeline, chunks, optimizer)
+
+
+def gathered(chunks: list[Any]) -> ExitStack:
+    """Whole parameters of all chunks, for what the tests plant and compare."""
+    stack = ExitStack()
+    for chunk in chunks:
+        stack.enter_context(chunk.gathered())
+    return stack
 
 
 def step_once(job: Job, shapes: dict[str, tuple[int, ...]]) -> None:
