@@ -1,7 +1,6 @@
 """The module-level face of the process groups: `initialize_model_parallel` and the accessors Megatron's users know.
 
-All state is in the one object `_state`. Groups are a `ProcessGroups`, arithmetic is a `RankGrid`. Our code takes
-`pg_collection=` and asks here only for the default. The file is long because the list of public names is long.
+All state is in `_state`. Our code takes `pg_collection=` and asks here for the default. The public names are many.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from core.device_mesh import get_device_mesh as get_device_mesh
 from core.forked import drop_connections_in_workers
 from core.group_options import get_nccl_options as get_nccl_options
 from core.group_options import group_options

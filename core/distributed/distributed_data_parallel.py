@@ -283,6 +283,11 @@ class DistributedDataParallel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _ENGINE:
             raise _copy_error(name)
+        if name != "module":  # tools look up what state_dict() lists, which has no prefix for the wrapper
+            module = vars(self.module)
+            for kind in ("_modules", "_parameters", "_buffers"):
+                if name in module[kind]:
+                    return module[kind][name]
         return super().__getattr__(name)
 
     # -- looking in -------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -31,8 +31,9 @@ class Residency:
         return 1 if self.keeps_whole else shards
 
 
+Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # A new sharding strategy is a row here.
-RESIDENCIES = {
+RESIDENCIES: dict[Strategy, Residency] = {
     "no_shard": Residency(sharded=False, keeps_whole=True),
     "optim": Residency(sharded=True, keeps_whole=True),
     "optim_grads": Residency(sharded=True, keeps_whole=False),
@@ -41,7 +42,7 @@ RESIDENCIES = {
 STRATEGIES = tuple(RESIDENCIES)
 
 
-def residency_of(strategy: str) -> Residency:
+def residency_of(strategy: Strategy) -> Residency:
     """The row of a strategy. Raises ValueError for an unknown one."""
     if strategy not in RESIDENCIES:
         raise ValueError(f"data_parallel_sharding_strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
@@ -127,7 +128,7 @@ class DistributedDataParallelConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
-    data_parallel_sharding_strategy: str = "no_shard"
+    data_parallel_sharding_strategy: Strategy = "no_shard"
     reduce_microbatches: Literal["last", "every"] | None = None
 
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
@@ -209,7 +210,7 @@ class DistributedDataParallelConfig:
             raise ValueError("reduce_scatter_with_fp32_accumulation adds; average_in_collective must be False with it")
 
     @property
-    def strategy(self) -> str:
+    def strategy(self) -> Strategy:
         """The sharding strategy, whichever option has asked for it."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"

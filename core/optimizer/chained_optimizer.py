@@ -115,6 +115,11 @@ class ChainedOptimizer(MegatronOptimizer):
         return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """The first inner optimizer's."""
+        return self.chained_optimizers[0].defaults
+
+    @property
     def state(self) -> Any:
         """The inner optimizers' state by master weight, in one dictionary. Writing to it changes nothing."""
         return {master: state for optimizer in self.chained_optimizers for master, state in optimizer.state.items()}

@@ -42,10 +42,11 @@ from core.optimizer.step.skip_log import SkipLog
 from core.waiting import calling
 
 
-class MegatronOptimizer:
+class MegatronOptimizer(torch.optim.Optimizer):
     """Updates the parameters of wrapped model chunks; made by `get_megatron_optimizer`.
 
-    Every rank of the job makes it, and calls `step`, together.
+    Every rank of the job makes it, and calls `step`, together. To torch's schedulers and to trainers it is a torch
+    optimizer: groups, state and defaults are the inner optimizer's own objects, and there are no others.
     """
 
     def __init__(
@@ -110,14 +111,16 @@ class MegatronOptimizer:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, int | None]:
+    def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:
         """Update the parameters from reduced gradients. Collective: every rank of the job.
 
         Returns (True, global gradient norm before clipping, zeros among the gradients if counted).
         A NaN or Inf anywhere skips the step on all ranks, with a warning that names it: (False, None, None).
         Raises SyncError when `finalize_model_grads` has not made the gradients ready, and on every rank where ranks
-        would step with different learning rates, decay or limits.
+        would step with different learning rates, decay or limits. TypeError for a closure.
         """
+        if closure is not None:
+            raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
         self.prepare_grads()
         stats = self._measured()
         if not stats.finite or stats.norm > self.config.grad_norm_skip_threshold:
@@ -267,6 +270,30 @@ class MegatronOptimizer:
         """The inner optimizer's groups; a scheduler may set 'lr' and 'weight_decay'."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        defaults: dict[str, Any] = self.optimizer.defaults
+        return defaults
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Refused: parameters have their place in buffers by now."""
+        raise RuntimeError(
+            "parameters cannot be added to an optimizer whose buffers are laid out; make the model with all of its "
+            "parameters, wrap it, and call get_megatron_optimizer again"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_"):  # where torch keeps the functions that its register_..._hook are given
+            raise AttributeError(
+                f"{type(self).__name__} calls no hooks of torch.optim.Optimizer; do it before or after step() and "
+                "state_dict() in the loop, or register it on `.optimizer`, whose step() runs for each bucket"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer is bound to its model's buffers and cannot be copied; save its state_dict()")
 
     @property
     def state(self) -> Any:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from core.context_parallel import check_sequence_length
+from core.distributed.distributed_data_parallel_config import Strategy
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
 from core.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks
 
@@ -62,7 +63,7 @@ class Layout:
     expert_bias: bool = False
     shared: bool = False
     order: str = DEFAULT_ORDER
-    strategy: str = "no_shard"
+    strategy: Strategy = "no_shard"
     overlap: bool = False
     bucket_size: int | None = None
     microbatches: int = 1

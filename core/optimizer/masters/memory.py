@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from core.distributed.distributed_data_parallel_config import residency_of
+from core.distributed.distributed_data_parallel_config import Strategy, residency_of
 from core.optimizer.algorithms.names import label
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
 from core.optimizer.masters.master_weights import steps_16_bits, storage_of
@@ -53,7 +53,7 @@ def bytes_per_parameter(
     *,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-    strategy: str = "no_shard",
+    strategy: Strategy = "no_shard",
     shard_ranks: int = 1,
 ) -> BytesPerParameter:
     """What the strategy and the dtypes cost. ValueError for an algorithm whose moments are not known here.
