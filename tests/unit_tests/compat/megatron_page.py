@@ -5,7 +5,6 @@ python -m tests.unit_tests.compat.megatron_page     writes it anew
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from core.compat.megatron.faces import configs
@@ -20,12 +19,23 @@ KINDS = (
 )
 
 
+def megatrons_fields() -> dict[str, list[str]]:
+    """Configuration -> the fields that it has in versions 0.16 and 0.19 (and two of 0.20), from a list of names."""
+    found: dict[str, list[str]] = {}
+    for line in Path(__file__).with_name("megatron_fields.txt").read_text().splitlines():
+        if line.endswith(":"):
+            found[line[:-1]] = names = []
+        else:
+            names += line.split()
+    return found
+
+
 def table() -> str:
     """A table for each configuration: what is obeyed, and in rows of one sentence what is refused or without effect."""
     lines: list[str] = []
     seen: set[str] = set()
     for kind in KINDS:
-        fields = [field.name for field in dataclasses.fields(kind) if field.name not in seen]
+        fields = [name for name in megatrons_fields()[kind.__name__] if name not in seen]
         obeyed = [name for name in fields if name not in kind.rules]
         refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
         hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]

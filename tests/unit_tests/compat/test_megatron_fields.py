@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from core.compat.megatron.faces import configs
+from tests.unit_tests.compat.megatron_page import megatrons_fields
 from tests.unit_tests.test_config_fields import MODEL_PARTS, ROOT, names_read
 
 KINDS = (
@@ -21,9 +22,11 @@ KINDS = (
     configs.ModelParallelConfig,
     configs.TransformerConfig,
 )
-FIELDS = [(kind, field) for kind in KINDS for field in dataclasses.fields(kind)]
-UNOBEYED = [(kind, field.name) for kind, field in FIELDS if field.name in kind.rules]
-OBEYED = [(kind, field.name) for kind, field in FIELDS if field.name not in kind.rules]
+NAMES = megatrons_fields()
+NAMES["TransformerConfig"] = NAMES["ModelParallelConfig"] + NAMES["TransformerConfig"]
+FIELDS = [(kind, name) for kind in KINDS for name in NAMES[kind.__name__]]
+UNOBEYED = [(kind, name) for kind, name in FIELDS if name in kind.rules]
+OBEYED = [(kind, name) for kind, name in FIELDS if name not in kind.rules]
 SHAPE: dict[str, Any] = dict(num_layers=2, hidden_size=8, num_attention_heads=4)
 # What a field is set to where another number, name or truth would not do, with what it needs beside it.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -147,6 +150,12 @@ def test_what_is_obeyed_changes_what_the_engine_is_given(kind: Any, name: str) -
     if found == without:
         assert name in BESIDE, f"{name} has no effect"
         assert name in READ or name == "use_megatron_fsdp"  # which has a test of its own
+
+
+def test_no_field_is_unknown() -> None:
+    assert [len(names) for names in megatrons_fields().values()] == [40, 64, 75, 236]
+    for kind, name in FIELDS:
+        assert name in {field.name for field in dataclasses.fields(kind)}, f"{kind.__name__}.{name}"
 
 
 def test_a_configuration_may_be_written_to_and_counts_as_it_stands() -> None:

@@ -73,48 +73,46 @@ class _Written:
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
-def _base(name: str, parent: type, rules: Mapping[str, Rule]) -> Any:
-    """A dataclass of the fields that nothing obeys."""
-
-    def default(rule: Rule) -> Any:
-        first = rule.defaults[0]
-        return field(default_factory=lambda: list(first)) if isinstance(first, list) else field(default=first)
-
-    made = [(key, Any, default(rule)) for key, rule in rules.items()]
+def _base(name: str, parent: type, rules: Mapping[str, Rule], ours: Any, *without: str) -> Any:
+    """A dataclass of the fields of ours, with their defaults, and of those that nothing obeys."""
+    known = {found.name for found in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else set()
+    made = [
+        (found.name, Any, _field(found.default, found.default_factory))
+        for found in dataclasses.fields(ours)
+        if found.name not in {*rules, *known, *without}
+    ]
+    made += [(key, Any, _field(rule.defaults[0], dataclasses.MISSING)) for key, rule in rules.items()]
     space = {"rules": {**getattr(parent, "rules", {}), **rules}, "__module__": __name__}
     return dataclasses.make_dataclass(name, made, bases=(parent,), namespace=space)
 
 
-_DDP: Any = _base("_DDP", _Written, read_rules(rows.DDP_REFUSED, rows.DDP_HINTS))
-_Optimizer: Any = _base("_Optimizer", _Written, read_rules(rows.OPTIMIZER_REFUSED, rows.OPTIMIZER_HINTS))
+def _field(default: Any, factory: Any) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default))
+    return field(default=default) if factory is dataclasses.MISSING else field(default_factory=factory)
+
+
+_DDP: Any = _base("_DDP", _Written, read_rules(rows.DDP_REFUSED, rows.DDP_HINTS), OurDDPConfig)
+_Optimizer: Any = _base(
+    "_Optimizer", _Written, read_rules(rows.OPTIMIZER_REFUSED, rows.OPTIMIZER_HINTS), OurOptimizerConfig
+)
 _ModelParallel: Any = _base(
-    "_ModelParallel", _Written, read_rules(rows.MODEL_PARALLEL_REFUSED, rows.MODEL_PARALLEL_HINTS)
+    "_ModelParallel",
+    _Written,
+    read_rules(rows.MODEL_PARALLEL_REFUSED, rows.MODEL_PARALLEL_HINTS),
+    OurModelParallelConfig,
 )
 
 
 @dataclass
 class DistributedDataParallelConfig(_DDP):
-    """How gradients are kept and reduced; see core.distributed.DistributedDataParallelConfig for what a field does.
+    """How gradients are kept and reduced: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
 
     data_parallel_sharding_strategy: followed with use_megatron_fsdp=True, as in Megatron, and refused without it.
     align_param_gather: refused as it is used, since gathers are complete when the optimizer's step returns.
     """
 
-    grad_reduce_in_fp32: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    align_param_gather: bool = False
-    use_distributed_optimizer: bool = False
-    num_distributed_optimizer_instances: int = 1
-    check_for_nan_in_grad: bool = False
-    check_for_large_grads: bool = False
-    bucket_size: int | None = None
-    num_buckets: int | None = None
-    pad_buckets_for_high_nccl_busbw: bool = False
-    reduce_scatter_with_fp32_accumulation: bool = False
-    average_in_collective: bool = False
     use_megatron_fsdp: bool = False
-    data_parallel_sharding_strategy: str = "no_shard"
 
     def ours(self) -> OurDDPConfig:
         """Our configuration of the same meaning. ValueError for a combination that there is none of."""
@@ -128,61 +126,15 @@ class DistributedDataParallelConfig(_DDP):
 
 @dataclass
 class OptimizerConfig(_Optimizer):
-    """Which algorithm updates the parameters; see core.optimizer.OptimizerConfig for what a field does.
+    """Which algorithm updates the parameters: the fields of core.optimizer.OptimizerConfig, and Megatron's.
 
     overlap_param_gather: must be what the model was wrapped with. muon_use_nesterov: the older name of muon_nesterov.
     """
 
-    optimizer: Any = "adam"
-    lr: float | None = None
-    min_lr: float | None = None
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    weight_decay: float = 0.01
-    apply_wd_to_qk_layernorm: bool = False
-    decoupled_weight_decay: bool = True
-    fp16: bool = False
-    bf16: bool = False
     params_dtype: torch.dtype = torch.float32
-    use_precision_aware_optimizer: bool = False
-    store_param_remainders: bool = True
-    main_grads_dtype: torch.dtype = torch.float32
-    main_params_dtype: torch.dtype = torch.float32
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**32
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    sgd_momentum: float = 0.9
-    lion_beta1: float = 0.95
-    lion_beta2: float = 0.98
-    muon_momentum: float = 0.95
-    muon_split_qkv: bool = True
-    muon_nesterov: bool = False
     muon_use_nesterov: bool = False
-    muon_scale_mode: str = "spectral"
-    muon_fp32_matmul_prec: str = "medium"
-    muon_coefficient_type: str = "quintic"
-    muon_num_ns_steps: int = 5
-    muon_tp_mode: str = "duplicated"
-    muon_extra_scale_factor: float = 1.0
-    muon_scalar_optimizer: str = "adam"
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 0.0
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    pin_cpu_grads: bool = True
-    pin_cpu_params: bool = True
-    clip_grad: float = 1.0
-    grad_norm_skip_threshold: float = float("inf")
-    log_num_zeros_in_grad: bool = False
 
     def ours(self) -> OurOptimizerConfig:
         """Our configuration of the same meaning.
@@ -209,49 +161,41 @@ class SGDOptimizerConfig(OptimizerConfig):
 
 @dataclass
 class ModelParallelConfig(_ModelParallel):
-    """Parallel sizes, dtypes and callbacks; what layers, wrapper and schedules of ours read, under Megatron's names.
+    """Parallel sizes, dtypes and callbacks: the fields of core.model_parallel_config, and Megatron's.
 
     pipeline_dtype: of what one stage sends the next; params_dtype where None. variable_seq_lengths and
     microbatch_group_size_per_vp_stage are read, and judged, by the pipeline schedule.
     """
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    sequence_parallel: bool = False
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
-    perform_initialization: bool = True
-    fp16: bool = False
-    bf16: bool = False
-    params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None
-    deterministic_mode: bool = False
-    gradient_accumulation_fusion: bool = False
     variable_seq_lengths: bool = False
     microbatch_group_size_per_vp_stage: int | None = None
-    timers: Any = None
     barrier_with_L1_time: bool = True
-    finalize_model_grads_func: Callable[..., Any] | None = None
-    grad_scale_func: Callable[..., Any] | None = None
-    no_sync_func: Any = None
-    grad_sync_func: Any = None
-    param_sync_func: Any = None
 
     def __post_init__(self) -> None:
-        if self.expert_tensor_parallel_size is None:
-            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
-        if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
-            self.pipeline_dtype = self.params_dtype
+        filled: Any = self
+        if filled.expert_tensor_parallel_size is None:
+            filled.expert_tensor_parallel_size = filled.tensor_model_parallel_size
+        if filled.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
+            self.pipeline_dtype = filled.params_dtype
         OurModelParallelConfig(**self.same_fields(OurModelParallelConfig, *SIZE_FREE))
 
 
 # Left out where ours is made: 16-bit weights come from Float16Module as well as from params_dtype, and callbacks are
 # read from Megatron's configuration itself.
 SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
+# Megatron gives these to GPTModel; a gated activation has two fields there.
+OF_GPT = (
+    *("vocab_size", "max_sequence_length", "position_embedding_type", "rotary_base"),
+    "share_embeddings_and_output_weights",
+)
 _Transformer: Any = _base(
-    "_Transformer", ModelParallelConfig, read_rules(rows.TRANSFORMER_REFUSED, rows.TRANSFORMER_HINTS)
+    "_Transformer",
+    ModelParallelConfig,
+    read_rules(rows.TRANSFORMER_REFUSED, rows.TRANSFORMER_HINTS),
+    OurTransformerConfig,
+    "activation",
+    *OF_GPT,
 )
 
 
@@ -267,60 +211,31 @@ class TransformerConfig(_Transformer):
     num_layers: int = 0
     hidden_size: int = 0
     num_attention_heads: int = 0
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
-    kv_channels: int | None = None
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
-    layernorm_epsilon: float = 1e-5
-    normalization: str = "LayerNorm"
-    add_bias_linear: bool = True
     add_qkv_bias: bool = False
     gated_linear_unit: bool = False
     activation_func: Callable[..., Any] = F.gelu
-    qk_layernorm: bool = False
-    calculate_per_token_loss: bool = False
     init_method: Callable[..., Any] | None = None
     output_layer_init_method: Callable[..., Any] | None = None
-    init_method_std: float = 0.02
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     cp_comm_type: Any = None
-    recompute_granularity: str | None = None
     recompute_method: str | None = None
-    recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = None
-    num_moe_experts: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_layer_freq: Any = 1
-    moe_ffn_hidden_size: int | None = None
-    moe_router_load_balancing_type: Any = "aux_loss"
-    moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_score_function: str = "softmax"
-    moe_router_dtype: str | None = None
-    moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: float = 1e-3
-    moe_grouped_gemm: bool = False
-    moe_aux_loss_coeff: Any = 0.0
-    moe_z_loss_coeff: float | None = None
-    moe_token_dispatcher_type: str = "allgather"
-    moe_expert_capacity_factor: float | None = None
-    moe_token_drop_policy: str = "probs"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_attention_heads and self.kv_channels is None:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
-        self.num_query_groups = self.num_query_groups or self.num_attention_heads
-        self.ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
+        filled: Any = self  # most fields are inherited from dataclasses that are made from tables
+        if self.num_attention_heads and filled.kv_channels is None:
+            filled.kv_channels = self.hidden_size // self.num_attention_heads
+        filled.num_query_groups = filled.num_query_groups or self.num_attention_heads
+        filled.ffn_hidden_size = filled.ffn_hidden_size or 4 * self.hidden_size
         self.recompute_modules = self.recompute_modules or ["core_attn"]
         self.own_init = self.init_method is not None or self.output_layer_init_method is not None
-        self.init_method = self.init_method or normal_init(self.init_method_std)
+        self.init_method = self.init_method or normal_init(filled.init_method_std)
         scale = (2.0 * max(self.num_layers, 1)) ** 0.5
-        self.output_layer_init_method = self.output_layer_init_method or normal_init(self.init_method_std / scale)
+        self.output_layer_init_method = self.output_layer_init_method or normal_init(filled.init_method_std / scale)
 
     def ours(self, **model: Any) -> OurTransformerConfig:
         """Our configuration; model: what Megatron gives its GPTModel instead (vocab_size, position_embedding_type ...).

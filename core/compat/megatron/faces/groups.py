@@ -99,7 +99,8 @@ class RankGenerator:
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
         self.world_size = tp * ep * dp * pp * cp
-        self.grid = RankGrid(self.world_size, tp=tp, pp=pp, cp=cp, ep=ep, order=order)
+        # The grid that is not asked for gets the same pipeline groups.
+        self.grid = RankGrid(self.world_size, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=tp * cp, order=order)
         self.order = self.grid.order
         self.name_to_size = {"tp": tp, "ep": ep, "dp": dp, "pp": pp, "cp": cp}
         self.ordered_size = [self.name_to_size[token] for token in self.grid.axes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +71,6 @@ class NumMicroBatchesCalculator:
         """Microbatches of a step."""
         return self.num_micro_batches
 
-    def get_current_global_batch_size(self) -> int:
-        """The batch that was asked for."""
-        return self.current_global_batch_size
-
-    def get_current_running_global_batch_size(self) -> int:
-        """The batch of the microbatches, less where it was rounded down."""
-        return self.current_running_global_batch_size
-
-    def get_micro_batch_size(self) -> int:
-        """Samples of a microbatch of one data rank."""
-        return self.micro_batch_size
-
 
 _of_the_job: list[NumMicroBatchesCalculator] = []  # none or one
 
@@ -92,29 +81,11 @@ def _the() -> NumMicroBatchesCalculator:
     return _of_the_job[0]
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Make the job's calculator. RuntimeError where there is one; ValueError for sizes that do not divide."""
+def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
+    """`reconfigure_num_microbatches_calculator` for the first time; RuntimeError where there is a calculator."""
     if _of_the_job:
         raise RuntimeError("there is a microbatch calculator already; call reconfigure_num_microbatches_calculator")
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule,
-        seq_length,
-    )
+    reconfigure_num_microbatches_calculator(*args, **kwargs)
 
 
 def reconfigure_num_microbatches_calculator(
@@ -161,14 +132,14 @@ def get_num_microbatches() -> int:
 
 def get_micro_batch_size() -> int:
     """Samples of a microbatch of one data rank."""
-    return _the().get_micro_batch_size()
+    return _the().micro_batch_size
 
 
 def get_current_global_batch_size() -> int:
     """Samples of a step."""
-    return _the().get_current_global_batch_size()
+    return _the().current_global_batch_size
 
 
 def get_current_running_global_batch_size() -> int:
     """Samples of a step's microbatches."""
-    return _the().get_current_running_global_batch_size()
+    return _the().current_running_global_batch_size
