@@ -161,10 +161,13 @@ def finish_stages(
             for name in stage.cut.around:
                 chunk.get_parameter(name).pipeline_parallel = True
         _tie(chunks, layout)
-    except (PlanError, ValueError) as error:
+    except PlanError as error:
         failure = error
-    except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
-        failure = PlanError(f"{plan.family}: a stage's forward fails: {type(error).__name__}: {error}")
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        failure = PlanError(
+            f"{plan.family}: a stage's forward fails without the layers of other stages: {type(error).__name__}: "
+            f"{error}. A pipeline sends hidden states alone"
+        )
     agree.refuse(failure, None, CUT, PlanError)
 
 
