@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,24 +46,30 @@ class AdoptedGroups(ParamGroups):
 
 
 class AdoptedOptimizer(DistributedOptimizer):
-    """Steps `user`, a torch optimizer over parameters of the wrapped model, as a sharded optimizer.
+    """Steps `user`, a torch optimizer over parameters of the wrapped model (or its chunks), as a sharded optimizer.
 
     State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
     Collective: every rank of the job makes it, and calls `prepare_grads` and `apply`, together.
     """
 
-    def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
-        check_model(config, [model])
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: DistributedDataParallel | Sequence[DistributedDataParallel],
+        user: torch.optim.Optimizer,
+    ) -> None:
+        chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
+        check_model(config, chunks)
         self.user = user
         self.shaped = needs_shapes(user)
-        problem = split_parameter([model], lambda param: type(user).__name__) if self.shaped else None
+        problem = split_parameter(chunks, lambda param: type(user).__name__) if self.shaped else None
         if problem is not None:
             raise ValueError(problem)
         groups = AdoptedGroups(user)
         self.user_params = groups.params
         before = dict(user.state)
         user.state.clear()
-        super().__init__(config, [model], groups, all_rank_groups(model.groups))
+        super().__init__(config, chunks, groups, all_rank_groups(chunks[0].groups))
         if before:
             self._take_over(before)
 

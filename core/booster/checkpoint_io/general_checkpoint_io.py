@@ -59,6 +59,10 @@ class GeneralCheckpointIO(CheckpointIO):
         """A model's whole tensors under the plain module's names, one after another. Collective."""
         yield from plain(model).state_dict().items()
 
+    def whole_module(self, model: nn.Module) -> nn.Module:
+        """A module with the whole model's names, ties and config."""
+        return plain(model)
+
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor as this rank holds the one it is for."""
         return whole
@@ -136,13 +140,13 @@ class GeneralCheckpointIO(CheckpointIO):
         both = (files.model_names(prefix), files.model_names(prefix, True))
         tensors = self.model_tensors(model)
         if use_safetensors:
-            repeated = second_names(plain(model))
+            repeated = second_names(self.whole_module(model))
             tensors = (item for item in tensors if item[0] not in repeated)
         if use_async:
             tensors = iter(self._collect("model", tensors, True).items())
 
         def finish(directory: Path) -> None:
-            save_config(plain(model), directory)
+            save_config(self.whole_module(model), directory)
 
         shards = files.shards_of(self._to_host(tensors), size_per_shard)
         write = ShardWriter(checkpoint, names, both, use_safetensors, finish=finish)

@@ -66,7 +66,7 @@ def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, l
     """Shard groups and the names of what is sharded over them, alike on all ranks."""
     found: dict[dist.ProcessGroup, list[str]] = {}
     for masters in engine.masters:
-        found.setdefault(masters.bucket.groups.shard, []).extend(c.name for c in masters.bucket.contracts)
+        found.setdefault(masters.bucket.groups.shard, []).extend(engine.names[id(p)] for p in masters.bucket.params)
     return list(found.items())
 
 

@@ -2,6 +2,8 @@
 
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.gemini_plugin import GeminiPlugin
+from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
+from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from core.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from core.booster.plugin.plugin_base import PipelinePluginBase, Plugin
 from core.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
@@ -10,7 +12,10 @@ from core.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
 __all__ = [
     "DPPluginBase",
     "GeminiPlugin",
+    "GradientCheckpointConfig",
+    "HybridParallelPlugin",
     "LowLevelZeroPlugin",
+    "PipelineGradientCheckpointConfig",
     "PipelinePluginBase",
     "Plugin",
     "TorchDDPPlugin",

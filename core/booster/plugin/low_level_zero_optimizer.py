@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,14 +36,15 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self,
         optim: torch.optim.Optimizer,
         engine: AdoptedOptimizer,
-        model: DistributedDataParallel,
+        model: DistributedDataParallel | Sequence[DistributedDataParallel],
         max_norm: float,
         *,
         verbose: bool = False,
     ) -> None:
         super().__init__(optim)
         self.engine = engine
-        self.model = model
+        self.chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
+        self.model = self.chunks[0]
         self.max_norm = max_norm
         self.verbose = verbose
         self.found_inf = False  # in the gradients of the last step
@@ -159,7 +161,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             scale = 1.0 if self.scaler is None else self.scaler.value
             what = "made" if made else "skipped"
             print(f"step {what}, gradient norm {self._norm():.6g}, loss scale {scale:g}", flush=True)
-        self._stepped_at = self.model.reducer.launches
+        self._stepped_at = self._launches()
         self._begin()
 
     def sync_grad(self) -> None:
@@ -170,23 +172,29 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Once a step: reduce what backward has not, and measure."""
         if self._ready:
             return
-        reducer = self.model.reducer
+        reducers = [chunk.reducer for chunk in self.chunks]
+        launches = self._launches()
         # A gradient of this rank has come since the last step.
-        arrived = reducer.gradients > 0 and (reducer.open or reducer.launches != self._stepped_at)
+        came = any(reducer.gradients > 0 for reducer in reducers)
+        arrived = came and (any(reducer.open for reducer in reducers) or launches != self._stepped_at)
         if self.scaler is not None and arrived and not self._scaled:
             raise RuntimeError(NOT_SCALED)
-        done = all(bucket.state is BucketState.FINAL for bucket in reducer.buckets)
+        done = all(bucket.state is BucketState.FINAL for reducer in reducers for bucket in reducer.buckets)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
-        if not done or reducer.launches == self._stepped_at:
-            if done and not reducer.has_new_step:
+        if not done or launches == self._stepped_at:
+            if done and not any(reducer.has_new_step for reducer in reducers):
                 raise SyncError(
                     "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
                     "booster.backward(loss, optimizer) before each step"
                 )
-            finalize_model_grads([self.model])
+            finalize_model_grads(self.chunks)
         self.found_inf = self.engine.prepare_grads()
         self._grad_norm = self.engine.measured_norm
         self._ready = True
+
+    def _launches(self) -> int:
+        """Reductions that have been launched so far."""
+        return sum(chunk.reducer.launches for chunk in self.chunks)
 
     def _begin(self) -> None:
         self._ready = False

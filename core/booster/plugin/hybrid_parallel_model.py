@@ -1,0 +1,90 @@
+"""HybridParallelModel: this rank's part of a model, as HybridParallelPlugin returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as tree
+
+from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
+from core.distributed import DistributedDataParallel
+from core.hugging_face.plan import Split
+from core.pipeline_parallel import PipelineLayout
+from core.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from core.optimizer.adopted_optimizer import AdoptedOptimizer
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What the model was before it was cut: for checkpoints, which know no layout.
+
+    shell: the model without memory, with its names, shapes, ties and config. tied: for each name the names of the same
+    parameter. splits: how parameters are cut over tensor parallelism.
+    """
+
+    shell: nn.Module
+    tied: Mapping[str, tuple[str, ...]]
+    splits: Mapping[str, Split]
+
+
+class HybridParallelModel(LowLevelZeroModel):
+    """`module` is the engine's wrapper of this rank's stage, or a list of them; `chunks` lists them in any case.
+
+    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        layout: PipelineLayout | None,
+        whole: WholeModel,
+        groups: ProcessGroups,
+        cast_to: torch.dtype | None,
+        engine: AdoptedOptimizer | None,
+    ) -> None:
+        super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), cast_to, engine)
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.whole = whole
+        self.groups = groups
+        self.runner: Any = None  # of the pipeline, made at its first batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, on this rank's slices."""
+        if self.layout is not None:
+            raise RuntimeError(
+                f"the model is cut into {self.layout.num_stages} pipeline stages, and this rank has a part of them; "
+                "call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+            )
+        return super().forward(*args, **kwargs)
+
+    def parts(self) -> list[nn.Module]:
+        """The plain modules of this rank's stages."""
+        return [part.module if isinstance(part, DistributedDataParallel) else part for part in self.chunks]
+
+    def unwrap(self) -> nn.Module:
+        """The transformers model; this rank's first stage of it, where there are several."""
+        return self.parts()[0]
+
+    def cast(self, inputs: Any) -> Any:
+        """Floating inputs in the plugin's precision."""
+        return inputs if self.cast_to is None else tree.tree_map_only(torch.Tensor, self._cast, inputs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward adds to this rank's gradients without reducing them."""
+        stack: Any = ExitStack()
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                stack.enter_context(chunk.no_sync())
+        return stack
+
+    def is_syncing(self) -> bool:
+        """True outside `no_sync`."""
+        return not any(isinstance(c, DistributedDataParallel) and c.reducer.no_sync_depth for c in self.chunks)

@@ -1,0 +1,154 @@
+"""HybridParallelOptimizer: the sharded optimizer of a model that is cut over tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import agree
+from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
+from core.distributed import DistributedDataParallel
+from core.hugging_face.plan import Split
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.optimizer_state import plain_numbers
+from core.tensor_parallel.initialization import tensor_parallel_join, tensor_parallel_slice
+
+
+class HybridParallelOptimizer(LowLevelZeroOptimizer):
+    """Its parameters are numbered and named as in the whole model, so that its state fits any layout.
+
+    whole_groups: for each group of the user's optimizer the names of its parameters in the whole model.
+    here: name in the whole model -> (this rank's parameter, how it is cut).
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        engine: AdoptedOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        max_norm: float,
+        whole_groups: Sequence[Sequence[str]],
+        here: Mapping[str, tuple[nn.Parameter, Split | None]],
+    ) -> None:
+        super().__init__(optim, engine, chunks, max_norm)
+        self.whole_groups = [list(names) for names in whole_groups]
+        self.splits = {name: split for name, (_, split) in here.items()}
+        name_of = {id(param): name for name, (param, _) in here.items()}
+        mine = [name_of[id(param)] for param in itertools.chain.from_iterable(engine.user_params)]
+        number_of = {name: number for number, name in enumerate(itertools.chain.from_iterable(self.whole_groups))}
+        self.name_of_number = {number: name for name, number in number_of.items()}
+        self.numbers = [number_of[name] for name in mine]  # in the whole model, of each parameter here
+        self.place_here = {number: place for place, number in enumerate(self.numbers)}
+
+    @property
+    def _together(self) -> list[dist.ProcessGroup]:
+        groups = self.model.groups
+        return [groups.control("dp_cp"), *(groups.require(name) for name in ("tp", "pp") if groups.size(name) > 1)]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward adds to this rank's gradients without reducing them."""
+        stack: Any = ExitStack()
+        for chunk in self.chunks:
+            stack.enter_context(chunk.no_sync())
+        return stack
+
+    # -- state, in the form of the whole model ----------------------------------------------------------------------
+
+    def packed_groups(self) -> list[dict[str, Any]]:
+        """The groups with numbers and names of all of the whole model's parameters."""
+        number = itertools.count()
+        groups = packed_groups(self.engine, {})
+        for group, names in zip(groups, self.whole_groups, strict=True):
+            group["params"] = [next(number) for _ in names]
+            group["param_names"] = list(names)
+        return groups
+
+    def whole_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, state) of each parameter of the whole model, in host memory. Collective: every rank exhausts it."""
+        joined = (
+            (self.numbers[place], self._joined(self.numbers[place], state))
+            for place, state in whole_states(self.engine)
+        )
+        yield from of_all_stages(joined, self.model.groups.pp)
+
+    def _joined(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a whole parameter from those of its slices. Collective over the tensor-parallel group."""
+        split = self.splits[self.name_of_number[number]]
+        return {
+            key: whole_tensor(value, split, self.model.groups.tp).cpu()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
+            else value
+            for key, value in state.items()
+        }
+
+    def place(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole parameter's state; nothing of a parameter that lies elsewhere."""
+        place = self.place_here.get(number)
+        if place is None:
+            return {}
+        split, groups = self.splits[self.name_of_number[number]], self.model.groups
+        sliced = {
+            key: slice_of(value, split, groups.size("tp"), groups.rank("tp"))
+            if isinstance(value, torch.Tensor) and value.dim() > 0
+            else value
+            for key, value in state.items()
+        }
+        return own_part(self.engine, place, sliced)
+
+    def load_states(self, groups: Sequence[Mapping[str, Any]], states: Mapping[int, dict[str, Any]]) -> None:
+        """Take over parts that `place` has given."""
+        load_parts(self.engine, {self.place_here[n]: state for n, state in states.items() if n in self.place_here})
+        update_groups(self.engine, groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state in torch's format, on every rank, in host memory. Collective."""
+        state: dict[str, Any] = {
+            "state": dict(self.whole_states()),
+            "param_groups": plain_numbers(self.packed_groups()),
+        }
+        if self.scaler is not None:
+            state["loss_scaler"] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` of any layout, or a torch optimizer's over the whole model, was called."""
+        numbers = match_groups(state_dict["param_groups"], self.packed_groups())
+        found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
+        self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})
+        if self.scaler is not None and "loss_scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+
+def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
+    """The items of all stages on each of them, one of each stage at a time. Collective over the pipeline."""
+    if group is None or dist.get_world_size(group) == 1:
+        yield from items
+        return
+    while True:
+        told = agree.gather(next(items, None), group, "the tensors of all stages")
+        found = [item for item in told.values() if item is not None]
+        if not found:
+            return
+        yield from found
+
+
+def whole_tensor(tensor: torch.Tensor, split: Split | None, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """A parameter, or what has its shape, from its slices on all ranks of the group. Collective over it."""
+    if split is None or group is None or dist.get_world_size(group) == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return tensor_parallel_join(parts, split.dim, split.blocks).narrow(split.dim, 0, split.length).contiguous()
+
+
+def slice_of(whole: torch.Tensor, split: Split | None, tp: int, rank: int) -> torch.Tensor:
+    """This rank's slice of a whole parameter, or of what has its shape."""
+    return whole if split is None or tp == 1 else tensor_parallel_slice(whole, split.dim, tp, rank, split.blocks)

@@ -1,0 +1,69 @@
+"""What HybridParallelPlugin asks of models and batches: names of parameters in parts of a model, parts of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.hugging_face.plan import Split
+from core.hugging_face.stages import find_cut, stage_of
+from core.pipeline_parallel import PipelineLayout
+
+
+def find_layers(model: Any, layout: PipelineLayout | None) -> str:
+    """The name of the list of a transformers model's layers."""
+    return stage_of(model).cut.layers if layout is not None else find_cut(model).layers
+
+
+def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each name of a tied parameter all of its names, the first one first."""
+    by_id: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(param), []).append(name)
+    return {name: tuple(names) for names in by_id.values() if len(names) > 1 for name in names}
+
+
+def splits_of(part: Any) -> Mapping[str, Split]:
+    """How the parameters of a part are cut over tensor parallelism."""
+    report = getattr(part, "split_report", None)
+    return {} if report is None or report.tp == 1 else report.plan.splits
+
+
+def parameters_here(
+    parts: Sequence[nn.Module], tied: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[nn.Parameter, Split | None]]:
+    """Name in the whole model, the first one of a tied parameter -> this rank's parameter and how it is cut."""
+    here: dict[str, tuple[nn.Parameter, Split | None]] = {}
+    for part in parts:
+        splits = splits_of(part)
+        for name, param in part.named_parameters():
+            here.setdefault(tied.get(name, (name,))[0], (param, splits.get(name)))
+    return here
+
+
+def microbatches_of(batch: Mapping[str, Any], count: int | None, size: int | None) -> list[dict[str, Any]]:
+    """A batch in equal parts along its first dimension; values that are no tensors go to all."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+    if "input_ids" not in tensors:
+        raise ValueError(f"a pipeline's batch is a mapping with 'input_ids', and this one has {sorted(batch)}")
+    rows = len(tensors["input_ids"])
+    count = count or max(1, rows // (size or 1))
+    if rows % count or (size is not None and rows % size):
+        raise ValueError(
+            f"a batch of {rows} rows does not divide into {count} microbatches" + (f" of {size}" if size else "")
+        )
+    parts = {name: value.chunk(count) for name, value in tensors.items()}
+    rest = {name: value for name, value in batch.items() if name not in tensors}
+    return [{**rest, **{name: part[number] for name, part in parts.items()}} for number in range(count)]
+
+
+def joined_outputs(outputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The batch's outputs: rows one after another, numbers as their mean."""
+    joined = {}
+    for name, first in outputs[0].items():
+        values = [output[name] for output in outputs]
+        joined[name] = torch.cat(values) if first.dim() else torch.stack(values).mean()
+    return joined

@@ -1,0 +1,55 @@
+"""Gradient checkpointing of some layers: activations inside them are computed again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GradientCheckpointConfig:
+    """Which layers keep no activations. ratio: of each stage's layers, the first ones, between 0 and 1."""
+
+    gradient_checkpointing_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gradient_checkpointing_ratio <= 1:
+            raise ValueError(
+                f"gradient_checkpointing_ratio is {self.gradient_checkpointing_ratio}; it is a part of the layers, "
+                "between 0 and 1"
+            )
+
+    def layers_of(self, stage: int, count: int) -> int:
+        """How many of a stage's layers are checkpointed."""
+        return int(self.gradient_checkpointing_ratio * count)
+
+
+@dataclass(frozen=True)
+class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
+    """num_ckpt_layers_per_stage: how many of each stage's layers keep no activations; None: as the ratio says."""
+
+    num_ckpt_layers_per_stage: Sequence[int] | None = None
+
+    def layers_of(self, stage: int, count: int) -> int:
+        """How many of a stage's layers are checkpointed."""
+        if self.num_ckpt_layers_per_stage is None:
+            return super().layers_of(stage, count)
+        counts = self.num_ckpt_layers_per_stage
+        if stage >= len(counts) or not 0 <= counts[stage] <= count:
+            raise ValueError(
+                f"num_ckpt_layers_per_stage is {list(counts)}, and stage {stage} has {count} layers; name every stage, "
+                "with at most its layers"
+            )
+        return int(counts[stage])
+
+
+def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, layers: str) -> None:
+    """Switch on transformers' own checkpointing in the first layers of each part of a model."""
+    for part in parts:
+        part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        held = [layer for layer in part.get_submodule(layers) if any(True for _ in layer.parameters())]
+        stage = getattr(getattr(vars(part).get("forward"), "part", None), "index", 0)
+        count = config.layers_of(stage, len(held))
+        for number, layer in enumerate(held):
+            layer.gradient_checkpointing = number < count

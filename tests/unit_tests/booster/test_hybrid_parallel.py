@@ -1,0 +1,340 @@
+"""HybridParallelPlugin: losses and weights of steps in layouts, against one process; checkpoints between layouts."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from core import agree, parallel_state
+from core.booster import Booster
+from core.booster.plugin import HybridParallelPlugin
+from tests.unit_tests.hugging_face.models import small, tokens
+from tests.unit_tests.ranks import ranks
+
+STEPS, ROWS, LAYERS = 3, 4, 4
+
+
+def batch_of(step: int, data_rank: int) -> dict[str, torch.Tensor]:
+    ids = tokens(ROWS, seed=10 * step + data_rank)
+    return {"input_ids": ids, "labels": ids}
+
+
+def new_optimizer(model: Any) -> torch.optim.Optimizer:
+    """Two groups, whose sizes differ between stages."""
+    wide = [param for param in model.parameters() if param.dim() > 1]
+    rest = [param for param in model.parameters() if param.dim() == 1]
+    return torch.optim.AdamW([{"params": wide}, {"params": rest, "lr": 3e-2}], lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def trained_alone(model: Any, data_ranks: int, max_norm: float, steps: int = STEPS) -> tuple[list[float], list[float]]:
+    """Losses and norms of steps on the whole batch."""
+    optimizer = new_optimizer(model)
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = torch.stack([model(**batch_of(step, rank)).loss for rank in range(data_ranks)]).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or 1e9)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = outputs.loss
+    return loss
+
+
+def steps_of(
+    booster: Booster, model: Any, optimizer: Any, data_rank: int, steps: range, pp: int, accumulate: int = 1
+) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        rows = ROWS // accumulate
+        parts = []
+        for number in range(accumulate):
+            batch = {k: v[number * rows : (number + 1) * rows] for k, v in batch_of(step, data_rank).items()}
+            last = number == accumulate - 1
+            with contextlib.nullcontext() if last else booster.no_sync(model, optimizer):
+                if pp > 1:
+
+                    def share(outputs: Any, batch: Any) -> torch.Tensor:
+                        return own_loss(outputs, batch) / accumulate
+
+                    outcome = booster.execute_pipeline(iter([batch]), model, share, optimizer)
+                    parts.append(outcome["loss"] * accumulate)
+                else:
+                    loss = model(**batch).loss
+                    booster.backward(loss / accumulate, optimizer)
+                    parts.append(loss.detach())
+        optimizer.step()
+        norms.append(optimizer.get_grad_norm())
+        losses.append(float(torch.stack(parts).mean()))
+    return losses, norms
+
+
+def check(
+    family: str, tp: int, pp: int, world: int, options: dict[str, Any], values: dict[str, Any], accumulate: int = 1
+) -> None:
+    max_norm = options.get("max_norm", 0.0)
+    model = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
+    data_ranks = world // (tp * pp)
+    reference = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
+    start = {name: param.detach().clone() for name, param in reference.named_parameters()}
+    expected, expected_norms = trained_alone(reference, data_ranks, max_norm)
+    micro = {"num_microbatches": 2 * options.get("num_model_chunks", 1)} if pp > 1 else {}
+    booster = Booster(plugin=HybridParallelPlugin(tp, pp, precision="fp32", **{**micro, **options}))
+    optimizer = new_optimizer(model)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    groups = parallel_state.get_process_groups()
+    assert groups.size("dp") == data_ranks
+    losses, norms = steps_of(booster, boosted, optimizer, groups.rank("dp"), range(STEPS), pp, accumulate)
+    total = torch.tensor(losses)
+    torch.distributed.all_reduce(total, torch.distributed.ReduceOp.AVG, group=groups.dp)
+    assert total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    for name, value in booster.checkpoint_io.model_tensors(boosted):
+        wanted = reference.get_parameter(name)
+        assert float((value - wanted).abs().max()) < 2e-4, name
+        assert float((wanted - start.get(name, wanted)).abs().max()) > 1e-3 or name not in start
+
+
+LAYOUTS = [
+    (2, 1, {"zero_stage": 0}),
+    (1, 2, {"zero_stage": 1, "max_norm": 0.5}),
+    (1, 1, {"zero_stage": 2}),
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("tp", "pp", "options"), LAYOUTS)
+def test_two_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int, options: dict[str, Any]) -> None:
+    check("llama", tp, pp, world, options, {})
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("tp", "pp", "options"),
+    [
+        (2, 2, {"zero_stage": 0, "max_norm": 0.5}),
+        (1, 2, {"zero_stage": 1, "dp_outside": False}),
+        (2, 1, {"zero_stage": 2, "max_norm": 0.5, "parallel_output": False}),
+    ],
+)
+def test_four_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int, options: dict[str, Any]) -> None:
+    check("llama", tp, pp, world, options, {"tie_word_embeddings": True})
+
+
+@ranks(2)
+@pytest.mark.parametrize("style", ["interleaved", "zbv"])
+def test_schedules_of_several_stages_a_rank_train_as_one_process(rank: int, world: int, style: str) -> None:
+    options = {"pp_style": style, "num_model_chunks": 2, "max_norm": 0.5, "zero_stage": 1}
+    check("llama", 1, 2, world, options, {"tie_word_embeddings": True})
+
+
+@ranks(4)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_accumulated_batches_train_as_one_batch(rank: int, world: int, tp: int, pp: int) -> None:
+    check("llama", tp, pp, world, {"zero_stage": 1, "num_microbatches": 2}, {}, accumulate=2)
+
+
+@pytest.mark.nightly
+@ranks(4, timeout_s=120.0)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_layouts_train_as_one_process(rank: int, world: int, family: str, tp: int, pp: int, zero_stage: int) -> None:
+    if zero_stage == 2 and pp > 1:
+        with pytest.raises(ValueError, match="with pp_size > 1 use zero_stage 0 or 1"):
+            HybridParallelPlugin(tp, pp, precision="fp32", zero_stage=2, num_microbatches=4)
+        return
+    values: dict[str, Any] = {
+        "llama": {},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    }[family]
+    micro = {"num_microbatches": 4} if pp > 1 else {}
+    check(family, tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, values)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def boosted_llama(tp: int, pp: int, **options: Any) -> tuple[Booster, Any, Any, Any]:
+    """A booster, the model and optimizer that it boosted, and a scheduler."""
+    micro = {"num_microbatches": 2} if pp > 1 else {}
+    booster = Booster(plugin=HybridParallelPlugin(tp, pp, precision="fp32", **{**micro, **options}))
+    model = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    if options.get("zero_stage") == 1:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)  # what is loaded must replace it
+    optimizer = new_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, None, None, scheduler)
+    return booster, model, optimizer, scheduler
+
+
+@ranks(4)
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 4)), ((1, 2), (2, 1)), ((4, 1), (2, 2))])
+@pytest.mark.parametrize("shard", [False, True])
+def test_training_goes_on_in_another_layout(
+    rank: int, world: int, before: tuple[int, int], after: tuple[int, int], shard: bool, tmp_path: Path
+) -> None:
+    """The losses and weights after a change of layout are those of training on without one."""
+    import transformers
+
+    results: list[list[float]] = []
+    names = ("model", "optimizer") if shard else ("model.bin", "optimizer.bin")
+    for tp, pp, stage in ((*before, 0), (*after, 1)):
+        micro = {"num_microbatches": 4} if pp == 4 else {}
+        booster, model, optimizer, scheduler = boosted_llama(tp, pp, zero_stage=stage, **micro)
+        if stage == 0:
+            for _ in range(2):
+                steps_of(booster, model, optimizer, 0, range(1), pp)
+                scheduler.step()
+            booster.save_model(model, tmp_path / names[0], shard=shard, use_safetensors=shard)
+            booster.save_optimizer(optimizer, tmp_path / names[1], shard=shard)
+            booster.save_lr_scheduler(scheduler, tmp_path / "scheduler.bin")
+        else:
+            booster.load_model(model, tmp_path / names[0])
+            booster.load_optimizer(optimizer, tmp_path / names[1])
+            booster.load_lr_scheduler(scheduler, tmp_path / "scheduler.bin")
+            assert optimizer.param_groups[1]["lr"] == pytest.approx(3e-2 * 0.75)
+        losses, _ = steps_of(booster, model, optimizer, 0, range(2, 5), pp)
+        results.append(losses)
+        if shard and stage == 0 and rank == 0:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            assert loaded.config.num_hidden_layers == LAYERS
+        parallel_state.destroy_model_parallel()
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    told = agree.gather(results[0], None, "the losses")
+    assert all(theirs == pytest.approx(results[0], abs=1e-5) for theirs in told.values())
+
+
+# -- precisions and options -----------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize(("precision", "tp", "pp"), [("fp16", 1, 2), ("bf16", 2, 1), ("bf16", 1, 2)])
+def test_half_precision_stays_near_one_process(rank: int, world: int, precision: str, tp: int, pp: int) -> None:
+    reference = small("llama", torch.float32, num_hidden_layers=LAYERS)
+    expected, expected_norms = trained_alone(reference, 1, 0.5)
+    micro = {"num_microbatches": 2} if pp > 1 else {}
+    options = {"initial_scale": 256, "max_norm": 0.5, "zero_stage": 1}
+    booster = Booster(plugin=HybridParallelPlugin(tp, pp, precision=precision, **micro, **options))
+    model = small("llama", torch.float32, num_hidden_layers=LAYERS)
+    boosted, optimizer, *_ = booster.boost(model, new_optimizer(model))
+    losses, norms = steps_of(booster, boosted, optimizer, 0, range(STEPS), pp)
+    assert losses == pytest.approx(expected, abs=2e-2)
+    assert norms == pytest.approx(expected_norms, rel=5e-2)
+    if precision == "fp16":
+        assert optimizer.scaler.value == 256
+
+
+@ranks(2)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(1, 2, precision="fp16", num_microbatches=2, initial_scale=2.0**31, hysteresis=1)
+    booster = Booster(plugin=plugin)
+    model = small("llama", torch.float32, num_hidden_layers=LAYERS)
+    boosted, optimizer, *_ = booster.boost(model, new_optimizer(model))
+    before = [param.detach().clone() for param in boosted.parameters()]
+    steps_of(booster, boosted, optimizer, 0, range(1), 2)
+    assert optimizer.scaler.value == 2.0**30
+    assert all(torch.equal(a, b) for a, b in zip(before, boosted.parameters(), strict=True))
+
+
+@ranks(2)
+def test_outputs_of_a_pipeline_and_its_evaluation(rank: int, world: int) -> None:
+    from core.booster.plugin import PipelineGradientCheckpointConfig
+
+    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 2])
+    options: dict[str, Any] = {"gradient_checkpoint_config": config, "enable_flash_attention": True}
+    plugin = HybridParallelPlugin(
+        1, 2, precision="fp32", microbatch_size=1, num_layers_per_stage=[1, 3], parallel_output=False, **options
+    )
+    booster = Booster(plugin=plugin)
+    model = small("llama", torch.float32, num_hidden_layers=LAYERS, attn_implementation="eager")
+    reference = small("llama", torch.float32, num_hidden_layers=LAYERS)
+    boosted, optimizer, *_ = booster.boost(model, new_optimizer(model))
+    part = boosted.unwrap()
+    flags = [layer.gradient_checkpointing for layer in part.model.layers if list(layer.parameters())]
+    assert flags == ([True] if rank == 0 else [True, True, False])
+    assert part.config._attn_implementation == "sdpa"
+    expected = reference(**batch_of(0, 0))
+    with torch.no_grad():
+        result = booster.execute_pipeline(iter([batch_of(0, 0)]), boosted, own_loss, return_outputs=True)
+    assert float(result["loss"]) == pytest.approx(float(expected.loss.detach()), abs=1e-5)
+    assert (result["outputs"] is None) == (rank == 0)
+    if rank == 1:
+        torch.testing.assert_close(result["outputs"]["logits"], expected.logits.detach(), rtol=1e-4, atol=1e-4)
+    result = booster.execute_pipeline(iter([batch_of(0, 0)]), boosted, own_loss, optimizer, return_loss=False)
+    assert result == {"loss": None, "outputs": None}
+    with pytest.raises(TypeError, match="takes an iterator, and got a list"):
+        booster.execute_pipeline([batch_of(0, 0)], boosted, own_loss, optimizer)
+    with pytest.raises(RuntimeError, match="call booster.execute_pipeline"):
+        boosted(**batch_of(0, 0))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 3}, "World size 2 is not divisible by tp_size 3"),
+    ({"zero_stage": 3}, "zero_stage is 3"),
+    ({"zero_stage": 2, "pp_size": 2, "num_microbatches": 2}, "zero_stage=2 reduces gradients in every microbatch"),
+    ({"pp_size": 2}, "give num_microbatches or microbatch_size"),
+    ({"pp_style": "gpipe"}, "pp_style 'gpipe' is none of"),
+    ({"pp_style": "zbv"}, "needs a pipeline"),
+    ({"num_model_chunks": 2}, "num_model_chunks is 2 with pp_style='1f1b'"),
+    ({"cpu_offload": True}, "cpu_offload=True is an option of ZeRO"),
+    ({"sp_size": 2}, "sequence parallelism"),
+    ({"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"}, "is not here yet"),
+    ({"sequence_parallelism_mode": "sideways"}, "none of split_gather, ring, all_to_all, ring_attn"),
+    ({"precision": "fp64"}, "precision 'fp64' is none of"),
+    ({"custom_policy": "llama"}, "expected a core.hugging_face.Policy"),
+    *(
+        ({name: value}, f"{name}=.* would change nothing")
+        for name, value in {
+            "enable_all_optimization": True,
+            "enable_fused_normalization": True,
+            "enable_jit_fused": True,
+            "enable_sequence_overlap": True,
+            "find_unused_parameters": True,
+            "check_reduction": True,
+            "gradient_as_bucket_view": True,
+            "static_graph": True,
+            "enable_metadata_cache": False,
+            "overlap_p2p": False,
+            "make_vocab_size_divisible_by": 128,
+            "scheduler_nodes": [],
+            "inner_ring_size": 2,
+        }.items()
+    ),
+]
+
+
+@ranks(2)
+def test_options_that_cannot_work_are_refused_by_name(rank: int, world: int) -> None:
+    for options, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            HybridParallelPlugin(**{"tp_size": 1, "pp_size": 1, "precision": "fp32", **options})
+
+
+@ranks(2)
+def test_models_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: int) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32"))
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="split_model takes a transformers model"):
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    odd = small("llama", torch.float32, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    with pytest.raises(ValueError, match="holds 3 heads"):
+        booster.boost(odd, new_optimizer(odd))
+    stepped = small("llama", torch.float32)
+    optimizer = new_optimizer(stepped)
+    stepped(**batch_of(0, 0)).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps on the whole model"):
+        booster.boost(stepped, optimizer)
