@@ -43,6 +43,7 @@ from core import agree
 from core.agree import SyncError
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
+from core.distributed.guard.replicas import first_unequal
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
 from core.distributed.wire.collectives import Collectives
@@ -352,6 +353,7 @@ class Unsharder:
                 yield
             edited = [unit for unit in self.units if unit.edited()]
             if any([agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()]):
+                self._refuse_unequal_writes()
                 for unit in self.units:
                     unit.take_over()
                 self.generation += 1
@@ -361,6 +363,20 @@ class Unsharder:
                 unit.versions = [param._version for param in unit.params]  # what was written is taken over, or fails
             _all_of(partial(self._drop, unit) for unit in self.units)
         self._meet()
+
+    def _refuse_unequal_writes(self) -> None:
+        """Raise where ranks have written different values: each would keep a part of its own. Collective."""
+        findings = []
+        for group in self._groups():
+            units = [unit for unit in self.units if unit.group is group]
+            written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
+            findings.append(first_unequal(written, group, units[0].data_group))
+        found = next((finding for finding in findings if finding is not None), None)
+        if found is not None:  # raised when all groups are through: ranks of another one may not know of it
+            raise SyncError(
+                f"rank {dist.get_rank()}: inside gathered() ranks have written different values: {found}. Nothing was "
+                "taken over. Write the same on all ranks, or broadcast it from one of them inside gathered()"
+            )
 
     def _groups(self) -> list[dist.ProcessGroup]:
         return list(dict.fromkeys(unit.group for unit in self.units))

@@ -67,6 +67,8 @@ class HostMemory:
     def of_first(self, start: int, numel: int) -> torch.Tensor:
         """[numel] of the first rank's memory from element `start`: one memory of all ranks. Its storage is its own."""
         first = self.channels[0].members[0]
+        if numel == 0:  # frombuffer refuses it
+            return first.tensor.new_empty(0)
         offset = start * first.tensor.itemsize
         return torch.frombuffer(first.memory, dtype=first.tensor.dtype, count=numel, offset=offset)
 

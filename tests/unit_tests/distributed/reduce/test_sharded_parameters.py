@@ -799,6 +799,36 @@ def test_a_bucket_of_nothing_is_gathered(rank: int, world: int) -> None:
     finalize_model_grads([ddp])
 
 
+@ranks(2)
+def test_a_bucket_of_nothing_lies_beside_others_in_mapped_memory(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Linear(24, 24)
+    model.nothing, model.more = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0), requires_grad=False)
+    ddp = sharded(model, bucket_size=1)
+    ddp(torch.ones(2, 24)).sum().backward()
+    finalize_model_grads([ddp])
+    with ddp.gathered():
+        assert model.nothing.shape == (0, 3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_ranks_that_write_different_values_inside_gathered_are_refused(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model(), share_host_memory=share)
+    refusal = "'blocks.1.up.weight' has other values on ranks .* on all ranks, or broadcast"
+    with pytest.raises(SyncError, match=refusal), ddp.gathered(), torch.no_grad():
+        ddp.module.places.zero_()
+        if rank == 0:
+            ddp.module.blocks[1].up.weight.fill_(0.5)
+    assert all(torch.equal(ddp.state_dict()[name], value) for name, value in Model().state_dict().items())
+    with ddp.gathered(), torch.no_grad():
+        if rank == 0:
+            ddp.module.blocks[1].up.weight.fill_(0.5)
+        torch.distributed.broadcast(ddp.module.blocks[1].up.weight, 0)
+    assert ddp.state_dict()["blocks.1.up.weight"].eq(0.5).all()
+
+
 @ranks(4)
 def test_writes_of_some_ranks_alone_leave_gathered_on_all(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
