@@ -48,8 +48,9 @@ class TunedData:
 class TunedParallel:
     """How the ranks are divided."""
 
-    dp: int | None = None  # None for what tp leaves; a number is compared with that
+    dp: int | None = None  # None for what tp and pp leave; a number is compared with that
     tp: int = 1
+    pp: int = 1  # stages of a pipeline, by the schedule 1F1B
     zero: Literal[0, 1, 2, 3] = 1  # shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too
     timeout_minutes: int = 30
 
@@ -72,7 +73,7 @@ class TuneConfig(RunConfig):
 
 SHORT_FLAGS = {
     **{"--model": "--model.path", "--data": "--data.file"},
-    **{f"--{name}": f"--parallel.{name}" for name in ("tp", "dp", "zero")},
+    **{f"--{name}": f"--parallel.{name}" for name in ("tp", "pp", "dp", "zero")},
 }
 
 

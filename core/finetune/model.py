@@ -11,9 +11,11 @@ import torch
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.finetune.config import TINY, TuneConfig
-from core.hugging_face import PlanError, add_lora, load_split, read_plan
+from core.hugging_face import PlanError, add_lora, load_split, read_plan, stages_config
+from core.hugging_face.stages import find_cut
 from core.hugging_face.tiny import families, families_with_policy, tiny_config
 from core.hugging_face.transformers_plans import transformers_package
+from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
 from core.training.errors import ConfigError
 from core.training.model_config import DTYPES
 
@@ -64,8 +66,12 @@ def check_model(config: TuneConfig) -> None:
             model = kind(configuration)
         if config.parallel.tp > 1:
             read_plan(model).check_size(config.parallel.tp)
+        if config.parallel.pp > 1:
+            find_cut(model)
+            layout_of(config)
     except PlanError as error:
-        raise ConfigError(f"--parallel.tp {config.parallel.tp}: {error}") from error
+        sizes = f"--parallel.tp {config.parallel.tp} and --parallel.pp {config.parallel.pp}"
+        raise ConfigError(f"{sizes}: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model.path {path}: {str(error).strip().splitlines()[0]}") from error
     if getattr(configuration, "output_router_logits", False):
@@ -97,7 +103,8 @@ def make_tiny(config: TuneConfig) -> None:
         return
     wanted = config.model.path.removeprefix(TINY)
     known = {**families(), **families_with_policy()}
-    found = [kind for name, kind in known.items() if wanted in (name, getattr(kind, "model_type", ""))]
+    types = (wanted, f"{wanted}_text")  # a family of several towers has its text model's type beside its own
+    found = [kind for name, kind in known.items() if name == wanted or getattr(kind, "model_type", "") in types]
     if not found:
         raise ConfigError(f"--model.path {config.model.path}: no family with a plan or a policy is called {wanted!r}")
     tokenizer = byte_tokenizer()
@@ -131,24 +138,38 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def build_model(config: TuneConfig, device: torch.device) -> Any:
-    """The split model on this rank's device, with adapters if asked. Collective over the tensor-parallel group."""
-    options = config.lora
+def layout_of(config: TuneConfig) -> PipelineLayout:
+    """Where the layers of the model lie. ConfigError for more stages than the model has layers."""
+    text = transformers_package().AutoConfig.from_pretrained(directory_of(config)).get_text_config()
+    try:
+        return plan_pipeline(text.num_hidden_layers, config.parallel.pp)
+    except ValueError as error:
+        raise ConfigError(f"--parallel.pp {config.parallel.pp}: {error}") from error
+
+
+def build_stages(config: TuneConfig, device: torch.device) -> list[Any]:
+    """The split model on this rank's device, with adapters if asked; of a pipeline, this rank's stage. Collective."""
     directory = directory_of(config)
+    parallel = config.parallel
     try:
         configuration = transformers_package().AutoConfig.from_pretrained(directory)
         kind = causal_class(configuration, config.model.path)
-        dtype = DTYPES[config.model.dtype]
-        model = load_split(directory, kind, parallel_output=config.parallel.tp > 1, dtype=dtype, device_map=None)
-        model.to(device)
-        model.config.use_cache = False
-        if options.r is not None:
-            model = add_lora(model, _lora_config(config))
+        options = {"dtype": DTYPES[config.model.dtype], "parallel_output": parallel.tp > 1}
+        if parallel.pp > 1:
+            stages = load_split(directory, kind, layout=layout_of(config), **options)
+        else:
+            stages = [load_split(directory, kind, **options)]
+        for stage in stages:
+            stage.to(device)
+            stage.config.use_cache = False
+        if config.lora.r is not None:
+            stages = [add_lora(stage, _lora_config(config)) for stage in stages]
     except PlanError as error:
         raise ConfigError(str(error)) from error
-    if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    for stage in stages:
+        if config.model.gradient_checkpointing:
+            stage.gradient_checkpointing_enable({"use_reentrant": False})
+    return stages
 
 
 def _lora_config(config: TuneConfig) -> Any:
@@ -164,8 +185,8 @@ def _lora_config(config: TuneConfig) -> Any:
     )
 
 
-def wrap_model(config: TuneConfig, model: Any) -> DistributedDataParallel:
-    """The model in its wrapper, sharded over data ranks as asked. Collective."""
+def wrap_model(config: TuneConfig, stages: list[Any]) -> list[DistributedDataParallel]:
+    """The stages in their wrappers, sharded over data ranks as asked. Collective."""
     zero = config.parallel.zero
     options = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=STRATEGIES[zero],
@@ -174,4 +195,6 @@ def wrap_model(config: TuneConfig, model: Any) -> DistributedDataParallel:
         overlap_param_gather=zero in (1, 2),
         check_for_nan_in_grad=True,
     )
-    return DistributedDataParallel(None, options, model)
+    if config.parallel.pp > 1:
+        return wrap_stages(stages_config(layout_of(config), config.parallel.tp), options, stages)
+    return [DistributedDataParallel(None, options, stage) for stage in stages]

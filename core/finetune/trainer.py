@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from core import agree
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED
+from core.hugging_face import stage_activations
 from core.hugging_face.parallel_loss import ParallelCausalLoss
+from core.hugging_face.stages import stage_of
+from core.pipeline_parallel import PipelineRunner
+from core.pipeline_parallel.runner import MicrobatchLoss
 from core.training.errors import ConfigError
-from core.training.step_trace import StepTrace
+from core.training.step_trace import Span, StepTrace
 from core.training.trainer import Batch, Trainer
 
 
-class TuneTrainer(Trainer):
-    """Trains a wrapped model on windows; every token that is learned counts alike, wherever it lies."""
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch on its way through a pipeline. weight: of a token's loss. reports: True to keep the logits."""
 
-    def __init__(self, *arguments: Any, packing: bool, vocab_size: int, **options: Any) -> None:
+    arguments: Mapping[str, torch.Tensor]
+    labels: torch.Tensor
+    loss: ParallelCausalLoss
+    weight: float
+    reports: bool = False
+
+
+def tuning_step(chunk: nn.Module, microbatch: Microbatch, hidden: torch.Tensor | None) -> Any:
+    """One microbatch through one stage; on the last stage the weighted sum of its tokens' losses."""
+    output = chunk(received=hidden, **microbatch.arguments)
+    if not stage_of(chunk).part.post_process:
+        return output
+    summed = microbatch.loss(output.logits.float(), labels=microbatch.labels, num_items_in_batch=1.0)
+    return MicrobatchLoss(summed * microbatch.weight, report=output.logits if microbatch.reports else None)
+
+
+class TuneTrainer(Trainer):
+    """Trains a wrapped model on windows; every token that is learned counts alike, wherever it lies.
+
+    runner: of the pipeline, where there is one.
+    """
+
+    def __init__(
+        self, *arguments: Any, packing: bool, vocab_size: int, runner: PipelineRunner | None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.packing = packing
+        self.runner = runner
         self.loss = ParallelCausalLoss(self.groups.tp, vocab_size)
 
     def batch(self, tokens: Any, indices: np.ndarray) -> Batch:
@@ -42,9 +74,15 @@ class TuneTrainer(Trainer):
         The gradient is that of the mean over all learned tokens of the global batch, which ranks have unequally many
         of. The wrapper takes the mean over data ranks, so each weighs its sum by their number.
         """
-        (model,) = self.chunks
         learned = int((self.tokens.train[indices, LABELS] != UNLEARNED).sum())
         weight = loss_scale * self.plan.dp / learned
+        if self.runner is not None:
+            # The runner takes the mean over microbatches.
+            parts = [self.microbatch(batch, weight * len(batches)) for batch in batches]
+            outcome = self.runner.step(parts, finalize=False)
+            trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
+            return outcome.loss / weight
+        (model,) = self.chunks
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
             with nullcontext() if number == len(batches) else model.no_sync():
@@ -57,17 +95,36 @@ class TuneTrainer(Trainer):
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """The sum of the tokens' losses, without gradients."""
+        if self.runner is not None:
+            return self._evaluated(batch, reports=False).loss
         return self.summed_loss(batch).double()
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """The sum over learned tokens, in fp32."""
-        ids, labels, positions = batch
-        return self.loss(self.logits(ids, positions).float(), labels=labels, num_items_in_batch=1.0)
+        """The sum over learned tokens, in fp32, of a model that is whole on this rank."""
+        logits = self.chunks[0](**self.arguments(batch)).logits
+        return self.loss(logits.float(), labels=batch[1], num_items_in_batch=1.0)
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[windows, tokens, vocabulary / tp]."""
-        packed = {"position_ids": positions} if self.packing else {}
-        logits: torch.Tensor = self.chunks[0](input_ids=ids, use_cache=False, **packed).logits
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What the model is called with."""
+        ids, _, positions = batch
+        return {"input_ids": ids, "use_cache": False, **({"position_ids": positions} if self.packing else {})}
+
+    def microbatch(self, batch: Batch, weight: float, *, reports: bool = False) -> Microbatch:
+        """A batch for the pipeline."""
+        return Microbatch(self.arguments(batch), batch[1], self.loss, weight, reports)
+
+    def _evaluated(self, batch: Batch, *, reports: bool) -> Any:
+        assert self.runner is not None, "only called with a pipeline"
+        shape = stage_activations(self.chunks[0], *batch[0].shape)
+        return self.runner.evaluate([self.microbatch(batch, 1.0, reports=reports)], activations=shape)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """[windows, tokens, vocabulary / tp]; None where another stage of the pipeline has them."""
+        batch = ids, ids, positions
+        if self.runner is not None:
+            reports = self._evaluated(batch, reports=True).reports
+            return reports[0] if reports else None
+        logits: torch.Tensor = self.chunks[0](**self.arguments(batch)).logits
         return logits
 
     @torch.no_grad()
@@ -79,26 +136,30 @@ class TuneTrainer(Trainer):
         """
         if not self.packing:
             return
-        (model,) = self.chunks
         ids = torch.arange(2 * tokens, device=self.device).unsqueeze(0) % 7 + 1
         other = ids.clone()
         other[:, :tokens] = other[:, :tokens] % 5 + 3
         apart = torch.cat([torch.arange(tokens), torch.arange(tokens)]).unsqueeze(0).to(self.device)
         together = torch.arange(2 * tokens, device=self.device).unsqueeze(0)
-        model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         try:
             changes = []
             for positions in (apart, together):
-                outputs = [self.logits(each, positions)[:, tokens:].float() for each in (ids, other)]
-                changes.append((outputs[0] - outputs[1]).abs().max())
+                one, two = self.logits(ids, positions), self.logits(other, positions)
+                if one is None or two is None:  # another stage has them
+                    changes.append(0.0)
+                else:
+                    changes.append(float((one - two)[:, tokens:].abs().max()))
         except TypeError as error:
             raise ConfigError(
                 f"the model takes no position_ids, by which packed documents are kept apart ({error}); use "
                 "--data.no-packing"
             ) from error
         finally:
-            model.train()
-        told = agree.gather([float(change) for change in changes], None, "what packed documents change")
+            for chunk in self.chunks:
+                chunk.train()
+        told = agree.gather(changes, None, "what packed documents change")
         seen, leaked = (max(parts) for parts in zip(*told.values(), strict=True))
         if seen > 0.05 * leaked:
             raise ConfigError(

@@ -131,8 +131,9 @@ def _load(
             plan, cut = prepare_stages(model, chosen, tp), find_cut(model)
             check_cut(cut, layout, groups)
             plan = of_stage(plan, keep_stage(model, cut, layout, stage))
-            for module in model.modules():  # what is absent has nothing to be drawn
-                setattr(module, INITIALIZED, not any(True for _ in module.parameters()))
+            for module in model.modules():  # what is absent has nothing to be drawn; rotary tables are buffers
+                held = (*module.parameters(), *module.buffers())
+                setattr(module, INITIALIZED, not held)
         plans.append(plan)
         cut_parameters(model, plan, tp, rank)
         tensors = _sliced(model, plan, files, config, tp, rank, read, cut)

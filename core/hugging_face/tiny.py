@@ -111,7 +111,7 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # each head has its own keys, made from the compressed ones
     for name in dir(default):
-        if ("dropout" in name or "jitter" in name) and isinstance(_value(default, name), float):
+        if ("drop" in name or "jitter" in name) and isinstance(_value(default, name), float):
             values[name] = 0.0  # two runs would draw different numbers
     if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()):
         rope = {**ROPE, **(_value(default, "rope_parameters") or {})}

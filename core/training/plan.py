@@ -75,17 +75,26 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     check_divides("--run.global-batch-size", run.global_batch_size, f"dp ({arithmetic} =)", grid.dp)
     share = run.global_batch_size // grid.dp
     layout = _plan_layers(config)
-    micro = _default_micro_batch(share, parallel, layout) if run.micro_batch_size is None else run.micro_batch_size
+    micro = default_micro_batch(share, parallel, layout) if run.micro_batch_size is None else run.micro_batch_size
     share_in_words = f"a rank's share of the global batch, {run.global_batch_size} / dp {grid.dp} ="
     check_divides(share_in_words, share, "--run.micro-batch-size", micro)
-    if parallel.pp > 1:
-        try:
-            check_microbatches(find_schedule(parallel.schedule_name), layout, share // micro)
-        except ValueError as error:
-            arithmetic = f"{run.global_batch_size} / (dp {grid.dp} x micro batch {micro}) = {share // micro}"
-            raise ConfigError(f"{error} (microbatches = --run.global-batch-size {arithmetic})") from error
+    check_pipeline_batch(parallel, layout, run.global_batch_size, grid.dp, micro)
     _check_the_rest(config)
     return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length, layout)
+
+
+def check_pipeline_batch(
+    parallel: ParallelOptions, layout: PipelineLayout, global_batch_size: int, dp: int, micro: int
+) -> None:
+    """ConfigError for a number of microbatches that the pipeline's schedule cannot have."""
+    if parallel.pp == 1:
+        return
+    count = global_batch_size // dp // micro
+    try:
+        check_microbatches(find_schedule(parallel.schedule_name), layout, count)
+    except ValueError as error:
+        arithmetic = f"{global_batch_size} / (dp {dp} x micro batch {micro}) = {count}"
+        raise ConfigError(f"{error} (microbatches = --run.global-batch-size {arithmetic})") from error
 
 
 def _plan_layers(config: JobConfig) -> PipelineLayout:
@@ -113,7 +122,7 @@ def _plan_layers(config: JobConfig) -> PipelineLayout:
         raise ConfigError(f"the pipeline (--parallel.pp, vpp, schedule, layers-per-stage): {error}") from error
 
 
-def _default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineLayout) -> int:
+def default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineLayout) -> int:
     """The whole share; in a pipeline what leaves at least two microbatches a stage of its first round, or else 1."""
     if parallel.pp == 1:
         return share

@@ -52,5 +52,5 @@ def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_pat
 
 
 def test_readme_and_page_show_the_job_whole_and_with_adapters() -> None:
-    assert len(README) == 1 and len(PAGE) == 6
+    assert len(README) == 1 and len(PAGE) == 7
     assert any("--lora.r" in command for command in PAGE) and any("--zero 3" in command for command in PAGE)

@@ -90,11 +90,21 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
 
 
 @ranks(4, timeout_s=120.0)
-@pytest.mark.parametrize("zero", ["1", pytest.param("0", marks=pytest.mark.nightly), "3"])
-def test_20_losses_over_tp_and_dp_are_those_of_a_plain_loop(rank: int, world: int, zero: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2 --zero 1",
+        "--tp 2 --zero 3",
+        "--tp 2 --pp 2",
+        pytest.param("--pp 2 --zero 2 --model tiny:gemma3", marks=pytest.mark.nightly),  # scaled and tied embeddings
+        pytest.param("--tp 2 --pp 2 --model tiny:gpt2 --data.no-packing", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --zero 0", marks=pytest.mark.nightly),
+    ],
+)
+def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, layout: str, tmp_path: Path) -> None:
     import transformers
 
-    flags = ["--tp", "2", "--zero", zero, "--run.steps", "20", "--run.micro-batch-size", "1", *PLAIN]
+    flags = [*layout.split(), "--run.steps", "20", "--run.micro-batch-size", "1", *PLAIN]
     config = config_in(tmp_path, *flags)
     losses = tuned(config, rank, world)
     if rank == 0:
@@ -130,11 +140,12 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(rank: int, world
 
 
 @ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, adapters: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", ["--tp 2 --lora.r 2 --lora.dropout 0.1", "--tp 2 --model.gradient-checkpointing", "--pp 2 --zero 2"]
+)
+def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    flags = ["--tp", "2", "--run.steps", "4", "--run.validate-every", "0"]
-    flags += ["--lora.r", "2", "--lora.dropout", "0.1"] if adapters else ["--model.gradient-checkpointing"]
+    flags = [*how.split(), "--run.steps", "4", "--run.validate-every", "0"]
     whole = tuned(config_in(tmp_path, *flags, "--run.name", "whole"), rank, world)
     torch_state_is_fresh()
     kept = ["--run.name", "parts", "--checkpoint.dir", str(tmp_path / "kept")]
@@ -143,7 +154,7 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, adapt
     second = tuned(config_in(tmp_path, *flags, *kept, "--checkpoint.resume"), rank, world)
     assert first + second == whole
     if rank == 0:
-        name = "adapter_model.safetensors" if adapters else "model.safetensors"
+        name = "adapter_model.safetensors" if "--lora.r" in how else "model.safetensors"
         one, other = ((tmp_path / "runs" / run / "model" / name).read_bytes() for run in ("whole", "parts"))
         assert one == other
         records = (tmp_path / "runs" / "parts" / "steps.jsonl").read_text().splitlines()
@@ -189,14 +200,17 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
         ),
         (["--tp", "3", "--run.ranks", "3"], "3 tensor-parallel ranks: 'model.layers.0.self_attn.q_proj.weight'"),
         (["--tp", "2", "--run.ranks", "3"], "3 ranks are not divisible by tp 2 x cp 1 x pp 1"),
-        (["--run.global-batch-size", "3"], "--run.global-batch-size 3 is not divisible by dp (world 2 / tp 1 =) 2"),
+        (["--run.global-batch-size", "3"], "size 3 is not divisible by dp (world 2 / (tp 1 x pp 1) =) 2"),
         (["--run.micro-batch-size", "3"], "--run.micro-batch-size 3"),
         (["--lora.r", "0"], "--lora.r must be a whole number of at least 1"),
         (["--lora.dropout", "0.1"], "--lora.targets and --lora.dropout are of adapters; add their rank too"),
         (["--model.sequence-length", "1"], "--model.sequence-length must be a whole number of at least 2"),
         (["--model", "plain", "--model.sequence-length", "4096"], "4096 is longer than the model's positions, 64"),
         (["--checkpoint.resume"], "need --checkpoint.dir"),
-        (["--pp", "2"], "--pp"),
+        (["--pp", "2", "--lora.r", "4"], "--lora.r with --parallel.pp above 1 is not here yet"),
+        (["--pp", "2", "--zero", "3"], "--parallel.zero 3 with --parallel.pp above 1 is not here yet"),
+        (["--pp", "8", "--run.ranks", "8"], "--parallel.pp 8: 4 layers"),
+        (["--pp", "2", "--run.micro-batch-size", "8"], "(microbatches = --run.global-batch-size 8 / (dp 1 x micro"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
