@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from core.optimizer.optimizer_state import plain_numbers
 
@@ -67,6 +67,9 @@ class OptimizerParamScheduler:
 
     Raises ValueError for numbers that make no schedule.
     """
+
+    SAVED_HOLD: ClassVar[str] = "use_checkpoint_opt_param_scheduler=True"  # what a user sets, in words
+    CONFIGURED_HOLD: ClassVar[str] = "override_opt_param_scheduler=True"
 
     optimizer: HasParamGroups
     init_lr: float
@@ -195,8 +198,8 @@ class OptimizerParamScheduler:
                 f"{field} (saved {saved[field]}, configured {configured[field]})" for field in different
             )
             raise ValueError(
-                f"the saved scheduler differs in {numbers}; set use_checkpoint_opt_param_scheduler=True to go on with "
-                "the saved numbers, or override_opt_param_scheduler=True to go on with the configured ones"
+                f"the saved scheduler differs in {numbers}; set {self.SAVED_HOLD} to go on with the saved numbers, or "
+                f"{self.CONFIGURED_HOLD} to go on with the configured ones"
             )
         if self.use_checkpoint_opt_param_scheduler:
             self._check({**configured, **saved})

@@ -39,10 +39,17 @@ def schedule_numbers(config: RunConfig) -> dict[str, Any]:
     return numbers
 
 
+class JobScheduler(OptimizerParamScheduler):
+    """The scheduler of a job, whose user sets flags."""
+
+    SAVED_HOLD = "--checkpoint.schedule saved"
+    CONFIGURED_HOLD = "--checkpoint.schedule given"
+
+
 def make_scheduler(config: RunConfig, optimizer: HasParamGroups) -> OptimizerParamScheduler:
     """The scheduler of a job; step it by the windows of each update."""
     which = config.checkpoint.schedule
-    return OptimizerParamScheduler(
+    return JobScheduler(
         optimizer,
         **schedule_numbers(config),
         use_checkpoint_opt_param_scheduler=which == "saved",
