@@ -18,8 +18,8 @@ EXTRAS = {
     "docs": ["sphinx", "furo", "myst-parser"],
 }
 
-# Left out of "dev": 290 MB to fetch and 1 GB on disk, which a CUDA build of torch brings along anyway.
-KERNELS = {"triton": ["triton"]}
+# Left out of "dev". triton: 290 MB to fetch and 1 GB on disk, which a CUDA build of torch brings along anyway.
+ON_REQUEST = {"triton": ["triton"], "trackers": ["wandb", "mlflow-skinny"]}
 
 setup(
     name="gradient-core",
@@ -47,5 +47,5 @@ setup(
     py_modules=["pretrain_gpt"],
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.14", "numpy", "einops"],
-    extras_require={**EXTRAS, **KERNELS, "dev": sorted({name for names in EXTRAS.values() for name in names})},
+    extras_require={**EXTRAS, **ON_REQUEST, "dev": sorted({name for names in EXTRAS.values() for name in names})},
 )

@@ -191,10 +191,11 @@ class LoggingOptions:
     """What is shown and written besides steps.jsonl."""
 
     print_every: int = 10  # steps between printed lines where the output is not a terminal
-    tensorboard: bool = False
-    trace: bool = False
+    # programs that get each step's numbers too, in the order given
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    trace: bool = False  # write what every rank did in the last steps, for Perfetto, and draw it
     trace_steps: int = 5  # the last steps that the Perfetto trace holds
-    plots: bool = True
+    plots: bool = True  # draw the loss and the time line of the last step
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from core.training.sizes import check_memory
 from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
+from core.training.trackers import check_tracker
 
 Config = TypeVar("Config", bound=RunConfig)
 Plan = TypeVar("Plan")
@@ -141,8 +142,8 @@ def check_logging(config: RunConfig) -> None:
     """Find out whether what a run is to show and write can be shown and written."""
     if config.logging.plots:
         require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
-    if config.logging.tensorboard:
-        require_installed("tensorboard", "--logging.tensorboard")
+    for name in config.logging.trackers:
+        check_tracker(name)
 
 
 def check_run_places(config: RunConfig, cache: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +20,7 @@ from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_sche
 from core.training.progress import make_progress
 from core.training.step_log import StepLog, StepRecord
 from core.training.step_trace import StepTrace
+from core.training.trackers import TRACKERS
 from core.training.trainer import GptTrainer, StepResult, Trainer
 
 GENERATE = "continue a text: {python} -m core.generate {directory}"
@@ -44,7 +46,8 @@ class Reporter:
         self.plan = plan
         self.directory = directory
         self.after_step = after_step
-        self.log = StepLog(directory, tensorboard=config.logging.tensorboard, after_step=after_step)
+        trackers = [TRACKERS[name](directory, asdict(config), after_step) for name in config.logging.trackers]
+        self.log = StepLog(directory, trackers, after_step)
         self.disk = self.log.disk
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None

@@ -1,15 +1,16 @@
-"""Every step's numbers, to a JSONL file and, on request, to TensorBoard. Written by rank 0 alone."""
+"""Every step's numbers, to a JSONL file and to trackers. Written by rank 0 alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
-from core.training.extras import require
 from core.training.run_directory import RunDisk
+from core.training.trackers import Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,12 @@ def read_records(path: Path) -> list[StepRecord]:
 class StepLog:
     """Keeps the records, and writes each as soon as it comes. A context manager: closes its files."""
 
-    def __init__(self, directory: Path, *, tensorboard: bool, after_step: int = 0) -> None:
+    def __init__(self, directory: Path, trackers: Sequence[Tracker] = (), after_step: int = 0) -> None:
         """after_step: the step that the run goes on from; the file's records up to it stay, later ones do not."""
         self.disk = RunDisk(directory)
         path = directory / "steps.jsonl"
         self.records = [record for record in read_records(path) if record.step <= after_step]
-        self._writer: Any = None
-        if tensorboard:
-            require("tensorboard", "--logging.tensorboard")
-            module = require("torch.utils.tensorboard", "--logging.tensorboard")
-            self._writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=after_step + 1)
+        self.trackers = trackers
         self._file: TextIO | None = None
         with self.disk.forgiven():
             self._file = path.open("w", buffering=1)  # line buffered: readable while running
@@ -73,12 +70,12 @@ class StepLog:
         """Write one step."""
         self.records.append(record)
         self._write(record)
-        if self._writer is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "exposed_ms", "validation_loss"):
-                value = getattr(record, name)
-                if value is not None:
-                    with self.disk.forgiven():
-                        self._writer.add_scalar(name, value, record.step)
+        numbers = asdict(record)
+        values = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+        del values["step"]
+        for tracker in self.trackers:
+            with self.disk.forgiven():
+                tracker.log(record.step, values)
 
     def __enter__(self) -> StepLog:
         return self
@@ -86,7 +83,7 @@ class StepLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for file in (self._file, self._writer):
+        for file in (self._file, *self.trackers):
             if file is not None:
                 with self.disk.forgiven():
                     file.close()

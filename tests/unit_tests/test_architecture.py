@@ -65,6 +65,8 @@ EXTRA_PACKAGES = {
     "peft",
     "pytest",
     "triton",
+    "wandb",
+    "mlflow",
 }
 # The rooms of the engine, lowest first. A room imports from rooms before it, also for types.
 ROOMS = ("contract", "wire", "layout", "buffer", "guard", "reduce", "measure", "faces")

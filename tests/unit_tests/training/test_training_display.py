@@ -106,18 +106,18 @@ def test_every_command_and_file_on_the_page_is_understood(tmp_path: Path) -> Non
 
 
 def test_a_log_that_goes_on_keeps_the_steps_before_and_forgets_those_after(tmp_path: Path) -> None:
-    with StepLog(tmp_path, tensorboard=False) as log:
+    with StepLog(tmp_path) as log:
         for step in range(1, 6):
             log.add(record(step))
     path = tmp_path / "steps.jsonl"
     path.write_text(path.read_text()[:-20])  # a crash has cut the last line
-    with StepLog(tmp_path, tensorboard=False, after_step=3) as log:
+    with StepLog(tmp_path, after_step=3) as log:
         log.add(record(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
     assert [kept.step for kept in log.records] == [1, 2, 3, 4]
-    with StepLog(tmp_path, tensorboard=False, after_step=9) as log:
+    with StepLog(tmp_path, after_step=9) as log:
         pass
     assert [kept.step for kept in log.records] == [1, 2, 3, 4]
-    with StepLog(tmp_path, tensorboard=False) as log:
+    with StepLog(tmp_path) as log:
         pass
     assert path.read_text() == "", "a run that begins has no records"

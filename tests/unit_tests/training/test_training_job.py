@@ -96,7 +96,7 @@ def test_every_layout_has_the_losses_of_a_plain_loop(
 
 def test_a_run_leaves_its_files(tmp_path: Path, text_flags: list[str]) -> None:
     flags = [*TINY, *text_flags, "--run.steps", "4", "--run.directory", str(tmp_path), "--logging.trace"]
-    flags += ["--logging.tensorboard", "--logging.trace-steps", "2", "--run.micro-batch-size", "2"]
+    flags += ["--logging.trackers", "tensorboard", "--logging.trace-steps", "2", "--run.micro-batch-size", "2"]
     run_on_ranks(train_on_ranks, 4, {"world": 4, "flags": flags})
     directory = tmp_path / "tiny"
     records = [json.loads(text) for text in (directory / "steps.jsonl").read_text().splitlines()]
