@@ -16,23 +16,24 @@ DEFAULT_BUCKET_NUMEL = 200_000  # a small model still gets several buckets, so t
 class ModelOptions:
     """The GPT."""
 
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
+    num_layers: int = 4  # transformer layers
+    hidden_size: int = 128  # numbers of a token between layers
+    num_attention_heads: int = 4  # query heads; they share hidden_size
     num_query_groups: int | None = None  # key/value heads; None for as many as query heads
     ffn_hidden_size: int | None = None  # None for 4 x hidden_size (8/3 x, rounded up to 64, under swiglu)
     sequence_length: int = 256  # tokens in one training window
-    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"  # before attention, before the MLP, and at the end
+    activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
+    # added to the token embedding, or rotated into queries and keys
     position_embedding_type: Literal["learned_absolute", "rope"] = "rope"
-    qk_layernorm: bool = False
-    add_bias_linear: bool = False
-    share_embeddings_and_output_weights: bool = True
+    qk_layernorm: bool = False  # normalize queries and keys of each head
+    add_bias_linear: bool = False  # biases in linear layers
+    share_embeddings_and_output_weights: bool = True  # one weight for the token embedding and the output
     recompute_granularity: Literal["full", "selective"] | None = None  # compute layers, or attention, again in backward
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_method_std: float = 0.02
-    gradient_accumulation_fusion: bool = False
+    hidden_dropout: float = 0.0  # after the embedding, attention and the MLP
+    attention_dropout: float = 0.0  # of attention's weights
+    init_method_std: float = 0.02  # of the initial weights
+    gradient_accumulation_fusion: bool = False  # weight gradients are added to the buffer by the product itself
     # of the parameters; the optimizer keeps fp32 copies of 16-bit ones, and scales the loss of float16
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     vocab_size: int | None = None  # rows of the embedding; None for the tokenizer's vocabulary
@@ -40,18 +41,18 @@ class ModelOptions:
     num_experts: int | None = None  # of a layer that has experts; None for a model without
     moe_layer_freq: int = 2  # one layer in so many has experts, beginning with the first
     moe_router_topk: int = 2  # experts a token goes to
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    moe_router_pre_softmax: bool = False
-    moe_router_enable_expert_bias: bool = False
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"  # from logits to an expert's weight
+    moe_router_pre_softmax: bool = False  # softmax over all experts, before the best are chosen
+    moe_router_enable_expert_bias: bool = False  # balance by a bias of each expert in the choice, without a loss
     # of each sequence, so that a step does not depend on how a batch is cut into microbatches and data ranks
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
-    moe_aux_loss_coeff: float = 1e-2
-    moe_z_loss_coeff: float | None = None
+    moe_aux_loss_coeff: float = 1e-2  # of the balancing loss
+    moe_z_loss_coeff: float | None = None  # of the loss that keeps router logits small; None for none
     moe_expert_capacity_factor: float | None = None  # None drops no token
     moe_ffn_hidden_size: int | None = None  # of one expert; None for that of a dense layer / moe_router_topk
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    moe_grouped_gemm: bool = False
+    moe_shared_expert_intermediate_size: int | None = None  # width of an expert for all tokens; None for none
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"  # how tokens come to their experts
+    moe_grouped_gemm: bool = False  # one product for the experts of a rank
 
     @property
     def ffn_width(self) -> int:
@@ -80,9 +81,9 @@ class ParallelOptions:
     """How the ranks are divided; what is left over is data parallel."""
 
     dp: int | None = None  # None for what the other axes leave; a number is compared with that
-    tp: int = 2
+    tp: int = 2  # tensor parallel: ranks that share each layer
     sequence_parallel: bool | None = None  # None means wherever tp is larger than 1
-    pp: int = 1
+    pp: int = 1  # pipeline parallel: stages of consecutive layers
     vpp: int = 1  # stages of a pipeline that one rank holds
     # of a pipeline, from core.pipeline_parallel.SCHEDULES; None for 1F1B, or Interleaved1F1B over several stages a rank
     schedule: str | None = None
@@ -92,7 +93,7 @@ class ParallelOptions:
     ep: int = 1  # ranks that share the experts of a layer
     etp: int | None = None  # tensor parallel size of experts; None for tp
     order: str = DEFAULT_ORDER  # axes from the smallest stride to the largest
-    timeout_minutes: int = 30
+    timeout_minutes: int = 30  # of a collective
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -116,17 +117,17 @@ AXIS_OPTIONS = tuple(f.name for f in fields(ParallelOptions) if f.name in {axis.
 class OptimizerOptions:
     """The update and its learning rate: linear warm-up to lr, then a cosine down to min_lr at the last step."""
 
-    name: Literal["adam", "sgd", "lion", "muon"] = "adam"
-    lr: float = 2e-3
-    min_lr: float = 2e-4
-    warmup_steps: int = 20
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    sgd_momentum: float = 0.9
-    clip_grad: float = 1.0
+    name: Literal["adam", "sgd", "lion", "muon"] = "adam"  # the update's rule
+    lr: float = 2e-3  # the highest
+    min_lr: float = 2e-4  # at the last step
+    warmup_steps: int = 20  # in which it grows to lr
+    decay: Literal["cosine", "linear", "constant"] = "cosine"  # from lr to min_lr
+    weight_decay: float = 0.01  # none of biases and norms
+    adam_beta1: float = 0.9  # of the mean of gradients
+    adam_beta2: float = 0.95  # of the mean of their squares
+    adam_eps: float = 1e-8  # added to the root of the squares
+    sgd_momentum: float = 0.9  # of sgd
+    clip_grad: float = 1.0  # the largest norm over all gradients; 0 clips nothing
     loss_scale: float | None = None  # a constant one; None for a dynamic one with float16, and for none otherwise
     initial_loss_scale: float = 2.0**16  # of the dynamic one
     loss_scale_window: int = 1000  # steps without an overflow after which it is doubled
@@ -139,7 +140,7 @@ class DataOptions:
     # files, or directories searched for *.txt, *.md and *.py; empty for the source of the Python standard library
     text: tuple[Path, ...] = ()
     tokenizer: str = "bytes"  # 'bytes', 'bpe' (trained on the text), or the path of a tokenizers JSON file
-    bpe_vocab_size: int = 4096
+    bpe_vocab_size: int = 4096  # of the tokenizer 'bpe'
     validation_fraction: float = 0.02  # the share of the text, at its end, that is never trained on
     cache: Path = Path("runs/tokens")  # directory of the token files; one is made for each text and tokenizer
 
@@ -148,15 +149,15 @@ class DataOptions:
 class RunOptions:
     """How long, in what portions, and where."""
 
-    name: str = "default"
-    directory: Path = Path("runs")
+    name: str = "default"  # of the run's directory
+    directory: Path = Path("runs")  # for the directories of runs
     steps: int = 150  # of the whole schedule
     stop_after: int | None = None  # end after this many steps of it
     global_batch_size: int = 16  # windows in one optimizer step, whatever the layout
     micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
     validation_windows: int = 128  # windows that a validation loss is taken over
     validate_every: int = 50  # steps between validation losses; 0 takes the one at the end only
-    seed: int = 1234
+    seed: int = 1234  # of the weights, the order of the data and dropout
     ranks: int = 4  # processes to start when no launcher (torchrun, SLURM) has started this one
     threads_per_rank: int | None = None  # None for OMP_NUM_THREADS where the user set it, else cores / local ranks
     # 'auto' is CUDA where every local rank has a device of its own, else CPU
