@@ -31,11 +31,18 @@ class PromptStore:
         self._store = store
         self._limit_s = limit_s
         self._silent = False
-        self._questions: queue.SimpleQueue[_Question] = queue.SimpleQueue()
-        threading.Thread(target=self._answer, name="core-store", daemon=True).start()
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._answer, name="core-store", daemon=True)
+        self._thread.start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._ask, getattr(self._store, name))
+
+    def close(self) -> None:
+        """End the thread; each later call raises RuntimeError."""
+        self._questions.put(None)
+        self._silent = True
+        self._thread.join(1.0)  # it does not end while a call hangs
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         question = _Question(partial(call, *args))
@@ -49,8 +56,7 @@ class PromptStore:
         return question.answer
 
     def _answer(self) -> None:
-        while True:
-            question = self._questions.get()
+        while (question := self._questions.get()) is not None:
             try:
                 question.answer = question.ask()
             except Exception as error:  # the caller's

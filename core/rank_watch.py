@@ -168,6 +168,7 @@ class RankWatch:
                 self._publish(self.rank, DEAD, f"{self.members[self.rank]} failed: {own}", _place_of(failure))
             told = {"beat": LEFT, "place": "it has left", "failed": self.failed}
             self.store.set(_beat_key(self.rank), json.dumps(told))
+        self.store.close()
 
     def _end(self) -> None:
         self.stop(sys.exc_info()[1] or getattr(sys, "last_value", None))
