@@ -27,3 +27,20 @@ def zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) 
         madvise = ctypes.CDLL(None).madvise  # a refusal changes nothing, so what it returns is not looked at
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(14))  # MADV_HUGEPAGE
     return made.zero_()
+
+
+def borrowed(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """[numel] on the CPU, undefined, whose memory goes back to the system as soon as it is freed.
+
+    What the C library frees it may keep: after some tensors of a few MiB it takes longer ones from its heap as well.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
+
+
+def give_back() -> None:
+    """Give the system what the C library has kept of freed memory, where it is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

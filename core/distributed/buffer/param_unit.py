@@ -127,14 +127,15 @@ class ParamUnit:
             return self.complete(self.launch(collectives))
         self._check_file()
         with torch.inference_mode(False), torch.no_grad():
-            self.whole = self.mapped.clone() if to_write or self.tier is not None else self.mapped
+            copied = to_write or self.tier is not None
+            self.whole = self._borrow().copy_(self.mapped) if copied else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
         """Begin to gather. Collective over the shard group, asynchronous."""
         self._check_file()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
-            whole = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+            whole = self._borrow()
             self._own_part(whole).copy_(self.shard)
             return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name))
 
@@ -218,6 +219,12 @@ class ParamUnit:
         assert self.whole is not None, "values are taken from the gathered bucket"
         self.shard.copy_(self._own_part(self.whole))
         self.versions = [param._version for param in self.params]
+
+    def _borrow(self) -> torch.Tensor:
+        """Memory for the whole bucket. Beside files none of it may stay with the C library when it is freed."""
+        if self.tier is not None:
+            return huge_pages.borrowed(self.layout.numel, self.shard.dtype)
+        return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
         low, high = self.shard_range

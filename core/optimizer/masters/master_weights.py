@@ -165,6 +165,7 @@ class BucketMasters:
 
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
         """Where moments lie below the device, move there what an optimizer or a checkpoint has made."""
+        known = len(self.below)
         for segment in self.segments:
             of_master = state.get(segment.master, {})
             own = {
@@ -180,6 +181,8 @@ class BucketMasters:
                     place = self.below[name][segment.start : segment.start + segment.numel].view(value.shape)
                     if place.data_ptr() != value.data_ptr():
                         moments[key] = place.copy_(value)
+        if len(self.below) > known:
+            huge_pages.give_back()
 
     def _segment(self, shards: list[ParamShard], end: int) -> Segment:
         first, here = shards[0], slice(shards[0].start, end)

@@ -4,14 +4,17 @@ import errno
 import gc
 import itertools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from core import huge_pages
 from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
@@ -240,3 +243,65 @@ def test_files_without_a_temporary_kind_have_no_name_either(rank: int, world: in
         booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=tmp_path)
         losses_of(booster, model, optimizer, rank, 1)
     assert not list(tmp_path.iterdir()) and Files(tmp_path).bytes_of(states(optimizer)) > 0
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most RAM that this process has, pages of files apart, while it is entered."""
+
+    def __enter__(self) -> "Peak":
+        self.most = resident()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self.ended.wait(0.002):
+            self.most = max(self.most, resident())
+
+    def __exit__(self, *_: Any) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def resident() -> int:
+    """Bytes of anonymous and of shared memory."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) * 1024
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=300.0)
+def test_states_in_files_are_trained_in_a_fraction_of_their_memory(rank: int, world: int, tmp_path: Path) -> None:
+    """Parameters, masters, moments and gradients of 42 million parameters, 16 bytes for each."""
+    folder = shared(tmp_path)
+    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
+    mount = max((path for path in kinds if str(folder).startswith(path)), key=len)
+    if kinds[mount] in ("tmpfs", "ramfs"):
+        pytest.skip(f"{folder} lies in RAM")
+    grown = {}
+    for placed in (True, False):
+        options: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder}
+        plugin = GeminiPlugin(precision="bf16", min_chunk_size_m=1, search_range_m=0, **(options if placed else {}))
+        booster = Booster(plugin=plugin)
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+        states_bytes = 16 * sum(param.numel() for param in plain.parameters())
+        before = resident() - sum(param.nbytes for param in plain.parameters())
+        model: Any
+        model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4))
+        huge_pages.give_back()  # the memory of the whole model, which was built first
+        with Peak() as peak:
+            for _ in range(2):
+                optimizer.zero_grad()
+                booster.backward(model(torch.ones(4, 1024)).float().square().mean(), optimizer)
+                optimizer.step()
+        of_all = torch.tensor(float(peak.most - before))
+        dist.all_reduce(of_all)
+        grown[placed] = float(of_all) / states_bytes
+        del model, optimizer, plain, booster
+        gc.collect()
+    assert grown[True] < 1 / 3 and grown[False] > 1, f"RAM of all ranks over the states' bytes: {grown}"
