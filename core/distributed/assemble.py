@@ -29,7 +29,7 @@ from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
-from core.distributed.reduce.residents import Budget
+from core.distributed.reduce.residents import Budget, Window
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.reduce.unsharder import Unsharder
@@ -96,7 +96,7 @@ def assemble(
         _place_states(buckets, plan, ddp_config.placement, tier)
     unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
     if unsharder is not None and ddp_config.placement is not None:
-        _set_budget(unsharder, buffers, ddp_config.placement, groups)
+        _set_residents(unsharder, buffers, ddp_config.placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
@@ -274,11 +274,12 @@ def _place_states(buckets: Sequence[Bucket], plan: ModelPlan, placement: Placeme
         order[place].state_tier = tier
 
 
-def _set_budget(
+def _set_residents(
     unsharder: Unsharder, buffers: Sequence[GradBuffer], placement: Placement, groups: ProcessGroups
 ) -> None:
-    """Keep as many buckets whole as a budget of bytes allows. ValueError on all ranks where two do not fit."""
+    """Say how many buckets stay whole: a few, or what a budget allows. ValueError on all ranks where two do not fit."""
     if placement.memory_budget_bytes is None:
+        unsharder.residents = Window(placement.prefetch)
         return
     always = sum(buffer.grad_data.nbytes + (0 if buffer.pool is None else buffer.pool.nbytes) for buffer in buffers)
     error = None

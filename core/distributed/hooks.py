@@ -103,7 +103,7 @@ def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
     """Raise SyncError where values would be saved, or loaded, that are not there."""
     unsharder = _UNSHARDERS.get(id(module))
     keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
-    if unsharder is not None and not unsharder.is_held and not keeps_vars:
+    if unsharder is not None and not (unsharder.is_held or unsharder.takes_writes or keeps_vars):
         raise SyncError(
             f"the state dict of {type(module).__name__} holds sharded parameters, which are not gathered; call "
             "state_dict() or load_state_dict() of the wrapped model, or do it inside `with model.gathered():`, on all "

@@ -33,7 +33,8 @@ class GeminiPlugin(ZeroPluginBase):
     the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m further,
     in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
     placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
-    stays whole. offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in files
+    stays whole. max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
+    offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in files
     in offload_directory, on CPUs. Beside a GPU the second lies on the host (pinned with pin_memory). 'auto' has all of
     that in files, and as many chunks whole in RAM as memory_budget_bytes of a rank allow: in the first step without
     warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for backward. memstats:
@@ -145,8 +146,11 @@ class GeminiPlugin(ZeroPluginBase):
                 "memory_budget_bytes": (memory_budget_bytes, None),
             },
         )
-        if max_prefetch:
-            raise ValueError(f"max_prefetch is {max_prefetch}, and chunks are gathered when they are used; set it to 0")
+        if max_prefetch not in ((0,) if placement_policy == "auto" else (0, 1)):
+            raise ValueError(
+                f"max_prefetch is {max_prefetch!r}; one chunk is gathered ahead at most, and none with "
+                "placement_policy='auto', whose budget has no room for what nobody uses yet"
+            )
         self._on_host = offload_optim_frac if offload_directory is None else 0.0  # of the state, beside a GPU
         self._check_offload(offload_optim_frac, offload_param_frac, offload_directory, pin_memory)
         self.pin_memory = pin_memory
@@ -162,10 +166,11 @@ class GeminiPlugin(ZeroPluginBase):
                 warmup_non_model_data_ratio=warmup_non_model_data_ratio,
                 steady_cap_ratio=steady_cuda_cap_ratio,
                 memstats=memstats,
+                prefetch=0,
             )
         else:
             optim = offload_optim_frac if directory is not None else 0.0
-            self.placement = Placement(shard_param_frac, offload_param_frac, optim, directory)
+            self.placement = Placement(shard_param_frac, offload_param_frac, optim, directory, prefetch=max_prefetch)
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
         self.enable_async_reduce = enable_async_reduce

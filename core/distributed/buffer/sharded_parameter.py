@@ -41,6 +41,9 @@ class Owner(Protocol):
     def runs(self) -> bool:
         """True inside a forward or a backward."""
 
+    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
+        """Keep this rank's part of values that are copied to a parameter, if they are being loaded."""
+
     def refuse_write(self, param: ShardedParameter) -> None:
         """Raise SyncError that names the parameter."""
 
@@ -61,6 +64,8 @@ class ShardedParameter(nn.Parameter):
             return func(*_with_edges(args), **_with_edges(kwargs))
         for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
             if type(written) is cls:
+                if getattr(func, "__name__", "") == "copy_" and owner.take(written, args[1]):
+                    return written
                 owner.refuse_write(written)
         given = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
         missing = [param for param in given if type(param) is cls]

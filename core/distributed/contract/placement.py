@@ -30,6 +30,7 @@ class Placement:
     offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
+    prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most.
     directory: where the files of the tier below the device are made, on each rank's host. They have no name, so that
         nothing is left behind when the job ends, however it ends.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
@@ -47,6 +48,7 @@ class Placement:
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 1.0
     memstats: MemStats | None = None
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         self._check_budget()
@@ -54,6 +56,8 @@ class Placement:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it is a fraction of the bytes of buckets, between 0 and 1")
+        if self.prefetch not in (0, 1):
+            raise ValueError(f"prefetch is {self.prefetch!r}; one bucket is gathered ahead, or none: set it to 0 or 1")
         if self.offload_param_frac > self.shard_param_frac:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "

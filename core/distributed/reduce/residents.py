@@ -29,6 +29,10 @@ class Window:
 
     stats: MemStats | None = None
 
+    def __init__(self, prefetch: int = 1) -> None:
+        """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0 or 1."""
+        self.prefetch = prefetch
+
     def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
         """Which of `whole`, the one used last at the end, are given up for `unit`. Called for each use of a bucket."""
         others = [other for other in whole if other not in pinned]
@@ -55,6 +59,8 @@ class Budget:
 
     Raises ValueError where two buckets that follow each other do not fit.
     """
+
+    prefetch = 0  # a bucket that nobody uses yet is not in the budget
 
     def __init__(
         self,

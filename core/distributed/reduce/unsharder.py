@@ -94,6 +94,7 @@ class Unsharder:
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
+        self.takes_writes = False  # True inside `loading`
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
         self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
@@ -215,7 +216,7 @@ class Unsharder:
         if unit.is_collective:
             self._learn(unit)
             guess = self.next_of.get(self.last_two)
-            if guess is not None and guess.whole is None:
+            if guess is not None and guess.whole is None and self.residents.prefetch:
                 self._note(guess, " ahead")
                 self.ahead = guess.launch(self.collectives)
         return whole
@@ -318,6 +319,29 @@ class Unsharder:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("an optimizer's step")
         self._meet()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """`param.copy_(whole)` writes this rank's part into the shard, as a module's load_state_dict does.
+
+        All ranks enter it together, and copy the same values.
+        """
+        self.begin_update()
+        self.takes_writes = True
+        try:
+            yield
+        finally:
+            self.takes_writes = False
+            self.forget()
+
+    @torch.no_grad()
+    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
+        """Keep this rank's part of whole values. False outside of `loading`."""
+        if self.takes_writes:
+            unit = self.unit_of[id(param)]
+            first, part = unit.own_part_of(unit.index_of[id(param)])
+            part.copy_(values.reshape(-1)[first : first + part.numel()])
+        return self.takes_writes
 
     def publish(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""

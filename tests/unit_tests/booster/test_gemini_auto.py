@@ -140,6 +140,7 @@ def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None
         ({"offload_optim_frac": 0.5}, "offload_optim_frac is 0.5, and only placement_policy='static' reads it"),
         ({"warmup_non_model_data_ratio": 2}, "warmup_non_model_data_ratio is 2; it is a part of the budget"),
         ({"steady_cuda_cap_ratio": -1}, "steady_cap_ratio is -1; it is a part of the budget"),
+        ({"max_prefetch": 1}, "max_prefetch is 1; .*none with placement_policy='auto'"),
         ({"strict_ddp_mode": True}, "leave placement_policy 'static'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -5,6 +5,7 @@ import inspect
 import io
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -223,6 +224,23 @@ def test_gradients_travel_in_8_bits_if_asked_for(rank: int, world: int) -> None:
     assert 0 < sent[1] < 0.3 * sent[0]
 
 
+@ranks(2)
+@over_sockets
+def test_the_next_chunk_is_gathered_ahead_if_asked_for(rank: int, world: int) -> None:
+    for most in (0, 1):
+        booster, model, optimizer = boosted(max_prefetch=most)
+        unsharder = model.module.engine.unsharder
+        for _ in range(3):
+            optimizer.zero_grad()
+            one_backward(booster, model, optimizer, rank)
+            optimizer.step()
+        optimizer.zero_grad()
+        with mock.patch.object(unsharder, "_note", wraps=unsharder._note) as gather:
+            one_backward(booster, model, optimizer, rank)
+        why = [call.args[1] for call in gather.call_args_list]
+        assert (" ahead" in why) == (most == 1) and len(why) > len(unsharder.units)
+
+
 @ranks(4)
 def test_extra_data_parallelism_shards_within_neighbours(rank: int, world: int) -> None:
     model = check(rank, world, "fp32", 2, True, extra_dp_size=2)
@@ -278,7 +296,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism=True is an option"),
         ({"enable_jit_fused": True}, "enable_jit_fused=True is an option"),
         ({"enable_sequence_overlap": True}, "enable_sequence_overlap=True is an option"),
-        ({"max_prefetch": 1}, "max_prefetch is 1"),
+        ({"max_prefetch": 2}, "max_prefetch is 2; one chunk is gathered ahead at most"),
         ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
         ({"use_fp8": True}, "precision is 'fp16'; set precision='bf16'"),
         ({"growth_factor": 1.0}, "growth_factor is 1.0"),

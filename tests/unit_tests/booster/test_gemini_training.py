@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,3 +223,19 @@ def test_a_file_that_does_not_fit_on_one_rank_is_refused_on_all(rank: int, world
     with pytest.raises((ValueError, RuntimeError), match=r"is \[9, 5\] in the checkpoint and \[7, 5\] in the model"):
         booster.load_model(model, tmp_path / f"mine{rank}")
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1))  # the ranks are still together
+
+
+@ranks(2)
+def test_a_load_makes_no_rank_have_the_whole_model(rank: int, world: int, tmp_path: Path) -> None:
+    booster = new_booster()
+    model, optimizer, _ = train(booster, rank, steps=range(1))
+    wanted = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    folder = shared(tmp_path)
+    booster.save_model(model, folder / "model", shard=True, size_per_shard=2e-4)
+    run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1, 2))
+    unsharder = model.module.engine.unsharder
+    with mock.patch.object(unsharder, "_gather", side_effect=AssertionError("a load gathers")):
+        booster.load_model(model, folder / "model")
+        with pytest.raises(SyncError, match="cannot be written"), torch.no_grad():
+            model.unwrap().first.weight.copy_(torch.ones(7, 5))
+    assert all(torch.equal(weight, wanted[name]) for name, weight in whole_weights(model).items())
