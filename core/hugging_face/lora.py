@@ -21,10 +21,12 @@ from core.hugging_face.split import REPORT, SplitReport, cut_parameters, declare
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
 
-# Options of a LoraConfig that touch base weights, or that no split is known for -> the value that leaves them out.
-REFUSED: dict[str, Any] = {
-    **{"bias": "none", "use_dora": False, "lora_bias": False, "layer_replication": None},
-    **{"modules_to_save": None, "target_parameters": None},
+# Options of a LoraConfig that are right on a split model. Others touch base weights, or no split is known for them.
+KNOWN = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
+    *("use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    "runtime_config",
 }
 
 
@@ -86,8 +88,9 @@ def add_lora(
 def _check_options(config: Any, kind: type) -> None:
     if not isinstance(config, kind):
         raise TypeError(f"add_lora takes a peft.LoraConfig, and was given {config!r}")
-    for name, plain in REFUSED.items():
-        value = getattr(config, name, plain)
+    plain_config = kind()
+    for name in sorted(vars(config).keys() - KNOWN):
+        value, plain = getattr(config, name), getattr(plain_config, name, None)
         if value != plain and value not in ((), [], {}):
             raise PlanError(f"LoRA on a split model knows {name}={plain!r} alone, and the LoraConfig has {value!r}")
     start = getattr(config, "init_lora_weights", True)

@@ -75,11 +75,13 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
     if len(outer) != 1:
         found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
         raise PlanError(f"{family}: a pipeline cuts a model at its one list of layers (nn.ModuleList); it has {found}")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise PlanError(
-            f"{family}: output_router_logits adds a loss of all layers' routers, and a stage has its own layers only; "
-            "set output_router_logits=False in the config"
-        )
+    _refuse_router_loss(family, model)
+    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        if getattr(model.config, name, 0.0):
+            raise PlanError(
+                f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
+                f"certain layer; set {name}=0.0 in the config"
+            )
     layers = outer[0]
     names = list(dict(model.named_modules()))
     base = next(name for name, module in model.named_modules() if module is model.base_model)
@@ -110,6 +112,15 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
         frozenset(),
     )
     return ModelCut(**{**vars(cut), "tied": frozenset(_tied(model, cut))})
+
+
+def _refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:
+    """PlanError where the routers' loss is asked for: by an argument of a forward, or else by the config."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
+        raise PlanError(
+            f"{family}: output_router_logits adds a loss of all layers' routers, and a stage has its own layers only; "
+            "set output_router_logits=False in the config"
+        )
 
 
 def _tied(model: nn.Module, cut: ModelCut) -> Iterator[str]:
@@ -199,6 +210,7 @@ class StageForward:
         if (received is None) != self.part.pre_process:
             what = "and got none" if received is None else "and this is the first stage, which has none before it"
             raise ValueError(f"{self.cut.family}, stage {self.part.index}: {NOT_RECEIVED}, {what}")
+        _refuse_router_loss(self.cut.family, self.model, kwargs.get("output_router_logits"))
         if self.takes_cache:
             kwargs.setdefault("use_cache", False)  # caches of keys and values are for generation
         self.received, self.entered = received, False

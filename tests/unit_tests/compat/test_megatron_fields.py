@@ -201,3 +201,27 @@ def test_a_mode_that_has_no_equal_here_says_so() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             configs.TransformerConfig(**SHAPE, **given).ours(vocab_size=8)
+
+
+def test_a_draw_of_ones_own_is_refused_when_it_is_given_and_when_it_is_written() -> None:
+    config = configs.TransformerConfig(**SHAPE)
+    dataclasses.replace(config, hidden_size=16).ours()  # a copy has no draw of its own
+    config.init_method = torch.nn.init.zeros_
+    for found in (config, configs.TransformerConfig(**SHAPE, output_layer_init_method=torch.nn.init.zeros_)):
+        with pytest.raises(ValueError, match="init_method and output_layer_init_method are not used by GPTModel"):
+            found.ours()
+
+
+def test_a_decoder_of_another_length_is_refused() -> None:
+    from core.compat.megatron.faces.schedules import get_forward_backward_func
+
+    with pytest.raises(ValueError, match="decoder_seq_length is 4 and seq_length 8"):
+        get_forward_backward_func()(
+            forward_step_func=lambda *_: None,
+            data_iterator=None,
+            model=torch.nn.Linear(1, 1),
+            num_microbatches=1,
+            seq_length=8,
+            micro_batch_size=1,
+            decoder_seq_length=4,
+        )

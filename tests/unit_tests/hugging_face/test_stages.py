@@ -13,7 +13,7 @@ from core import agree, parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
 from core.hugging_face.check import InDouble, check_on_rank
-from core.hugging_face.stages import AbsentEntry, AbsentLayer, StageForward, find_cut, watch_order
+from core.hugging_face.stages import AbsentEntry, AbsentLayer, StageForward, find_cut, keep_stage, watch_order
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from tests.unit_tests.hugging_face.models import small, tokens, whole
@@ -204,6 +204,20 @@ def test_models_that_no_pipeline_can_cut_are_refused() -> None:
         find_cut(seq_to_seq())
     with pytest.raises(PlanError, match="output_router_logits adds a loss of all layers' routers"):
         find_cut(small("mixtral", num_local_experts=4, output_router_logits=True))
+    with pytest.raises(PlanError, match=r"layerdrop=0.5 leaves layers out at random"):
+        find_cut(small("opt", ffn_dim=64, layerdrop=0.5))
+
+
+@pytest.mark.parametrize("by_argument", [False, True])
+def test_a_loss_of_routers_that_is_asked_for_after_the_cut_is_refused(by_argument: bool) -> None:
+    """The last stage would add the loss of its own layers' routers alone."""
+    model = small("mixtral", num_hidden_layers=2, num_local_experts=4)
+    stage = keep_stage(model, find_cut(model), plan_pipeline(2, 2), 1)
+    received = torch.zeros(2, 12, 32, dtype=torch.float64)
+    asked = {"output_router_logits": True} if by_argument else {}
+    model.config.output_router_logits = not by_argument
+    with pytest.raises(PlanError, match="output_router_logits adds a loss of all layers' routers"):
+        stage(input_ids=tokens(), labels=tokens(), received=received, **asked)
 
 
 def seq_to_seq() -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from core.compat.megatron.faces import fields as rows
 from core.compat.megatron.faces.enums import AttnBackend
@@ -232,10 +233,9 @@ class TransformerConfig(_Transformer):
         filled.num_query_groups = filled.num_query_groups or self.num_attention_heads
         filled.ffn_hidden_size = filled.ffn_hidden_size or 4 * self.hidden_size
         self.recompute_modules = self.recompute_modules or ["core_attn"]
-        self.own_init = self.init_method is not None or self.output_layer_init_method is not None
-        self.init_method = self.init_method or normal_init(filled.init_method_std)
+        self.init_method = self.init_method or _Normal(filled.init_method_std)
         scale = (2.0 * max(self.num_layers, 1)) ** 0.5
-        self.output_layer_init_method = self.output_layer_init_method or normal_init(filled.init_method_std / scale)
+        self.output_layer_init_method = self.output_layer_init_method or _Normal(filled.init_method_std / scale)
 
     def ours(self, **model: Any) -> OurTransformerConfig:
         """Our configuration; model: what Megatron gives its GPTModel instead (vocab_size, position_embedding_type ...).
@@ -259,7 +259,7 @@ class TransformerConfig(_Transformer):
                 f"gated_linear_unit={self.gated_linear_unit} with activation_func={_name_of(self.activation_func)} is "
                 "not built; use False with torch.nn.functional.gelu, or True with torch.nn.functional.silu"
             )
-        if self.own_init:
+        if not all(isinstance(method, _Normal) for method in (self.init_method, self.output_layer_init_method)):
             yield (
                 "init_method and output_layer_init_method are not used by GPTModel, whose weights are drawn by name, "
                 "the same ones in every layout; set init_method_std, or overwrite the weights before they are wrapped"
@@ -281,6 +281,16 @@ class TransformerConfig(_Transformer):
     @staticmethod
     def _one_of(value: Any) -> Any:
         return value[0] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class _Normal:
+    """The draw of a layer where the program gives none: normal, around zero."""
+
+    std: float
+
+    def __call__(self, weight: Tensor) -> Any:
+        return normal_init(self.std)(weight)
 
 
 def _name_of(function: Any) -> str:

@@ -67,7 +67,7 @@ def forward_backward(
         num_microbatches=num_microbatches,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        decoder_seq_length=None if decoder_seq_length is None else seq_length,
+        decoder_seq_length=decoder_seq_length,
         forward_only=forward_only,
         pg_collection=pg_collection,
         force_all_reduce=bool(force_all_reduce),
