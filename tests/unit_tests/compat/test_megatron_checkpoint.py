@@ -100,6 +100,26 @@ def test_training_goes_on_at_another_layout(
 
 
 @ranks(2)
+def test_weights_that_are_several_boxes_or_padded_come_back(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir(exist_ok=True)
+    model, _ = trained(2)
+    tree = model.sharded_state_dict()
+    factories = [name for name, leaf in tree.items() if isinstance(leaf, ShardedTensorFactory)]
+    gated = ["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.bias"]
+    padded = ["embedding.word_embeddings.weight", "output_layer.weight"] if rank == 1 else []
+    assert set(gated + padded) <= set(factories)
+    before = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    assert all(len(torch.unique(before[name])) > 1 for name in factories if name.endswith("weight"))
+    mcore.dist_checkpointing.save(tree, tmp_path / "weights")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(mcore.dist_checkpointing.load(model.sharded_state_dict(), tmp_path / "weights"))
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param, before[name]), name
+
+
+@ranks(2)
 def test_a_tree_of_every_kind_of_leaf_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir(exist_ok=True)
     whole = torch.arange(24.0).view(4, 6)
