@@ -112,9 +112,11 @@ def _is_below(inner: str, path: str) -> bool:
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
-    """True for what our own packages define, not for what a module has imported for itself."""
-    found = vars(module).get(name)
-    return not name.startswith("_") and str(getattr(found, "__module__", "")).startswith("core.")
+    """True for a name in `__all__`, or where there is none for what the module defines; never for its imports."""
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return name in listed
+    return not name.startswith("_") and getattr(vars(module).get(name), "__module__", None) == module.__name__
 
 
 class ForeignModule(ModuleType):

@@ -15,7 +15,7 @@ ROWS = """
 
 parallel_state | .groups | initialize_model_parallel is_unitialized RankGenerator get_data_parallel_group
     get_data_parallel_world_size get_data_parallel_rank
-parallel_state | core.parallel_state | *
+parallel_state | core.parallel_state | * get_nccl_options default_embedding_ranks default_position_embedding_ranks
 process_groups_config | core.process_groups | ProcessGroupCollection
 hyper_comm_grid | .groups | HyperCommGrid
 

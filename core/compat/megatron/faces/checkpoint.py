@@ -107,9 +107,10 @@ def save(
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
     *,
     process_group: dist.ProcessGroup | None = None,
-    **unused: Any,
 ) -> None:
     """Save a tree: sharded tensors from the ranks that hold their main replicas, plain values from rank 0. Collective.
 

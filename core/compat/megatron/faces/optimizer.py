@@ -29,9 +29,13 @@ class _MegatronMethods:
         return self.model_chunks[0].groups.require("intra_dist_opt")
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
+        self,
+        model_sharded_state_dict: Any = None,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Stands for this optimizer's state in what dist_checkpointing saves and loads. Local.
+        """Stands for this optimizer's state in what dist_checkpointing saves and loads. No argument has a part.
 
         `dist_checkpointing.load` puts the state into this optimizer, and its masters with it.
         """
