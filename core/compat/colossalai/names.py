@@ -14,6 +14,7 @@ _ACCUMULATION = {"core.gradient_accumulation": "*"}
 _PLUGINS = {"core.booster.plugin": "*"}
 _SCALER = {"core.optimizer.loss_scaler": "DynamicGradScaler=DynamicLossScaler BaseGradScaler=LossScaler"}
 _ZERO = {".low_level_zero": "LowLevelZeroOptimizer"}
+_GEMINI = {".gemini_ddp": "GeminiDDP GeminiOptimizer"}
 
 MODULES: dict[str, dict[str, str]] = {
     "": _START,
@@ -77,7 +78,8 @@ MODULES: dict[str, dict[str, str]] = {
     "interface.model": {"core.interface": "ModelWrapper AMPModelMixin"},
     "interface.optimizer": {"core.interface": "OptimizerWrapper"},
     "amp.naive_amp.grad_scaler": _SCALER,
-    "zero": _ZERO,
+    "zero": {**_ZERO, **_GEMINI},
+    "zero.gemini": _GEMINI,
     "zero.low_level": _ZERO,
     # -- loops that reduce and accumulate themselves: the paths of three generations
     "engine.gradient_handler": _HANDLERS,
@@ -138,7 +140,6 @@ ABSENT: dict[str, str] = {
     "testing": "these are for ColossalAI's own tests; use torch.testing",
     "trainer": _LEGACY,
     "zero.ColoInitContext": "build the model plainly, or in lazy.LazyInitContext",
-    "zero.GeminiDDP": _CHUNKS,
     "zero.gemini": _CHUNKS,
     "zero": "use booster.plugin.LowLevelZeroPlugin, or zero.LowLevelZeroOptimizer without a Booster",
 }

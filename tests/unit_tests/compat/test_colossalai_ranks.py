@@ -218,7 +218,6 @@ def test_the_names_that_examples_import_most_are_here() -> None:
     missing = {name for name, here in names.items() if not here}
     assert missing <= {
         *(
-            "zero.GeminiDDP",
             "shardformer.ShardConfig",
             "shardformer.ShardFormer",
             "booster.plugin.HybridParallelPlugin",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.compat.colossalai.gemini_ddp import GeminiDDP, GeminiOptimizer
 from core.compat.colossalai.low_level_zero import LowLevelZeroOptimizer
 from core.compat.colossalai.lr_schedules import (
     CosineAnnealingLR,
@@ -342,6 +343,32 @@ def test_the_optimizer_of_zero_trains_a_model_that_nothing_wraps(rank: int, worl
         held = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
         dist.all_reduce(held)
         assert held == 2 * sum(param.numel() for param in start.parameters()), "each moment is on one rank"
+
+
+@ranks(2)
+def test_gemini_without_a_booster_trains_as_one_process_and_shards_parameters(rank: int, world: int) -> None:
+    start = make_net(torch.float32)
+    reference = copy.deepcopy(start).double()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.05, eps=1e-3)
+    model = GeminiDDP(copy.deepcopy(start), mixed_precision=torch.float32, min_chunk_size_m=1e-4, search_range_m=1e-3)
+    inner = HybridAdam(model.parameters(), lr=0.05, eps=1e-3, weight_decay=0.01)
+    optimizer = GeminiOptimizer(inner, model, max_norm=0.65)
+    for step in range(4):
+        plain.zero_grad()
+        sum((net_loss(reference, r, step) / world for r in range(world)), torch.zeros(())).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.65)
+        plain.step()
+        x, y = batch(rank, step, torch.float32)
+        optimizer.zero_grad()
+        optimizer.backward(mean_loss(model(x), y))
+        optimizer.step()
+    assert optimizer.model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+    with optimizer.model.gathered():
+        assert_equal_training(model, reference, start, bound=2e-6)
+    with pytest.raises(TypeError, match="make it anew"):
+        GeminiOptimizer(inner, model)
+    with pytest.raises(ValueError, match="nowhere"):
+        GeminiDDP(start, placement_policy="nowhere")
 
 
 @ranks(2)
