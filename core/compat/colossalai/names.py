@@ -73,6 +73,7 @@ MODULES: dict[str, dict[str, str]] = {
         "FP16_Torch_MixedPrecision=FP16TorchMixedPrecision FP32_MixedPrecision=FP32MixedPrecision "
         "BF16_MixedPrecision=BF16MixedPrecision FP8_MixedPrecision=FP8MixedPrecision"
     },
+    "shardformer": {"core.booster.plugin": "GradientCheckpointConfig PipelineGradientCheckpointConfig"},
     "checkpoint_io": {"core.booster.checkpoint_io": "*"},
     "interface": {"core.interface": "*"},
     "interface.model": {"core.interface": "ModelWrapper AMPModelMixin"},
@@ -97,8 +98,8 @@ _LEGACY = (
 )
 _CHUNKS = "use booster.plugin.GeminiPlugin, which makes the sharded model and its optimizer together"
 _NO_POLICY = (
-    "a model is split by the plan that transformers has for it, without a policy class; call "
-    "core.hugging_face.split_model(model), or read_plan(model) to see the plan"
+    "a model is split by the plan that transformers has for it, without a policy class; use "
+    "booster.plugin.HybridParallelPlugin, or core.hugging_face.split_model(model)"
 )
 _ADAFACTOR = "use torch.optim.Adafactor, which every plugin takes"
 _GALORE = "projected gradients are not here; use nn.optimizer.CAME or torch.optim.Adafactor, whose states are small too"
@@ -108,7 +109,6 @@ ABSENT: dict[str, str] = {
     "amp": "use Booster(mixed_precision=...), or the precision of a plugin",
     "auto_parallel": "no layout is searched for; choose a plugin of core.booster",
     "booster.mixed_precision.FP16NaiveMixedPrecision": "it never trained in ColossalAI; use 'fp16'",
-    "booster.plugin.HybridParallelPlugin": "use core.hugging_face.split_model and core.distributed directly",
     "booster.plugin.MoeHybridParallelPlugin": "use core.moe with core.distributed, or LowLevelZeroPlugin for experts",
     "checkpoint_io.CheckpointIndexFile": "an index is JSON with 'metadata' and 'weight_map'; read it with json.load",
     "context": _LEGACY,
