@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,10 @@ def make_tiny(config: TuneConfig) -> None:
     partial = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    partial.rename(directory)
+    try:
+        partial.rename(directory)
+    except OSError:  # another rank of this machine was first
+        shutil.rmtree(partial)
 
 
 def byte_tokenizer() -> Any:
@@ -154,13 +158,12 @@ def build_stages(config: TuneConfig, device: torch.device) -> list[Any]:
     try:
         configuration = transformers_package().AutoConfig.from_pretrained(directory)
         kind = causal_class(configuration, config.model.path)
-        options = {"dtype": DTYPES[config.model.dtype], "parallel_output": parallel.tp > 1}
+        options = {"dtype": DTYPES[config.model.dtype], "device": device, "parallel_output": parallel.tp > 1}
         if parallel.pp > 1:
             stages = load_split(directory, kind, layout=layout_of(config), **options)
         else:
             stages = [load_split(directory, kind, **options)]
         for stage in stages:
-            stage.to(device)
             stage.config.use_cache = False
         if config.lora.r is not None:
             stages = [add_lora(stage, _lora_config(config)) for stage in stages]

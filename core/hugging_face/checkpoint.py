@@ -68,6 +68,7 @@ def load_split(
     policy: Policy | None = None,
     example: Mapping[str, Any] | None = None,
     layout: PipelineLayout | None = None,
+    device: torch.device | str = "cpu",
     parallel_output: bool = False,
     pg_collection: ProcessGroups | None = None,
     **options: Any,
@@ -75,10 +76,10 @@ def load_split(
     """A model of a checkpoint directory, split over tensor parallelism; `model.bytes_read` says how much was read.
 
     kind: the class of models; by default the one that the directory's config names. policy: rules in place of the
-    family's own. options: those of `from_pretrained`
-    (dtype, attn_implementation, ...). The rest as in `split_model`; the whole model exists on no rank, so its output
-    is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read its
-    part only. Collective over the tensor-parallel group, and with a layout over the world. Raises PlanError as
+    family's own. options: those of `from_pretrained` (dtype, attn_implementation, ...). device: where the model goes
+    when it is read, before its example runs. The rest as in `split_model`; the whole model exists on no rank, so its
+    output is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read
+    its part only. Collective over the tensor-parallel group, and with a layout over the world. Raises PlanError as
     `split_model` and `split_stages` do, and where the checkpoint lacks a parameter that is cut, or stores it in a form
     of which no part can be read.
     """
@@ -93,6 +94,7 @@ def load_split(
 
     if layout is None:
         model, plan = _load(directory, kind, policy, None, None, groups, options)
+        model.to(device)
         finish_split(model, plan, arguments_of(model), parallel_output=parallel_output, pg_collection=pg_collection)
         return model
     failure: Exception | None = None
@@ -101,7 +103,7 @@ def load_split(
         check_pipeline(layout, groups)
         for index in layout.stages_of(groups.rank("pp")):
             model, plan = _load(directory, kind, policy, layout, index, groups, options)
-            stages.append(model)
+            stages.append(model.to(device))
     except (PlanError, ValueError, OSError, RuntimeError) as error:
         failure = error
     agree.refuse(failure, None, f"loading {os.fspath(directory)!r}", PlanError)

@@ -1,6 +1,7 @@
 """Directories: what split models save and plain `from_pretrained` loads, and the other way with slices only."""
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from core.pipeline_parallel import plan_pipeline
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
+GIB = 2**30
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -156,3 +158,43 @@ def test_stages_read_their_part_and_save_a_directory_of_the_whole(
     for name, parameter in reference.named_parameters():
         assert torch.equal(again.get_parameter(name), 2 * parameter), name
     torch.distributed.barrier()
+
+
+@pytest.mark.nightly
+@ranks(4, timeout_s=300.0)
+def test_a_gibibyte_over_four_ranks_is_read_and_held_in_quarters(rank: int, world: int, tmp_path: Path) -> None:
+    values = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 32000}
+    largest = 32000 * 1024 * 4
+    if rank == 0:
+        import transformers
+
+        config = transformers.LlamaConfig(num_attention_heads=16, num_key_value_heads=16, **values)
+        whole_model = transformers.LlamaForCausalLM(config)
+        assert sum(p.numel() * p.element_size() for p in whole_model.parameters()) > 0.99 * GIB
+        whole_model.save_pretrained(tmp_path)
+        del whole_model
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    before, seen, done = own_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        model = load_split(tmp_path)
+    finally:
+        done.set()
+        watcher.join()
+    print(f"rank {rank}: read {model.bytes_read / GIB:.3f} GiB, peak {(max(seen) - before) / GIB:.3f} GiB")
+    assert model.bytes_read <= 0.30 * GIB
+    assert max(seen) - before <= 0.25 * GIB + largest
+    assert len(seen) > 20
+
+
+def own_bytes() -> int:
+    """Memory of this process that is no file's. Pages of files that were only read can be taken back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
