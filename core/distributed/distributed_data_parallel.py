@@ -204,9 +204,10 @@ class DistributedDataParallel(nn.Module):
             self.engine.unsharder.begin_update()
 
     def note_param_write(self) -> None:
-        """Something has written this rank's shards of the parameters, to what all ranks have agreed on. Local."""
+        """All ranks have written their shards of the parameters since `begin_param_update`. Collective."""
         if self.engine.unsharder is not None:
             self.engine.unsharder.forget()
+            self.engine.unsharder.meet()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.

@@ -379,9 +379,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Take over masters, moments and counts that cover at least what this rank updates.
 
         Load the model's weights too, before or after: they are the masters in full precision, and where an entry has
-        none or one that does not round to the weight.
+        none or one that does not round to the weight. Collective where parameters are sharded.
         Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
         """
+        for chunk in self.model_chunks:  # other ranks may still compute with the weights that are written here
+            chunk.begin_param_update()
         load_entries(entries, self.masters, self.names, self.optimizer, self.scratch)
         for chunk in self.model_chunks:
             chunk.note_param_write()

@@ -110,7 +110,7 @@ class Unsharder:
         """A forward of one of the model's modules begins."""
         runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
         if self.awaits_others:
-            self._meet()
+            self.meet()
         self.depth += 1
         if self.hooks is not None:
             return
@@ -317,8 +317,8 @@ class Unsharder:
 
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
-        self._refuse_inside("an optimizer's step")
-        self._meet()
+        self._refuse_inside("a load or an optimizer's step")
+        self.meet()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -347,10 +347,10 @@ class Unsharder:
         """Shards have been written: what was gathered before is of the past. Collective."""
         self.forget()
         self.residents.end_step(self._groups())
-        self._meet()
+        self.meet()
 
     def forget(self) -> None:
-        """This rank's shards have other values now: so has whatever is gathered. The next use waits for all ranks."""
+        """This rank's shards have other values now: so has whatever is gathered. A use before `meet` waits."""
         self.generation += 1
         self.awaits_others = True
         self._learn(None)
@@ -365,7 +365,7 @@ class Unsharder:
             return
         self._refuse_inside("gathered()")
         if self.awaits_others:
-            self._meet()
+            self.meet()
         for unit in self.units:
             self._drop(unit)
             self._gather(unit, to_write=True)
@@ -386,7 +386,7 @@ class Unsharder:
             for unit in self.units:
                 unit.versions = [param._version for param in unit.params]  # what was written is taken over, or fails
             _all_of(partial(self._drop, unit) for unit in self.units)
-        self._meet()
+        self.meet()
 
     def _refuse_unequal_writes(self) -> None:
         """Raise where ranks have written different values: each would keep a part of its own. Collective."""
@@ -410,7 +410,7 @@ class Unsharder:
             where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Wait until all ranks that read this one's memory by themselves have come here."""
         for channel in self.channels:
             channel.meet()
