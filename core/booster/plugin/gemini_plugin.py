@@ -187,6 +187,10 @@ class GeminiPlugin(ZeroPluginBase):
                 "strict_ddp_mode and keep_gathered replicate chunks on the device; leave placement_policy 'static' and "
                 "offload nothing"
             )
+        if (strict_ddp_mode or keeps) and shard_param_frac != 1:
+            raise ValueError(
+                f"shard_param_frac is {shard_param_frac}, and strict_ddp_mode or keep_gathered shards nothing; set it 1"
+            )
         self.replicates = bool(strict_ddp_mode or keeps)
 
     # -- arguments ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Placement:
         brings them to the device. It may not be more than what is sharded.
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
     prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most.
-    directory: where the files of the tier below the device are made, on each rank's host. They have no name, so that
+    directory: where a rank's files of the tier below the device are made. They have no name, so that
         nothing is left behind when the job ends, however it ends.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
         and as many buckets are whole there as a rank's budget allows. Gradients are in the budget too, and what a
@@ -43,7 +43,8 @@ class Placement:
     shard_param_frac: float = 1.0
     offload_param_frac: float = 0.0
     offload_optim_frac: float = 0.0
-    directory: str | os.PathLike[str] | None = None
+    # Ranks compare what repr shows.
+    directory: str | os.PathLike[str] | None = field(default=None, repr=False)
     memory_budget_bytes: int | None = None
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 1.0

@@ -279,6 +279,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"offload_directory": "/tmp"}, "nothing is offloaded to it"),
         ({"offload_directory": "/tmp", "offload_param_frac": 0.5, "shard_param_frac": 0.3}, "offload at most what is"),
         ({"offload_directory": "/tmp", "offload_optim_frac": 1, "strict_ddp_mode": True}, "offload nothing"),
+        ({"shard_param_frac": 0.5, "strict_ddp_mode": True}, "shard_param_frac is 0.5, and strict_ddp_mode or"),
         ({"offload_optim_frac": -1}, "offload_optim_frac is -1; it is a fraction"),
         ({"offload_param_frac": "1"}, "offload_param_frac is '1'; it must be a number"),
         ({"warmup_non_model_data_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.8"),

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -191,6 +192,20 @@ def test_checkpoints_go_in_and_out_of_files(rank: int, world: int, tmp_path: Pat
             assert files.bytes_of(states(other_optimizer)) == sum(t.nbytes for t in states(other_optimizer)) > 0
         assert losses_of(again, other, other_optimizer, rank, 2) == wanted
     other_optimizer.load_state_dict(other_optimizer.state_dict())
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_each_rank_may_have_a_directory_of_its_own(rank: int, world: int, tmp_path: Path, share: bool) -> None:
+    booster, model, optimizer = boosted("bf16")
+    wanted = losses_of(booster, model, optimizer, rank)
+    folder = shared(tmp_path) / str(rank)
+    folder.mkdir(exist_ok=True)
+    placed = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder}
+    with nullcontext() if share else mock.patch.object(HostMemory, "share", lambda *_: None):
+        booster, model, optimizer = boosted("bf16", **placed)
+    assert losses_of(booster, model, optimizer, rank) == wanted
+    assert Files(folder).bytes_of(states(optimizer)) == sum(t.nbytes for t in states(optimizer)) > 0
 
 
 # -- files that are not there, or not as they were --------------------------------------------------------------------
