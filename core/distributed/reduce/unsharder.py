@@ -333,6 +333,7 @@ class Unsharder:
         finally:
             self.takes_writes = False
             self.forget()
+            self.meet()  # also where this rank has failed: the others come here all the same
 
     @torch.no_grad()
     def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:

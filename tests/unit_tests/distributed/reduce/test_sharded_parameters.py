@@ -419,6 +419,11 @@ def test_a_load_of_the_optimizer_waits_for_ranks_that_compute_and_for_nobody_aft
     if rank == 0:  # alone, as for an evaluation after a resume
         assert evaluated_by(ddp) != start
     torch.distributed.barrier()
+    with unsharder_of(ddp).loading(), torch.no_grad():
+        ddp.module.places.copy_(torch.ones(6, WIDTH))
+    if rank == 0:
+        evaluated_by(ddp)
+    torch.distributed.barrier()
 
 
 @ranks(2)
