@@ -7,6 +7,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.guard.finite import NonFiniteGradientError, ReplicaDriftError
+from core.distributed.materialize import materialize
 from core.waiting import PeerLost
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "SyncError",
     "declare_gradient",
     "finalize_model_grads",
+    "materialize",
 ]

@@ -24,6 +24,7 @@ from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
+from core.distributed.materialize import MARK, init_of, make_all, make_and_cut
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.reduce.grad_reducer import StepReport
@@ -91,6 +92,9 @@ class DistributedDataParallel(nn.Module):
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _wrap(self, one_bucket: bool) -> None:
+        init = init_of(self.module)
+        if init is not None and not self.ddp_config.shards_parameters:
+            make_all(self.module, init)
         engine = assemble(
             self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned_params()
         )
@@ -103,13 +107,20 @@ class DistributedDataParallel(nn.Module):
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.param_sync
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
-        if self.ddp_config.initial_weights == "broadcast":
+        if init is not None and engine.unsharder is not None:
+            collectives, asked = engine.param_sync.collectives, self.ddp_config.initial_weights
+            make_and_cut(self.module, init, engine.unsharder, engine.plan, self.groups, collectives, asked)
+        elif self.ddp_config.initial_weights == "broadcast":
             broadcast_weights(engine.plan, self.groups, engine.param_sync.collectives)
         elif self.ddp_config.initial_weights == "check":
             finding = unequal_within_stage(engine.plan, self.groups)
             refuse_unequal(finding, self.groups, at_wrap=True, trained=False)
-        if engine.unsharder is not None:
-            engine.unsharder.cut()
+        if init is None and engine.unsharder is not None:
+            for param in engine.plan.named.values():
+                engine.unsharder.cut(param)
+            engine.unsharder.publish()
+        for part in self.module.modules() if init is not None else ():
+            vars(part).pop(MARK, None)
         hook(engine)
 
     def unequal_weights(self) -> Finding | None:

@@ -90,7 +90,7 @@ class ParamUnit:
         self.stays = Stays.WINDOW  # may be set at any time, to the same on all ranks
         self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
-        self.versions: list[int] = []  # of the parameters, when they were last shown or hidden
+        self.versions = [0] * len(self.params)  # of the parameters, when they were last shown or hidden
 
     @property
     def is_collective(self) -> bool:
@@ -103,14 +103,13 @@ class ParamUnit:
         return bool(self.views)
 
     @torch.no_grad()
-    def cut(self) -> None:
-        """Keep this rank's shard of the parameters, which still have memory of their own, and free that memory."""
-        for index, (param, hidden) in enumerate(zip(self.params, self.hidden, strict=True)):
-            first, part = self.own_part_of(index)
-            part.copy_(param.reshape(-1)[first : first + part.numel()])
-            param.data = hidden
-            self.versions.append(param._version)
-            param.__class__ = self.kind
+    def cut(self, index: int) -> None:
+        """Keep this rank's part of a parameter, which still has memory of its own, and free that memory."""
+        param, (first, part) = self.params[index], self.own_part_of(index)
+        part.copy_(param.reshape(-1)[first : first + part.numel()])
+        param.data = self.hidden[index]
+        self.versions[index] = param._version
+        param.__class__ = self.kind
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
         """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""

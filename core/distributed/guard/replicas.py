@@ -6,7 +6,7 @@ Small parameters are compared and sent many at a time. Buffers of modules (runni
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -124,11 +124,17 @@ def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str,
             yield name, plan.of_group(name) if name in DATA_KINDS else plan.copies_over(name)
 
 
-def unequal_within_stage(plan: ModelPlan, groups: ProcessGroups) -> Finding | None:
-    """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups."""
+def unequal_within_stage(
+    plan: ModelPlan, groups: ProcessGroups, values: Mapping[str, torch.Tensor] | None = None
+) -> Finding | None:
+    """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups.
+
+    values: by parameter what is compared in its place, such as a checksum.
+    """
     finding: Finding | None = None
     for name, held in _within_stage(plan, groups):
-        found = first_unequal(((key, [param]) for key, param in held.items()), groups.control(name), name)
+        of = held if values is None else {key: values[key] for key in held}
+        found = first_unequal(((key, [value]) for key, value in of.items()), groups.control(name), name)
         # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
             finding = DATA if name in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
@@ -159,9 +165,8 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: b
 
     Collective: at the wrap over one stage, later over the job. trained: True if the weights have been trained.
     """
-    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
-    stage = [groups.control(name) for name in names if groups.size(name) > 1]
-    finding = agree.first(finding, stage if at_wrap else world_groups(groups), "the guard of equal weights")
+    asked = stage_groups(groups) if at_wrap else world_groups(groups)
+    finding = agree.first(finding, asked, "the guard of equal weights")
     if finding is None:
         return
     kind, _, found = finding
@@ -173,11 +178,23 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: b
     raise LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
 
 
+def stage_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:
+    """The control groups that join all ranks of this stage."""
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    return [groups.control(name) for name in names if groups.size(name) > 1]
+
+
 @torch.no_grad()
-def broadcast_weights(plan: ModelPlan, groups: ProcessGroups, collectives: Collectives) -> None:
-    """Make the copies of a model chunk within its stage equal to those of each group's first rank. Collective."""
+def broadcast_weights(
+    plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
+) -> None:
+    """Make the copies of a model chunk within its stage equal to those of each group's first rank. Collective.
+
+    only: names of the parameters to send; None for all.
+    """
     for name, held in _within_stage(plan, groups):
-        _broadcast(held.values(), groups.require(name), collectives)
+        chosen = [param for key, param in held.items() if only is None or key in only]
+        _broadcast(chosen, groups.require(name), collectives)
 
 
 def _broadcast(params: Iterable[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives) -> None:

@@ -309,11 +309,11 @@ class Unsharder:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def cut(self) -> None:
-        """Keep the shards of parameters that still have memory of their own. Collective."""
-        for unit in self.units:
-            unit.cut()
-        self.publish()
+    def cut(self, param: nn.Parameter) -> None:
+        """Keep the shard of a parameter that still has memory of its own. Local; `publish` after the last."""
+        unit = self.unit_of.get(id(param))
+        if unit is not None:
+            unit.cut(unit.index_of[id(param)])
 
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""

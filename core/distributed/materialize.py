@@ -1,0 +1,173 @@
+"""materialize(): a module on the meta device gets its weights while it is wrapped, one part after another.
+
+A part is a module's own parameters and buffers. Where parameters are sharded each part is cut before the next is made,
+so that no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from core import agree
+from core.agree import SyncError
+from core.distributed.guard.replicas import (
+    broadcast_weights,
+    checksum,
+    refuse_unequal,
+    stage_groups,
+    unequal_within_stage,
+)
+from core.distributed.layout.model_plan import ModelPlan
+from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.wire.collectives import Collectives
+from core.process_groups import ProcessGroups
+
+Init = Callable[[nn.Module], Any]
+MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter between `materialize` and the wrap: shape, dtype and device, and one NaN for all values."""
+
+
+def materialize(module: nn.Module, init: Init | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
+    """Have a module that was built on the meta device get its weights on `device` while it is wrapped. Local.
+
+        with torch.device("meta"):
+            module = Model()
+        model = DistributedDataParallel(None, config, materialize(module, init))
+
+    init: called with every module that has parameters or buffers of its own, children first, as by `module.apply`. It
+    writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold copies
+    draw equal weights, or the wrap refuses them or takes the first rank's: see initial_weights.
+
+    Returns the module. Raises ValueError for a parameter that is not on the meta device, and for a module without
+    `reset_parameters` where init is None; the wrap raises it for a parameter that init has left out.
+    """
+    params = dict(module.named_parameters())
+    present = next((name for name, param in params.items() if not param.is_meta), None)
+    if present is not None:
+        raise ValueError(
+            f"parameter {present!r} has values already; build the module inside `with torch.device('meta'):`, or wrap "
+            "it as it is"
+        )
+    names = {id(part): name for name, part in module.named_modules()}
+    for part in _parts(module):
+        if init is None and not callable(getattr(part, "reset_parameters", None)):
+            raise ValueError(
+                f"module {names[id(part)]!r} ({type(part).__name__}) has no reset_parameters(); pass init, a function "
+                "that writes the parameters and buffers of the module it is given"
+            )
+    made = {id(param): _deferred(param, device) for param in params.values()}
+    buffers = {id(buffer): torch.zeros_like(buffer, device=device) for buffer in module.buffers() if buffer.is_meta}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            part._parameters[name] = None if param is None else made[id(param)]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = buffers.get(id(buffer), buffer)
+    vars(module)[MARK] = init or _reset
+    return module
+
+
+def init_of(module: nn.Module) -> Init | None:
+    """What makes the weights of a materialized module, or of one that a wrapper of the user's holds."""
+    return next((vars(part)[MARK] for part in module.modules() if MARK in vars(part)), None)
+
+
+def make_all(module: nn.Module, init: Init) -> None:
+    """Make the whole model, where every rank holds it. Local."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    for part in _parts(module):
+        _make(part, init, names)
+
+
+@torch.no_grad()
+def make_and_cut(
+    module: nn.Module,
+    init: Init,
+    unsharder: Unsharder,
+    plan: ModelPlan,
+    groups: ProcessGroups,
+    collectives: Collectives,
+    initial_weights: str,
+) -> None:
+    """Make each part, compare or broadcast it, and keep this rank's shard alone. Collective over the model's stage.
+
+    Raises what init raises, and RuntimeError on the other ranks; LayoutMismatch on all ranks for unequal copies.
+    """
+    parts = list(_parts(module))
+    names = {id(param): name for name, param in plan.named.items()}
+    last_use = {id(param): number for number, part in enumerate(parts) for param in part.parameters(recurse=False)}
+    sums: dict[str, torch.Tensor] = {}
+    error: Exception | None = None
+    for number, part in enumerate(parts):
+        try:
+            _make(part, init, names)
+        except Exception as caught:  # other ranks may be in a broadcast, or about to compare
+            error = caught
+        if initial_weights == "broadcast":
+            agree.refuse(error, stage_groups(groups), "the initial weights")
+        if error is not None:
+            break
+        # A tied weight stays until the last module that has it, because each one's init writes it.
+        ready = {names[id(p)]: p for p in part.parameters(recurse=False) if last_use[id(p)] == number}
+        if initial_weights == "broadcast":
+            broadcast_weights(plan, groups, collectives, only=ready)
+        for name, param in ready.items():
+            sums[name] = torch.tensor(checksum(param))
+            unsharder.cut(param)
+    agree.refuse(error, stage_groups(groups), "the initial weights")
+    if initial_weights == "check":
+        refuse_unequal(unequal_within_stage(plan, groups, sums), groups, at_wrap=True, trained=False)
+    unsharder.publish()
+
+
+def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
+    own = list(part.parameters(recurse=False))
+    for param in own:
+        if type(param) is DeferredParameter:
+            param.__class__ = nn.Parameter
+            param.data = torch.full(param.shape, _unset(param), dtype=param.dtype, device=param.device)
+    try:
+        init(part)
+    except SyncError as error:
+        raise ValueError(
+            f"init of a {type(part).__name__} has used a parameter of another module, which is sharded by now: {error}"
+        ) from error
+    for param in own:
+        if param.is_floating_point() and bool(param.isnan().any()):
+            raise ValueError(
+                f"init has not written all of parameter {names[id(param)]!r} of a {type(part).__name__}, or has "
+                "written NaN"
+            )
+
+
+def _parts(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Modules with parameters or buffers of their own, in the order of `apply`: children first."""
+    seen = set() if seen is None else seen
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _parts(child, seen)
+    seen.add(id(module))
+    if any(True for tensors in (module._parameters, module._buffers) for each in tensors.values() if each is not None):
+        yield module
+
+
+def _deferred(param: nn.Parameter, device: torch.device | str) -> DeferredParameter:
+    value = torch.full((), _unset(param), dtype=param.dtype, device=device).expand(param.shape)
+    made = DeferredParameter(value, requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
+
+
+def _unset(param: nn.Parameter) -> float:
+    return torch.nan if param.is_floating_point() else 0
+
+
+def _reset(part: nn.Module) -> None:
+    reset: Any = part.reset_parameters
+    reset()
