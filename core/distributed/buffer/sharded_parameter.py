@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from core.agree import SyncError
+
 # What is answered without values: attributes but these ...
 VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 # ... and these methods.
@@ -69,7 +71,12 @@ class ShardedParameter(nn.Parameter):
                 owner.refuse_write(written)
         given = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
         missing = [param for param in given if type(param) is cls]
-        assert missing, f"{func} was given a sharded parameter in a structure that nobody looks into"
+        if not missing:
+            raise SyncError(
+                f"{getattr(func, '__name__', func)} was given a sharded parameter inside something else than lists, "
+                "tuples and dictionaries, so its values cannot be gathered; pass it by itself, or make the call inside "
+                "`with model.gathered():`"
+            )
         owner.gather_for(missing, [param for param in given if type(param) is nn.Parameter])
         return func(*args, **kwargs)
 

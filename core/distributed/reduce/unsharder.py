@@ -213,7 +213,7 @@ class Unsharder:
         if unit.whole is not None:
             return unit.whole
         whole = self._gather(unit, used_by)
-        if unit.is_collective:
+        if unit.is_collective and isinstance(self.residents, Window):  # a budget has no room for guesses
             self._learn(unit)
             guess = self.next_of.get(self.last_two)
             if guess is not None and guess.whole is None and self.residents.prefetch:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
 from core.distributed.buffer.param_unit import ParamUnit, Stays
-from core.distributed.reduce.residents import WINDOW
+from core.distributed.reduce.residents import WINDOW, Budget, Window
 from core.distributed.reduce.unsharder import Unsharder
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.optimizer_state import MASTER
@@ -465,6 +465,15 @@ def test_a_parameter_that_is_not_gathered_has_a_shape_and_no_values(rank: int, w
         weight.sum()
 
 
+@ranks(1)
+def test_a_parameter_in_a_structure_that_is_not_searched_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model())
+    weight = ddp.module.words.weight
+    with pytest.raises(SyncError, match="add was given a sharded parameter inside something else than lists"):
+        type(weight).__torch_function__(torch.add, (type(weight),), ({weight},))
+
+
 @ranks(2)
 @pytest.mark.parametrize("share", [True, False])
 def test_what_is_written_inside_gathered_stays_on_all_ranks(rank: int, world: int, share: bool) -> None:
@@ -625,6 +634,22 @@ def test_the_next_bucket_of_the_learned_order_is_gathered_one_ahead(rank: int, w
             early = [after < before for after, before in zip(begun[1:], used, strict=False)]
             assert early == [step > 0] * 8, events
     assert max(most) == WINDOW
+
+
+@ranks(2)
+def test_nothing_is_gathered_ahead_under_a_budget(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    for residents, ahead in ((Window, 5), (Budget, 0)):
+        ddp = sharded(Tower(), bucket_size=256, share_host_memory=False)
+        unsharder = unsharder_of(ddp)
+        if residents is Budget:
+            unsharder.residents = Budget(unsharder.units, 3 * 1024, 0, warm_up=1.0, steady=1.0)
+        notes: list[str] = []
+        for _ in range(2):
+            with torch.no_grad():
+                ddp(torch.ones(3, 16))
+            notes += unsharder.take_gathers().get("dp_cp", [])
+        assert sum(note.endswith(" ahead") for note in notes) == ahead
 
 
 @ranks(2)
