@@ -24,7 +24,7 @@ from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
-from core.distributed.materialize import MARK, init_of, make_all, make_and_cut
+from core.distributed.materialize import MARK, Init, make_all, make_and_cut
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.reduce.grad_reducer import StepReport
@@ -92,7 +92,9 @@ class DistributedDataParallel(nn.Module):
     # -- wrapping ---------------------------------------------------------------------------------------------------
 
     def _wrap(self, one_bucket: bool) -> None:
-        init = init_of(self.module)
+        init: Init | None = None
+        for part in self.module.modules():  # a materialized one may lie inside
+            init = vars(part).pop(MARK, init)
         if init is not None and not self.ddp_config.shards_parameters:
             make_all(self.module, init)
         engine = assemble(
@@ -119,8 +121,6 @@ class DistributedDataParallel(nn.Module):
             for param in engine.plan.named.values():
                 engine.unsharder.cut(param)
             engine.unsharder.publish()
-        for part in self.module.modules() if init is not None else ():
-            vars(part).pop(MARK, None)
         hook(engine)
 
     def unequal_weights(self) -> Finding | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core import agree
@@ -18,13 +19,13 @@ from core.distributed.guard.replicas import (
     broadcast_weights,
     checksum,
     refuse_unequal,
-    stage_groups,
     unequal_within_stage,
 )
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.reduce.unsharder import Unsharder
 from core.distributed.wire.collectives import Collectives
 from core.process_groups import ProcessGroups
+from core.rank_grid import MODEL_AXES, STAGE_CROSSING
 
 Init = Callable[[nn.Module], Any]
 MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
@@ -65,17 +66,12 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
     made = {id(param): _deferred(param, device) for param in params.values()}
     buffers = {id(buffer): torch.zeros_like(buffer, device=device) for buffer in module.buffers() if buffer.is_meta}
     for part in module.modules():
-        for name, param in part._parameters.items():
-            part._parameters[name] = None if param is None else made[id(param)]
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = buffers.get(id(buffer), buffer)
+        for name, param in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, made[id(param)])
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, buffers.get(id(buffer), buffer))
     vars(module)[MARK] = init or _reset
     return module
-
-
-def init_of(module: nn.Module) -> Init | None:
-    """What makes the weights of a materialized module, or of one that a wrapper of the user's holds."""
-    return next((vars(part)[MARK] for part in module.modules() if MARK in vars(part)), None)
 
 
 def make_all(module: nn.Module, init: Init) -> None:
@@ -110,7 +106,7 @@ def make_and_cut(
         except Exception as caught:  # other ranks may be in a broadcast, or about to compare
             error = caught
         if initial_weights == "broadcast":
-            agree.refuse(error, stage_groups(groups), "the initial weights")
+            agree.refuse(error, _stage_groups(groups), "the initial weights")
         if error is not None:
             break
         # A tied weight stays until the last module that has it, because each one's init writes it.
@@ -120,10 +116,15 @@ def make_and_cut(
         for name, param in ready.items():
             sums[name] = torch.tensor(checksum(param))
             unsharder.cut(param)
-    agree.refuse(error, stage_groups(groups), "the initial weights")
+    agree.refuse(error, _stage_groups(groups), "the initial weights")
     if initial_weights == "check":
         refuse_unequal(unequal_within_stage(plan, groups, sums), groups, at_wrap=True, trained=False)
     unsharder.publish()
+
+
+def _stage_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
@@ -153,7 +154,7 @@ def _parts(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Modul
         if id(child) not in seen:
             yield from _parts(child, seen)
     seen.add(id(module))
-    if any(True for tensors in (module._parameters, module._buffers) for each in tensors.values() if each is not None):
+    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         yield module
 
 

@@ -165,7 +165,9 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: b
 
     Collective: at the wrap over one stage, later over the job. trained: True if the weights have been trained.
     """
-    asked = stage_groups(groups) if at_wrap else world_groups(groups)
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    stage = [groups.control(name) for name in names if groups.size(name) > 1]
+    asked = stage if at_wrap else world_groups(groups)
     finding = agree.first(finding, asked, "the guard of equal weights")
     if finding is None:
         return
@@ -176,12 +178,6 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: b
             "from a checkpoint that was saved before, after a check of its weights"
         )
     raise LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
-
-
-def stage_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    """The control groups that join all ranks of this stage."""
-    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
-    return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
 @torch.no_grad()
