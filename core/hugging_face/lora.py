@@ -17,7 +17,16 @@ from torch import nn
 
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
-from core.hugging_face.split import REPORT, SplitReport, cut_parameters, declare_whole, example_of, tag_slices, watch
+from core.hugging_face.split import (
+    REPORT,
+    SplitReport,
+    cut_parameters,
+    declare_whole,
+    example_of,
+    refuse_whole_methods,
+    tag_slices,
+    watch,
+)
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
 
@@ -81,6 +90,7 @@ def add_lora(
     flow = watch(adapted, plan, arguments, split_ones)
     partial, unseen = declare_whole(parameters, plan, flow)
     setattr(adapted, REPORT, SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen)))
+    refuse_whole_methods(adapted, plan.family, parallel_output=False)
     adapted.check_replicas_in_first_step = True
     return adapted
 

@@ -122,6 +122,36 @@ def cut_parameters(model: nn.Module, plan: Plan, tp: int, rank: int) -> None:
         setattr(model.get_submodule(owner), leaf, replacement)
 
 
+class WholeOnly:
+    """Stands in place of a method that takes a model for whole: it would go on with this rank's part, and says so."""
+
+    def __init__(self, method: Any, sentence: str) -> None:
+        self.method, self.sentence = method, sentence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """PlanError; but a call that brings the whole state along (`save_split`) is let through."""
+        if kwargs.get("state_dict") is None:
+            raise PlanError(self.sentence)
+        return self.method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeOnly:
+        owner = self.method.__self__
+        return WholeOnly(getattr(type(owner), self.method.__name__).__get__(memo.get(id(owner), owner)), self.sentence)
+
+
+def refuse_whole_methods(model: Any, family: str, *, parallel_output: bool) -> None:
+    """Refuse what would save, resize or sample from a rank's part as if it were the model."""
+    refused = {
+        "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
+        "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
+    }
+    if parallel_output:
+        refused["generate"] = "would choose among this rank's part of the vocabulary; split with parallel_output=False"
+    for name, why in refused.items():
+        if not isinstance(getattr(model, name, None), (WholeOnly, type(None))):
+            setattr(model, name, WholeOnly(getattr(model, name), f"{family} is split: {name} {why}"))
+
+
 def finish_split(
     model: Any,
     plan: Plan,
@@ -149,6 +179,8 @@ def finish_split(
             module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
         flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
         partial, unseen = declare_whole(parameters, plan, flow)
+    if tp > 1 or "forward" in vars(model):  # a pipeline stage has a forward of its own
+        refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
     report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp > 1  # finalize_model_grads compares what must be equal, once

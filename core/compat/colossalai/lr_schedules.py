@@ -1,8 +1,8 @@
 """Learning rate schedulers by ColossalAI's names. Most are a formula of the step and the group's own rate.
 
 Step t is the number of calls of `step()` so far; the rate of step 0 is set when the scheduler is made. An optimizer
-that `boost` returned may be given as well as the torch optimizer in it. Further keywords are taken and not used, as
-there.
+that `boost` returned may be given as well as the torch optimizer in it. A keyword that a schedule does not have is a
+TypeError; ColossalAI drops it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class CosineAnnealingWarmupLR(FormulaLR):
         warmup_steps: int = 0,
         eta_min: float = 0.0,
         last_epoch: int = -1,
-        **_: Any,
     ) -> None:
         self.eta_min = eta_min
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
@@ -75,7 +74,6 @@ class FlatAnnealingWarmupLR(FormulaLR):
         pct_start: float = 0.72,
         eta_min: float = 0,
         last_epoch: int = -1,
-        **_: Any,
     ) -> None:
         if not 0 <= pct_start <= 1:
             raise ValueError(f"{type(self).__name__}: pct_start is {pct_start}; expected a share of the steps")
@@ -93,7 +91,7 @@ class FlatAnnealingWarmupLR(FormulaLR):
 class LinearWarmupLR(FormulaLR):
     """base * (step + 1) / (warmup_steps + 1) in the warm-up, then linear to 0, where it stays after total_steps."""
 
-    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **_: Any) -> None:
+    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def warm(self, step: int, base: float) -> float:
@@ -116,7 +114,6 @@ class MultiStepWarmupLR(FormulaLR):
         milestones: Sequence[int] | None = None,
         gamma: float = 0.1,
         last_epoch: int = -1,
-        **_: Any,
     ) -> None:
         if not milestones:
             raise ValueError(f"{type(self).__name__} needs milestones: the steps at which the rate falls")
@@ -140,7 +137,6 @@ class PolynomialWarmupLR(FormulaLR):
         end_lr: float = 0.0001,
         power: float = 1.0,
         last_epoch: int = -1,
-        **_: Any,
     ) -> None:
         if end_lr < 0:
             raise ValueError(f"{type(self).__name__}: end_lr is {end_lr}; a learning rate is not negative")

@@ -382,3 +382,9 @@ def test_the_optimizer_of_zero_refuses_what_it_would_not_obey(rank: int, world: 
             LowLevelZeroOptimizer(plain(), **{option: True})
     with pytest.raises(ValueError, match=r"torch\.bfloat16.*torch\.float32"):
         LowLevelZeroOptimizer(plain(torch.bfloat16))
+
+
+def test_a_keyword_that_a_schedule_does_not_have_is_an_error() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with pytest.raises(TypeError, match="warmup_step"):
+        CosineAnnealingWarmupLR(optimizer, 10, warmup_step=3)  # type: ignore[call-arg]

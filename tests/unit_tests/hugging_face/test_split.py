@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.distributed.guard.finite import ReplicaDriftError
-from core.hugging_face import PlanError, read_plan, split_model
+from core.hugging_face import PlanError, read_plan, save_split, split_model
 from core.hugging_face.check import check_on_rank
 from core.hugging_face.tiny import families
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -261,3 +262,19 @@ def test_every_family_is_equal_or_refused(rank: int, world: int, part: int) -> N
         verdict = check_on_rank(name, families()[name], world)
         assert verdict.answer != "wrong", verdict
         torch.distributed.barrier()
+
+
+@ranks(2)
+def test_what_takes_a_split_model_for_whole_is_refused(rank: int, world: int, tmp_path: Path) -> None:
+    """A rank's part would be saved, resized or sampled from as if it were the model."""
+    model = small("llama")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    split_model(model, parallel_output=True)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(PlanError, match="save_pretrained would save this rank's part .* call save_split"):
+            each.save_pretrained(tmp_path)
+        with pytest.raises(PlanError, match="resize the whole model before it is split"):
+            each.resize_token_embeddings(101)
+        with pytest.raises(PlanError, match="generate would choose among this rank's part of the vocabulary"):
+            each.generate(tokens())
+    save_split(model, tmp_path)
