@@ -51,7 +51,12 @@ def microbatches_of(batch: Mapping[str, Any], count: int | None, size: int | Non
         raise ValueError(f"a pipeline's batch is a mapping with 'input_ids', and this one has {sorted(batch)}")
     rows = len(tensors["input_ids"])
     count = count or max(1, rows // (size or 1))
-    if rows % count or (size is not None and rows % size):
+    odd = {name: list(value.shape) for name, value in tensors.items() if len(value) != rows}
+    if odd:
+        raise ValueError(
+            f"a batch of {rows} rows is cut into microbatches by rows, and it has {odd}; expand them to rows"
+        )
+    if rows % count or (size is not None and rows != count * size):
         raise ValueError(
             f"a batch of {rows} rows does not divide into {count} microbatches" + (f" of {size}" if size else "")
         )

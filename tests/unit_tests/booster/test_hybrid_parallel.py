@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from core import agree, parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
+from core.booster.plugin.hybrid_parallel_parts import microbatches_of
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -338,3 +339,12 @@ def test_models_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: in
     optimizer.step()
     with pytest.raises(ValueError, match="has made steps on the whole model"):
         booster.boost(stepped, optimizer)
+
+
+def test_microbatches_are_rows_of_all_tensors_and_as_large_as_was_said() -> None:
+    batch = {"input_ids": tokens(batch=8), "attention_mask": torch.ones(8, 12)}
+    assert [len(part["attention_mask"]) for part in microbatches_of(batch, None, 2)] == [2] * 4
+    with pytest.raises(ValueError, match="a batch of 8 rows does not divide into 2 microbatches of 2"):
+        microbatches_of(batch, 2, 2)
+    with pytest.raises(ValueError, match=r"cut into microbatches by rows, and it has \{'cache_position': \[12\]\}"):
+        microbatches_of({**batch, "cache_position": torch.arange(12)}, 4, None)
