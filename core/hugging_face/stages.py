@@ -9,7 +9,7 @@ NaN, so that a model in which anything but hidden states goes from layer to laye
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -233,14 +233,15 @@ class StageForward:
             return (self.received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.received}
 
-    def stand_in(self, shape: Iterable[int]) -> Tensor:
-        """What an absent module gives: nothing that a layer of this stage may use."""
+    def stand_in(self, width: int | None) -> Tensor:
+        """What an absent module gives, as wide as it: nothing that a layer of this stage may use."""
         if self.received is None or self.entered:
             raise PlanError(
                 f"{self.cut.family}: stage {self.part.index} uses a module of the first stage beside its layers, so "
                 "this model cannot be cut into stages"
             )
-        return self.received.new_full(tuple(shape), torch.nan)
+        batch, sequence, hidden = self.received.shape
+        return self.received.new_full((batch, sequence, width or hidden), torch.nan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageForward:
         copied = object.__new__(StageForward)
@@ -270,19 +271,13 @@ class AbsentLayer:
 
 
 class AbsentEntry:
-    """The forward of a module of the first stage, on another one."""
+    """The forward of a module of the first stage, on another one. width: of its output; None: that of hidden states."""
 
-    def __init__(self, stage: StageForward, name: str, width: int | None) -> None:
-        self.stage, self.name, self.width = stage, name, width
+    def __init__(self, stage: StageForward, width: int | None) -> None:
+        self.stage, self.width = stage, width
 
-    def __call__(self, first: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        first = next(iter(kwargs.values()), None) if first is None else first
-        if not isinstance(first, Tensor):
-            raise PlanError(f"{self.stage.cut.family}: {self.name!r} was called without a tensor")
-        if self.width is None:
-            return self.stage.stand_in(first.shape)
-        shape = first.shape[:-1] if first.is_floating_point() else first.shape
-        return self.stage.stand_in((*shape, self.width))
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.stage.stand_in(self.width)
 
 
 class AbsentExit:
@@ -306,19 +301,19 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) ->
     if "forward" in vars(model):
         raise PlanError(f"{cut.family}: the model has a forward of its own on the instance; cut it into stages before")
     stage = StageForward(model, cut, part)
+    modules = dict(model.named_modules())  # all of them, before children are taken out
     for number in range(cut.count):
-        layer = model.get_submodule(f"{cut.layers}.{number}")
+        layer = modules[f"{cut.layers}.{number}"]
         if number not in part.layer_numbers:
             _empty(layer, AbsentLayer(stage))
         elif number == part.layer_numbers[0]:
             layer.register_forward_pre_hook(stage.enter, with_kwargs=True)
     for name in cut.entry if not part.pre_process else ():
-        module = model.get_submodule(name)
+        module = modules[name]
         width = getattr(module, "embedding_dim", getattr(module, "out_features", None))
-        _empty(module, AbsentEntry(stage, name, width))
+        _empty(module, AbsentEntry(stage, width))
     for name in cut.exit if not part.post_process else ():
-        module = model.get_submodule(name)
-        _empty(module, AbsentExit(stage, name))
+        _empty(modules[name], AbsentExit(stage, name))
     model.forward = stage
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", None) or {}
