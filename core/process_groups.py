@@ -218,7 +218,7 @@ def _next_build() -> int:
     """
     if dist.get_backend() == "fake":  # a fake store holds nothing, so no names can collide
         return next(_build_count)
-    store = distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
 
 
@@ -230,7 +230,7 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
     """
     if dist.get_backend() == "fake":
         return
-    store = distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     key = f"core.process_groups/built/{build}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/by all", "")

@@ -34,8 +34,8 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from core.flight_recorder import unfinished_collective
 from core.place import Place, place_in_code, place_of_main_thread
 from core.processes import ENDED, STOPPED, boot_id, state_of
 from core.prompt_store import PromptStore
@@ -48,6 +48,7 @@ LONG_WAIT_S = 20.0  # in one place, before everybody's place is logged; doubled 
 STORE_LIMIT_S = 5.0  # for one answer of the store
 EXPECTED_S = 1.0  # in one wait, before a rank that has left is missed
 GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may fail a little later
+STUCK_S = 2.0  # in one place, before torch's flight recorder is asked for the collective
 END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
 COMPARE_BEATS = 4  # from one look at everybody's step times to the next
 LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
@@ -114,6 +115,7 @@ class RankWatch:
         self.lost: dict[int, Finding] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
         self.place = Place("", time.monotonic())
+        self.unfinished = ""  # the collective that the backend is at, if the place has not changed for a while
         self.failed = ""  # the last wait that failed here, in words
         self.stragglers = Stragglers()
         self._told: Counter[int] = Counter()  # findings about each rank that were read
@@ -232,15 +234,20 @@ class RankWatch:
         """The store has gone: what happens to the processes of this host is still seen."""
         log.error("rank %d: %s%s", self.rank, _store_lost(error), self._here())
         while True:
-            self.place = place_of_main_thread(self.place)
+            self._find_place()
             for rank, (kind, what) in self._look_at_processes().items():
                 self._note(rank, kind, what)
             self._end_hopeless_wait()
             if self._ending.wait(BEAT_S):
                 return
 
-    def _look(self) -> None:
+    def _find_place(self) -> None:
         self.place = place_of_main_thread(self.place)
+        stuck = time.monotonic() - self.place.since > STUCK_S
+        self.unfinished = unfinished_collective() if stuck else ""
+
+    def _look(self) -> None:
+        self._find_place()
         self.meet()
         found = self._look_at_processes()
         self._tell_beat()
@@ -376,7 +383,7 @@ class RankWatch:
         self._beat += 1
         told = {
             "beat": self._beat,
-            "place": self.place.words,
+            "place": self._place_in_words(),
             "waits": self.place.waits,
             "seconds": time.monotonic() - self.place.since,
             "failed": self.failed,
@@ -402,7 +409,11 @@ class RankWatch:
         return told
 
     def _here(self) -> str:
-        return f". This rank is {self.place.words}" if self.place.words else ""
+        words = self._place_in_words()
+        return f". This rank is {words}" if words else ""
+
+    def _place_in_words(self) -> str:
+        return f"{self.place.words} (not ended: {self.unfinished})" if self.unfinished else self.place.words
 
 
 def start_watch(stage: int) -> RankWatch | None:
@@ -415,7 +426,7 @@ def start_watch(stage: int) -> RankWatch | None:
     if world == 1 or dist.get_backend() == "fake":
         return None
     rank = dist.get_rank()
-    store = distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     try:
         number = store.add(f"core.rank_watch/starts/{rank}", 1)  # the same on all ranks, as all start equally often
         watch = RankWatch(dist.PrefixStore(f"core.rank_watch/{number}", store), this_member(rank, stage), world)

@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state, rank_watch
+from core.flight_recorder import unfinished_collective
 from core.stragglers import Stragglers
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
@@ -185,6 +188,7 @@ def run_plain(act: Callable[[int], object], folder: Path, world: int, port: int)
 
 def in_a_process(act: Callable[[int], object], folder: Path, rank: int, world: int, port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # torch's flight recorder
     logging.basicConfig(filename=folder / f"{rank}.log", format="%(message)s")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     holds_store = port < 0 and rank == 0
@@ -297,6 +301,24 @@ def test_a_store_that_cannot_be_reached_is_reported_and_the_ranks_of_this_host_a
         lost, named = said_by(tmp_path, rank)
         assert f"rank {rank}: the job's store does not answer" in lost and "no answer within 6 s" in lost
         assert f"rank {rank}: rank 1 (process {killed} on " in named and "has ended" in named
+
+
+def ask_where_the_other_is(rank: int) -> None:
+    watch = parallel_state.get_rank_watch()
+    assert watch is not None
+    if rank == 1:
+        time.sleep(rank_watch.STUCK_S + 3 * rank_watch.BEAT_S)
+        logging.warning(watch._told_by(0)["place"])
+    dist.all_reduce(torch.ones(5, 3))
+    assert unfinished_collective() == ""
+
+
+def test_a_rank_that_is_stuck_tells_the_collective_that_has_not_ended(tmp_path: Path, store: dist.TCPStore) -> None:
+    assert run_plain(ask_where_the_other_is, tmp_path, 2, store.port) == [0, 0]
+    (place,) = said_by(tmp_path, 1)
+    where, _, unfinished = place.partition(" (not ended: ")
+    assert "ask_where_the_other_is" in where
+    assert re.fullmatch(r"all_reduce number \d+ of group default_pg \(\[\[5, 3\]\] \['Float'\]\)\)", unfinished), place
 
 
 def stop_go_on_and_fall(rank: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
@@ -35,7 +34,7 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
 
     def _expect_others(self, what: str) -> None:
         """RuntimeError on the rank that writes if the others do not come. Each rank counts its calls in the store."""
-        store = distributed_c10d._get_default_store()
+        store = dist.group.WORLD.get_group_store()
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         calls = store.add(f"checkpoint_io/{ranks}/{dist.get_rank()}", 1)
         if not self.writes():

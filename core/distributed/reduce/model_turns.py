@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from core.agree import SyncError
 from core.distributed.reduce.step_state import StepState
@@ -90,7 +89,7 @@ class ModelTurns:
         begun = [int(n in models and models[n].state in launching) for n in range(self.wraps)]
         if control is not None:
             if self._questions is None:
-                store = dist.PrefixStore(f"core.model_turns/{control.group_name}", _get_default_store())
+                store = dist.PrefixStore(f"core.model_turns/{control.group_name}", dist.group.WORLD.get_group_store())
                 rank, size = dist.get_rank(control), dist.get_world_size(control)
                 self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
             begun = self._largest([*begun, *self._gone(models)])
