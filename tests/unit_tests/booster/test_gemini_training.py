@@ -1,5 +1,6 @@
 """What GeminiPlugin trains: any torch optimizer, unused, frozen and tied parameters, adapters; and its checkpoints."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from torch import nn
 
 from core.agree import SyncError
 from core.booster import Booster
+from core.booster.plugin import zero_plugin_base
+from core.distributed import DistributedDataParallel, materialize
+from core.distributed.buffer.param_unit import ParamUnit
 from core.gradient_accumulation import accumulate_gradient
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
@@ -152,6 +156,77 @@ def test_the_accumulation_wrappers_drive_it(rank: int, world: int) -> None:
         accumulating.clip_grad_by_norm(MAX_NORM)
         accumulating.step()
     assert_same_training(model, trained_on_one_process(world, 4, True)[0], 1e-6)
+
+
+@ranks(2)
+def test_a_model_on_the_meta_device_is_made_shard_by_shard(rank: int, world: int, tmp_path: Path) -> None:
+    """Its weights are those that the same draws give on one process, and no rank has two layers at a time."""
+
+    def fill(part: nn.Module) -> None:
+        for param in part.parameters(recurse=False):
+            param.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(param.numel()))
+
+    for precision, placed in (("fp32", {}), ("bf16", {"offload_param_frac": 1, "offload_optim_frac": 1})):
+        where = {"offload_directory": shared(tmp_path)} if placed else {}
+        booster = new_booster(precision, **placed, **where)
+        with torch.device("meta"):
+            lazy = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        lazy = materialize(lazy, fill)
+        optimizer: Any = torch.optim.SGD(lazy.parameters(), lr=0.1)
+        model: Any
+        held: list[int] = []
+
+        def wrap(config: Any, ddp_config: Any, module: nn.Module, held: list[int] = held, **more: Any) -> Any:
+            held.extend(param.untyped_storage().nbytes() for param in module.parameters())
+            return DistributedDataParallel(config, ddp_config, module, **more)
+
+        with Most() as most, mock.patch.object(zero_plugin_base, "DistributedDataParallel", wrap):
+            model, optimizer, *_ = booster.boost(lazy, optimizer)
+        assert len(held) == 8 and max(held) <= 4, "the cast gave a parameter memory"
+        assert most.whole == 64 * 64, "elements of parameters with values at a time"
+        dtype = next(model.parameters()).dtype
+        plain = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(8)))
+        with torch.no_grad():
+            plain.apply(fill)
+        start = copy.deepcopy(plain)
+        weights = whole_weights(model)
+        assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
+        x = torch.ones(4, 64)
+        booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        (plain(x.to(dtype)).float().square().mean()).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        for name, weight in whole_weights(model).items():
+            bound = 1e-6 if precision == "fp32" else 4e-3  # a bit of bf16
+            torch.testing.assert_close(weight, dict(plain.named_parameters())[name], atol=bound, rtol=bound)
+            assert not torch.equal(weight, dict(start.named_parameters())[name])
+
+
+class Most:
+    """The most elements that parameters with values have at a time, while weights are made and cut."""
+
+    def __enter__(self) -> "Most":
+        self.now = self.whole = 0
+        cut = ParamUnit.cut
+        make = torch.full
+
+        def made(shape: Any, *rest: Any, **more: Any) -> torch.Tensor:
+            value = make(shape, *rest, **more)
+            self.now += value.numel() if value.dim() == 2 else 0
+            self.whole = max(self.whole, self.now)
+            return value
+
+        def freed(unit: ParamUnit, index: int) -> None:
+            self.now -= unit.params[index].numel()
+            cut(unit, index)
+
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(mock.patch.object(torch, "full", made))
+        self.stack.enter_context(mock.patch.object(ParamUnit, "cut", freed))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
