@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from core.checkpoint.bounded_read import crc32_of, crc32_of_zeros
 from core.checkpoint.damage import open_manifest
@@ -347,6 +348,26 @@ def test_a_checkpoint_of_an_earlier_version_loads_where_it_is_trusted(tmp_path: 
 def test_an_index_of_an_earlier_version_holds_records_only(value: Any) -> None:
     with pytest.raises(CheckpointDamaged, match="is no index of tensors"):
         read_older_index(pickle.dumps(value))
+
+
+class FromPython311:
+    """Pickles as `getattr(kind, name)`, as a member of an Enum does in some versions of Python 3.11."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.asked = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.asked
+
+
+def test_a_member_of_an_enum_is_the_only_attribute_that_an_index_reads() -> None:
+    index = Metadata({})
+    index.planner_data = FromPython311(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    assert read_older_index(pickle.dumps(index)).planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for kind, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro")):
+        index.planner_data = FromPython311(kind, name)
+        with pytest.raises(CheckpointDamaged, match=rf"names builtins.getattr of '{name}', which may run code"):
+            read_older_index(pickle.dumps(index))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, (1 << 20) + 7])
