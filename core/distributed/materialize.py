@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from core import agree
@@ -18,6 +17,7 @@ from core.agree import SyncError
 from core.distributed.guard.replicas import (
     broadcast_weights,
     checksum,
+    control_of_stage,
     refuse_unequal,
     unequal_within_stage,
 )
@@ -25,7 +25,6 @@ from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.reduce.unsharder import Unsharder
 from core.distributed.wire.collectives import Collectives
 from core.process_groups import ProcessGroups
-from core.rank_grid import MODEL_AXES, STAGE_CROSSING
 
 Init = Callable[[nn.Module], Any]
 MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
@@ -106,7 +105,7 @@ def make_and_cut(
         except Exception as caught:  # other ranks may be in a broadcast, or about to compare
             error = caught
         if initial_weights == "broadcast":
-            agree.refuse(error, _stage_groups(groups), "the initial weights")
+            agree.refuse(error, control_of_stage(groups), "the initial weights")
         if error is not None:
             break
         # A tied weight stays until the last module that has it, because each one's init writes it.
@@ -116,15 +115,10 @@ def make_and_cut(
         for name, param in ready.items():
             sums[name] = torch.tensor(checksum(param))
             unsharder.cut(param)
-    agree.refuse(error, _stage_groups(groups), "the initial weights")
+    agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
         refuse_unequal(unequal_within_stage(plan, groups, sums), groups, at_wrap=True, trained=False)
     unsharder.publish()
-
-
-def _stage_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
-    return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:

@@ -79,7 +79,7 @@ def split_stages(
     except (PlanError, ValueError) as error:
         failure = error
     agree.refuse(failure, None, CUT, PlanError)
-    assert plan is not None
+    assert plan is not None, "a failure was refused"
     finish_stages(chunks, layout, plan, arguments, parallel_output=parallel_output, groups=groups)
     if before is not None:
         _compare_output(chunks, layout, plan, arguments, before, groups)

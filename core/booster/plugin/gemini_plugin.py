@@ -12,7 +12,7 @@ from torch import nn
 from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
-from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
@@ -152,6 +152,7 @@ class GeminiPlugin(ZeroPluginBase):
                 "placement_policy='auto', whose budget has no room for what nobody uses yet"
             )
         self._on_host = offload_optim_frac if offload_directory is None else 0.0  # of the state, beside a GPU
+        self.cpu_offload = self._on_host > 0
         self._check_offload(offload_optim_frac, offload_param_frac, offload_directory, pin_memory)
         self.pin_memory = pin_memory
         directory = None if offload_directory is None else os.fspath(offload_directory)
@@ -320,18 +321,12 @@ class GeminiPlugin(ZeroPluginBase):
             **self._reductions(),
         )
 
-    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        memory, wire = super()._gradient_dtypes()
-        if self._on_host:  # the CPU steps fp32 gradients; they are kept so, and travel as they would otherwise
-            return torch.float32, wire or DTYPES[self.precision]
-        return memory, wire
-
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(
             **self._master_options(),
-            optimizer_cpu_offload=self._on_host > 0,
+            optimizer_cpu_offload=self.cpu_offload,
             optimizer_offload_fraction=self._on_host,
-            overlap_cpu_optimizer_d2h_h2d=self._on_host > 0,
+            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
             pin_cpu_grads=self.pin_memory,
             pin_cpu_params=self.pin_memory,
         )

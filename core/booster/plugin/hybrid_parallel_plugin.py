@@ -12,25 +12,22 @@ from torch import nn
 
 from core import agree, parallel_state
 from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
-from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.booster.plugin import hybrid_parallel_parts as parts_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, WholeModel
 from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from core.booster.plugin.plugin_base import Boosted, PipelinePluginBase
-from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stage_activations, stages_config
 from core.hugging_face.stages import find_cut, stage_of
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
-from core.optimizer.optimizer_config import OptimizerConfig
 from core.pipeline_parallel import MicrobatchLoss, PipelineLayout, PipelineRunner, plan_pipeline, wrap_stages
 from core.process_groups import ProcessGroups
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Option -> (its default, why no other value is taken).
 REFUSED: dict[str, tuple[Any, str]] = {
     "enable_all_optimization": (False, "modules stay as the family wrote them; set enable_flash_attention=True alone"),
@@ -284,24 +281,6 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             **self._reductions(),
         )
 
-    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        own = DTYPES[self.precision]
-        if self.fp8_communication:
-            return torch.float32 if self.cpu_offload else None, torch.float8_e4m3fn
-        if own is None:
-            return None, self.communication_dtype
-        memory = torch.float32 if self.cpu_offload or self.communication_dtype is torch.float32 else own
-        wire = self.communication_dtype or own
-        return memory, None if wire is memory else wire
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            **self._master_options(),
-            optimizer_cpu_offload=self.cpu_offload,
-            optimizer_offload_fraction=1.0 if self.cpu_offload else 0.0,
-            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
-        )
-
     def configure(
         self,
         model: nn.Module,
@@ -342,11 +321,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         if self.enable_flash_attention:
             self._use_flash_attention(model)
         dtype = DTYPES[self.precision]
+        model = self._cast(model)
         if dtype is not None:
-            model = model.half() if dtype is torch.float16 else model.bfloat16()
             shell = shell.to(dtype)
-        if self.use_fp8 and not use_fp8_linears(model):
-            raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
         parts = self._cut(model, layout, plan)
         if self.gradient_checkpoint_config is not None:
             checkpoint_layers(parts, self.gradient_checkpoint_config, parts_of.find_layers(parts[0], layout))

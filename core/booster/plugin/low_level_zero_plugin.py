@@ -9,11 +9,8 @@ import torch
 from torch import nn
 
 from core.booster.plugin.adapters_in_optimizer import add_adapters
-from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
-from core.optimizer.optimizer_config import OptimizerConfig
-
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowLevelZeroPlugin(ZeroPluginBase):
@@ -135,23 +132,4 @@ class LowLevelZeroPlugin(ZeroPluginBase):
             reduce_microbatches=self.reduce_microbatches,
             keep_params_whole="all" if shaped else False,
             **self._reductions(),
-        )
-
-    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        own = DTYPES[self.precision]
-        if self.fp8_communication:
-            return torch.float32 if self.cpu_offload else None, torch.float8_e4m3fn
-        if own is None:
-            return None, self.communication_dtype
-        # The CPU steps fp32 gradients; they are kept so, and travel as they would otherwise.
-        memory = torch.float32 if self.cpu_offload or self.communication_dtype is torch.float32 else own
-        wire = self.communication_dtype or own
-        return memory, None if wire is memory else wire
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            **self._master_options(),
-            optimizer_cpu_offload=self.cpu_offload,
-            optimizer_offload_fraction=1.0 if self.cpu_offload else 0.0,
-            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
         )

@@ -28,16 +28,21 @@ from core.process_groups import ProcessGroups
 from core.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEGA = 1024 * 1024
 
 
 class ZeroPluginBase(DPPluginBase):
     """Every rank trains the whole model on data of its own, and keeps a shard of what trains it.
 
-    A derived class says in `_wrapper_config` and `_optimizer_config` what is sharded, and where it lies.
+    A derived class says in `_wrapper_config` what is sharded, and in `_optimizer_config` where that lies if the two
+    attributes below do not.
 
     scaler: the options of DynamicLossScaler, used with fp16. Raises ValueError for what cannot work.
     """
+
+    communication_dtype: torch.dtype | None = None  # of gradients on the wire; None for their own
+    cpu_offload = False  # masters, moments and the step on the CPU
 
     def __init__(
         self,
@@ -111,13 +116,14 @@ class ZeroPluginBase(DPPluginBase):
     def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
         """How the wrapper keeps and reduces gradients. shaped: True if the optimizer needs whole parameters."""
 
-    @abstractmethod
     def _optimizer_config(self) -> OptimizerConfig:
         """How the engine's optimizer keeps masters and moments."""
-
-    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What gradients are kept in and what they travel in; None for what they are in anyway."""
-        return None, torch.float8_e4m3fn if self.fp8_communication else None
+        return OptimizerConfig(
+            **self._master_options(),
+            optimizer_cpu_offload=self.cpu_offload,
+            optimizer_offload_fraction=1.0 if self.cpu_offload else 0.0,
+            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
+        )
 
     def _boosted_model(
         self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None
@@ -182,14 +188,8 @@ class ZeroPluginBase(DPPluginBase):
         if optimizer is not None:
             self.complete_optimizer(model, optimizer)
             shaped = needs_shapes(optimizer)
-        dtype = DTYPES[self.precision]
-        model = model.to(self.device())
-        if dtype is not None:
-            _cast_what_has_no_values(model, dtype)
-            model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
-        if self.use_fp8 and not use_fp8_linears(model):
-            raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
-        cast_to = dtype if self.cast_inputs else None
+        model = self._cast(model.to(self.device()))
+        cast_to = DTYPES[self.precision] if self.cast_inputs else None
         if optimizer is None:
             return self._boosted_model(model, cast_to, None), None, criterion, dataloader, lr_scheduler
         self._freeze_what_nobody_trains(model, optimizer)
@@ -204,6 +204,16 @@ class ZeroPluginBase(DPPluginBase):
         zero.name_parameters(model)
         return boosted, zero, criterion, dataloader, lr_scheduler
 
+    def _cast(self, model: nn.Module) -> nn.Module:
+        """The model in `precision`, with linear layers that multiply in 8 bits if `use_fp8` says so."""
+        dtype = DTYPES[self.precision]
+        if dtype is not None:
+            _cast_what_has_no_values(model, dtype)
+            model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
+        if self.use_fp8 and not use_fp8_linears(model):
+            raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
+        return model
+
     def _freeze_what_nobody_trains(self, model: nn.Module, optimizer: Any) -> None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -215,6 +225,18 @@ class ZeroPluginBase(DPPluginBase):
             )
         for _, param in left:
             param.requires_grad_(False)
+
+    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What gradients are kept in and what they travel in; None for what they are in anyway."""
+        own = DTYPES[self.precision]
+        if self.fp8_communication:
+            return torch.float32 if self.cpu_offload else None, torch.float8_e4m3fn
+        if own is None:
+            return None, self.communication_dtype
+        # The CPU steps fp32 gradients; they are kept so, and travel as they would otherwise.
+        memory = torch.float32 if self.cpu_offload or self.communication_dtype is torch.float32 else own
+        wire = self.communication_dtype or own
+        return memory, None if wire is memory else wire
 
     def _reductions(self) -> dict[str, Any]:
         """Options of the wrapper that follow from the precision alone."""

@@ -160,14 +160,18 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
     return finding
 
 
+def control_of_stage(groups: ProcessGroups) -> list[dist.ProcessGroup]:
+    """The control groups that together reach every rank of this pipeline stage."""
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    return [groups.control(name) for name in names if groups.size(name) > 1]
+
+
 def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
     """Raise the finding of any rank on all of them.
 
     Collective: at the wrap over one stage, later over the job. trained: True if the weights have been trained.
     """
-    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
-    stage = [groups.control(name) for name in names if groups.size(name) > 1]
-    asked = stage if at_wrap else world_groups(groups)
+    asked = control_of_stage(groups) if at_wrap else world_groups(groups)
     finding = agree.first(finding, asked, "the guard of equal weights")
     if finding is None:
         return
