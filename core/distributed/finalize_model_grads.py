@@ -71,7 +71,7 @@ def _reduce_and_guard(
         for chunk in reversed(chunks):
             chunk.reducer.take_turn()
         for chunk in reversed(chunks):  # the order of backward
-            chunk.reducer.start(force_all_reduce=force_all_reduce)
+            chunk.reducer.start(force_all_reduce=force_all_reduce, watched=len(chunks) > 1)
         for chunk in chunks:
             if chunk.reducer.open:
                 chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)

@@ -98,11 +98,6 @@ class Bucket(BucketMemory):
         unchanged = not (self.sharded or self.scale_later or any(contract.rules for contract in self.contracts))
         return unchanged and abs(factor - 1.0) < 1e-9
 
-    @property
-    def has_late(self) -> bool:
-        """True if a hook, or the user, has put a gradient into `.grad` since the launch."""
-        return any(self.attribute.take(index) is not None for index in range(len(self.params)))
-
     # -- until the reduction ----------------------------------------------------------------------------------------
 
     def reset(self, *, keep: bool = False) -> None:
@@ -168,20 +163,30 @@ class Bucket(BucketMemory):
     # -- the reduction ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
-    def launch(self, collectives: Collectives) -> None:
-        """Start the reduction over the data group. Every rank of it launches its buckets in the same order."""
+    def launch(self, collectives: Collectives, *, watched: bool = True) -> None:
+        """Start the reduction over the data group. Every rank of it launches its buckets in the same order.
+
+        watched: False where no code of the user runs until the reduction is done.
+        """
         self._expect(BucketState.ACCUMULATING, "launched")
         if 0 in self.used:
             self._note_written()
         if self.pool is not None:
             self.attribute.note_dropped()
             self.borrow()
-        self.attribute.collect(range(len(self.params)), self.views, None if self.sums else self.used_without)
+        without = None if self.sums else self.used_without
+        watched = watched or self.pool is not None
+        self.attribute.collect(range(len(self.params)), self.views, without, watched=watched)
         self.state = BucketState.IN_FLIGHT
         self.handle = self._reduce(self.grad, collectives)
         self.events.append(self.handle.event)
         if self.pool is not None:
             self.pool.in_flight.append(self)
+
+    def watch(self) -> None:
+        """Put placeholders into `.grad` where `launch` has left gradients that are being reduced."""
+        if self.attribute.shown is self.views:
+            self.attribute.collect(range(len(self.params)), self.views, None)
 
     def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
         """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's

@@ -16,6 +16,7 @@ from torch import nn
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 
 _GRAD, _REQUIRES_GRAD, _TOUCHED = map(attrgetter, ("grad", "requires_grad", "touched"))
+_WRITTEN = "grad_added_to_main_grad"  # set by somebody's fused kernel that has written the gradient into the buffer
 
 
 class GradAttribute:
@@ -58,20 +59,26 @@ class GradAttribute:
         grad = self.params[index].grad
         return grad.added if type(grad) is GradPlaceholder else grad
 
-    def collect(self, indices: Iterable[int], views: Sequence[torch.Tensor], without: bytes | None) -> None:
-        """Bring gradients into `views`, wherever the user or autograd left them, and placeholders into `.grad`.
+    def collect(
+        self, indices: Sequence[int], views: Sequence[torch.Tensor], without: bytes | None, *, watched: bool = True
+    ) -> None:
+        """Bring gradients into `views`, wherever the user or autograd left them.
 
-        What comes until the reduction is done is so noticed. without: for each parameter whether it counts as used
-        where it has no gradient now; None where an earlier microbatch has told.
+        watched: put placeholders into `.grad`, so that what comes until the reduction is done is noticed; without, no
+        code of the user runs until then. without: for each parameter whether it counts as used where it has no gradient
+        now; None where an earlier microbatch has told.
         """
-        if not self.placeholders:
+        if watched and not self.placeholders:
             self._make_placeholders()
+        self.shown = self.placeholders if watched else views
+        if self._all_in(views) and (not watched or self._place_all()):
+            return
         for index in indices:
-            param, view, placeholder = self.params[index], views[index], self.placeholders[index]
+            param, view, placed = self.params[index], views[index], self.shown[index]
             now = param.grad
             grad = (now.added if type(now) is GradPlaceholder else now) if param.requires_grad else None
             in_buffer = self.collected[index]
-            written = param.__dict__.get("grad_added_to_main_grad", False)  # by somebody's fused kernel
+            written = vars(param).get(_WRITTEN, False)
             if written:
                 param.grad_added_to_main_grad = False
             if grad is None:
@@ -88,16 +95,32 @@ class GradAttribute:
             if not self.used[index]:
                 param.grad = None
                 continue
-            if in_buffer and now is not placeholder:
+            if in_buffer and now is not placed:
                 self.dropped = self.dropped or self.names[index]
-            if placeholder.touched:
-                placeholder.reset()
+            if watched and placed.touched:
+                placed.reset()
             try:
-                param.grad = placeholder
-                self.collected[index] = 1
+                param.grad = placed
+                self.collected[index] = watched
             except RuntimeError:  # the dtype or device has changed since the wrap, which finalize refuses by name
                 param.grad = None
                 self.collected[index] = 0
+
+    def _all_in(self, views: Sequence[torch.Tensor]) -> bool:
+        """True if every parameter has a gradient, which lies in its view: the usual case, seen in a few C passes."""
+        in_place = 0 not in self.used and all(map(operator.is_, map(_GRAD, self.params), views))
+        return in_place and all(map(_REQUIRES_GRAD, self.params)) and not any([vars(p).get(_WRITTEN) for p in self.params])
+
+    def _place_all(self) -> bool:
+        """Put a placeholder into every `.grad`; False where a parameter has another dtype or device than at the wrap."""
+        self._forget_added()
+        try:
+            for param, placeholder in zip(self.params, self.placeholders, strict=True):
+                param.grad = placeholder
+        except RuntimeError:
+            return False
+        self.collected = bytearray(b"\1") * len(self.params)
+        return True
 
     def withdraw(self) -> None:
         """Leave in `.grad` only what is not reduced yet."""
@@ -115,9 +138,17 @@ class GradAttribute:
                     self.dropped = self.dropped or self.names[index]
         return self.dropped
 
+    @property
+    def has_late(self) -> bool:
+        """True if a hook, or the user, has put a gradient into `.grad` since the bucket was launched."""
+        return not self._untouched(self.shown) and any(self._late(index) is not None for index in range(len(self.params)))
+
+    def _late(self, index: int) -> torch.Tensor | None:
+        return None if (grad := self.take(index)) is self.shown[index] else grad
+
     def take_late(self) -> list[tuple[int, torch.Tensor]]:
         """(index, gradient) of what came after the bucket was launched; forgotten here."""
-        found = [(index, grad) for index in range(len(self.params)) if (grad := self.take(index)) is not None]
+        found = [(index, grad) for index in range(len(self.params)) if (grad := self._late(index)) is not None]
         self._forget_added()
         return found
 
@@ -131,7 +162,10 @@ class GradAttribute:
         if grads is None and not self.placeholders:
             self._make_placeholders()
         self.shown = self.placeholders if grads is None else grads
-        if self._untouched(self.shown) and 0 not in self.used and all(map(_REQUIRES_GRAD, self.params)):
+        if 0 not in self.used and all(map(_REQUIRES_GRAD, self.params)):
+            if not self._untouched(self.shown):
+                for param, grad in zip(self.params, self.shown, strict=True):
+                    param.grad = grad
             return
         for param, grad, used in zip(self.params, self.shown, self.used, strict=True):
             wanted = grad if param.requires_grad and used else None

@@ -81,7 +81,7 @@ def agree_on_step(
             params = chain.from_iterable(bucket.params for bucket in entry.buckets)
             trains = bytes(map(attrgetter("requires_grad"), params))
             used = bytes(chain.from_iterable(bucket.used for bucket in entry.buckets))
-            late = [bucket.has_late for bucket in entry.buckets]
+            late = [bucket.attribute.has_late for bucket in entry.buckets]
         mine = {
             "moment": moment,
             "trains": zlib.crc32(trains),

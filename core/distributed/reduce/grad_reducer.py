@@ -155,9 +155,9 @@ class GradReducer:
             with self.named("backward"):
                 raise
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, *, watched: bool = True) -> None:
         bucket = self.buckets[self.next]
-        bucket.launch(self.collectives)
+        bucket.launch(self.collectives, watched=watched)
         self.next += 1
         self.launches += 1
         for turns in self.turns:
@@ -165,9 +165,9 @@ class GradReducer:
         if self.when is Launches.ONE_BY_ONE:
             bucket.wait()
 
-    def _launch_rest(self) -> None:
+    def _launch_rest(self, *, watched: bool = True) -> None:
         while self.next < len(self.buckets):
-            self._launch_next()
+            self._launch_next(watched=watched)
 
     def _learn(self) -> None:
         """Expect as many gradients in the next step as came in this one, unless none came.
@@ -318,10 +318,10 @@ class GradReducer:
             if refusal is not None:
                 raise SyncError(refusal)
 
-    def start(self, *, force_all_reduce: bool = False, early: bool = False) -> None:
+    def start(self, *, force_all_reduce: bool = False, early: bool = False, watched: bool = True) -> None:
         """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
 
-        early: launch nothing where other models use the communicators.
+        early: launch nothing where other models use the communicators. watched: see Bucket.launch.
         """
         if not self.open:
             if not self.has_new_step:
@@ -339,7 +339,7 @@ class GradReducer:
             if self.microbatches:  # of a backward that failed, or outside of one: other ranks may wait for it
                 self._launch_rest()
             self._agree(Moment.END)
-        self._launch_rest()
+        self._launch_rest(watched=watched)
         self.state = StepState.LAUNCHED
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
@@ -349,7 +349,7 @@ class GradReducer:
         """
         for chunk in self.pipeline_chunks():  # no chunk may launch after a chunk's agreement on some ranks only
             if chunk is self or chunk.state is not StepState.REDUCED:
-                chunk.start(force_all_reduce=force_all_reduce)
+                chunk.start(force_all_reduce=force_all_reduce, watched=chunk is not self)
         if not self.open:
             return
         begun = time.perf_counter()
@@ -384,6 +384,8 @@ class GradReducer:
             self.force_all_reduce = False
             with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
                 self._drain()
+            for bucket in self.buckets:
+                bucket.watch()
             raise
         for bucket in self.buckets:
             bucket.all_reduce_replicas(self.collectives)
