@@ -7,7 +7,7 @@ flight, sharded or still to be scaled, a GradPlaceholder stands for it. An edit 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -71,7 +71,7 @@ class GradAttribute:
         if watched and not self.placeholders:
             self._make_placeholders()
         self.shown = self.placeholders if watched else views
-        if self._all_in(views) and (not watched or self._place_all()):
+        if len(indices) == len(self.params) and self._collect_at_once(views, watched=watched):
             return
         for index in indices:
             param, view, placed = self.params[index], views[index], self.shown[index]
@@ -106,20 +106,20 @@ class GradAttribute:
                 param.grad = None
                 self.collected[index] = 0
 
-    def _all_in(self, views: Sequence[torch.Tensor]) -> bool:
-        """True if every parameter has a gradient, which lies in its view: the usual case, seen in a few C passes."""
-        in_place = 0 not in self.used and all(map(operator.is_, map(_GRAD, self.params), views))
-        return in_place and all(map(_REQUIRES_GRAD, self.params)) and not any([vars(p).get(_WRITTEN) for p in self.params])
-
-    def _place_all(self) -> bool:
-        """Put a placeholder into every `.grad`; False where a parameter has another dtype or device than at the wrap."""
-        self._forget_added()
-        try:
-            for param, placeholder in zip(self.params, self.placeholders, strict=True):
-                param.grad = placeholder
-        except RuntimeError:
+    def _collect_at_once(self, views: Sequence[torch.Tensor], *, watched: bool) -> bool:
+        """The usual case in a few C passes: each gradient lies in its view. False where one does not."""
+        if 0 in self.used or any(map(_TOUCHED, self.placeholders)):
             return False
-        self.collected = bytearray(b"\1") * len(self.params)
+        if not all(map(operator.is_, map(_GRAD, self.params), views)) or not all(map(_REQUIRES_GRAD, self.params)):
+            return False
+        if any([vars(param).get(_WRITTEN) for param in self.params]):
+            return False
+        try:
+            for param, placeholder in zip(self.params, self.placeholders, strict=True) if watched else ():
+                param.grad = placeholder
+        except RuntimeError:  # another dtype or device than at the wrap
+            return False
+        self.collected = bytearray([watched]) * len(self.params)
         return True
 
     def withdraw(self) -> None:
@@ -141,7 +141,9 @@ class GradAttribute:
     @property
     def has_late(self) -> bool:
         """True if a hook, or the user, has put a gradient into `.grad` since the bucket was launched."""
-        return not self._untouched(self.shown) and any(self._late(index) is not None for index in range(len(self.params)))
+        return not self._untouched(self.shown) and any(
+            self._late(index) is not None for index in range(len(self.params))
+        )
 
     def _late(self, index: int) -> torch.Tensor | None:
         return None if (grad := self.take(index)) is self.shown[index] else grad
