@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (check, everything):
         command.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
         command.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
+        command.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default: 1)")
     options = parser.parse_args(arguments)
     if options.command == "families":
         verdicts = check_families(
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.tp,
             lambda verdict: print(verdict, file=sys.stderr, flush=True),
             pp=options.pp,
+            ep=options.ep,
         )
-        print(table(verdicts, options.tp, options.pp))
+        print(table(verdicts, options.tp, options.pp, options.ep))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
         names, values = _chosen(options.family)
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    verdicts = check_families(names, options.tp, lambda verdict: print(verdict, flush=True), values, options.pp)
+    verdicts = check_families(
+        names, options.tp, lambda verdict: print(verdict, flush=True), values, options.pp, options.ep
+    )
     return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
 
 

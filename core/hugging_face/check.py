@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face.plan import Plan, PlanError
+from core.hugging_face.slices import whole_of
 from core.hugging_face.split import REPORT, split_model
 from core.hugging_face.split_stages import split_stages
 from core.hugging_face.stages import find_cut, stage_activations, stages_config
 from core.hugging_face.tiny import tiny_config, tiny_inputs, tiny_model
 from core.pipeline_parallel import PipelineLayout, PipelineRunner, wrap_stages
-from core.tensor_parallel.initialization import tensor_parallel_join
 
 TOLERANCE = 1e-9
 Answer = Literal["equal", "refused", "wrong", "not built"]
@@ -63,9 +62,13 @@ class InDouble(TorchFunctionMode):
 
 
 def check_on_rank(
-    name: str, kind: type, tp: int, overrides: Mapping[str, Any] | None = None, *, pp: int = 1
+    name: str, kind: type, tp: int, overrides: Mapping[str, Any] | None = None, *, pp: int = 1, ep: int = 1
 ) -> Verdict:
-    """The verdict on a configuration class, on every rank alike. Collective over `tp` x `pp` ranks: the whole job."""
+    """The verdict on a configuration class, on every rank alike. Collective over all `tp` x `pp` x `ep` ranks.
+
+    Ranks of `ep` have other tokens, unless there are stages, whose microbatches have.
+    """
+    batches = pp if pp > 1 else ep
     torch.set_default_dtype(torch.float64)
     try:
         with InDouble():
@@ -73,15 +76,15 @@ def check_on_rank(
                 model = tiny_model(tiny_config(kind, overrides))
                 inputs = tiny_inputs(model)
                 reference = copy.deepcopy(model)
-                microbatches = [_microbatch(inputs, number) for number in range(pp)]
-                expected = [_backward(reference, each, number, pp) for number, each in enumerate(microbatches)]
+                microbatches = [_microbatch(inputs, number) for number in range(batches)]
+                expected = [_backward(reference, each, number, batches) for number, each in enumerate(microbatches)]
             except Exception as error:
                 text = (str(error).strip().splitlines() or [""])[0]
                 return Verdict(name, "not built", f"{type(error).__name__}: {text}")
             if not _all_finite(expected, reference):
                 return Verdict(name, "not built", "the tiny copy's own output or gradients are not finite")
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(tp, pp)
+                parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
             try:
                 if pp > 1:
                     model, found = _pipeline(model, microbatches, inputs, pp)
@@ -91,7 +94,8 @@ def check_on_rank(
                 return Verdict(name, "refused", str(error))
             if pp == 1:
                 wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
-                found = [_backward(wrapped, inputs)]
+                mine = parallel_state.get_process_groups().rank("dp_cp")
+                found, expected = [_backward(wrapped, microbatches[mine], mine)], [expected[mine]]
                 finalize_model_grads([wrapped])
     finally:
         torch.set_default_dtype(torch.float32)
@@ -173,11 +177,6 @@ def _worst(found: list[Tensor], expected: list[Tensor], model: Any, reference: A
 
 
 def whole_gradient(name: str, parameter: torch.nn.Parameter, plan: Plan) -> Tensor | None:
-    """A finalized gradient in the shape of the whole model. Collective over the tensor-parallel group for a slice."""
-    split, grad = plan.splits.get(name), parameter.grad
-    group = parallel_state.get_process_groups().tp
-    if split is None or grad is None or group is None or group.size() == 1:
-        return grad
-    parts = [torch.empty_like(grad) for _ in range(group.size())]
-    dist.all_gather(parts, grad.contiguous(), group=group)
-    return tensor_parallel_join(parts, split.dim, split.blocks).narrow(split.dim, 0, split.length)
+    """A finalized gradient in the shape of the whole model. Collective over the groups that a slice is cut over."""
+    grad, groups = parameter.grad, parallel_state.get_process_groups()
+    return None if grad is None else whole_of(grad, plan.splits.get(name), groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,44 +17,61 @@ from torch import Tensor, nn
 from core import agree
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.policies import Policy
+from core.hugging_face.slices import whole_on_first
 from core.hugging_face.split import REPORT, SplitReport, cut_parameters, example_of, finish_split, prepare
 from core.hugging_face.split_stages import check_cut, check_pipeline, finish_stages, of_stage, prepare_stages
 from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, stage_of
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.initialization import tensor_parallel_join
-from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+from core.tensor_parallel.mappings import resolve_groups
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
 LOADING = "_load_pretrained_model"
+STACKED = ("ep", -1, 1)  # the cut of a tensor that is one expert's
 INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
+
+
+class Cut(NamedTuple):
+    """Rank `rank` of `size` reads its part along a dimension of a file's tensor, in `blocks` each cut for itself."""
+
+    dim: int
+    blocks: int
+    size: int
+    rank: int
+
+    def ranges(self, whole: int) -> list[slice]:
+        """Where this rank's parts of `whole` rows lie."""
+        length = whole // self.blocks
+        rows = -(-length // self.size)
+        start, stop = min(self.rank * rows, length), min((self.rank + 1) * rows, length)
+        return [slice(block * length + start, block * length + stop) for block in range(self.blocks)]
 
 
 class SlicedTensor:
     """A tensor of a safetensors file, of which only this rank's part is read, when it is indexed with `...`."""
 
-    def __init__(self, source: Any, cut: tuple[int, int] | None, tp: int, rank: int, read: list[int]) -> None:
-        self.source, self.cut, self.tp, self.rank, self.read = source, cut, tp, rank, read
+    def __init__(self, source: Any, cuts: Sequence[Cut], read: list[int]) -> None:
+        self.source, self.cuts, self.read = source, cuts, read
 
     def __getitem__(self, index: Any) -> Tensor:
         if index is not Ellipsis:
             raise TypeError("a SlicedTensor is read whole, by [...]")
-        if self.cut is None:
+        if not self.cuts:
             return self._counted(self.source[...])
-        dim, blocks = self.cut
-        shape = list(self.source.get_shape())
-        length = shape[dim] // blocks
-        rows = -(-length // self.tp)
-        start, stop = min(self.rank * rows, length), min((self.rank + 1) * rows, length)
+        *outer, last = self.cuts
+        place = [slice(None)] * len(self.source.get_shape())
+        for cut in outer:  # of experts: one block, which divides
+            place[cut.dim] = cut.ranges(self.source.get_shape()[cut.dim])[0]
         parts = []
-        for block in range(blocks):
-            place = [slice(None)] * dim + [slice(block * length + start, block * length + stop)]
+        for wanted in last.ranges(self.source.get_shape()[last.dim]):
+            place[last.dim] = wanted
             parts.append(self._counted(self.source[tuple(place)]))
-        if stop - start < rows:  # the end of a vocabulary that is padded
-            shape[dim] = rows - (stop - start)
+        shape = list(parts[0].shape)
+        shape[last.dim] = -(-self.source.get_shape()[last.dim] // last.size) - sum(p.shape[last.dim] for p in parts)
+        if shape[last.dim] > 0:  # the end of a vocabulary that is padded
             parts.append(parts[0].new_zeros(shape))
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+        return torch.cat(parts, last.dim) if len(parts) > 1 else parts[0].contiguous()
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.read.append(tensor.numel() * tensor.element_size())
@@ -121,24 +138,23 @@ def _load(
     options: dict[str, Any],
 ) -> tuple[Any, Plan]:
     """A model, or one stage of it, with this rank's slices; tags and seams are still to come. And its plan."""
-    tp, rank = group_size(groups.tp), group_rank(groups.tp)
     plans: list[Plan] = []
     read: list[int] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
         chosen = None if policy is None else read_plan(model, policy)
         if layout is None or stage is None:
-            plan, cut = prepare(model, chosen, tp), None
+            plan, cut = prepare(model, chosen, groups), None
         else:
-            plan, cut = prepare_stages(model, chosen, tp), find_cut(model)
+            plan, cut = prepare_stages(model, chosen, groups), find_cut(model)
             check_cut(cut, layout, groups)
             plan = of_stage(plan, keep_stage(model, cut, layout, stage))
             for module in model.modules():  # what is absent has nothing to be drawn; rotary tables are buffers
                 held = (*module.parameters(), *module.buffers())
                 setattr(module, INITIALIZED, not held)
         plans.append(plan)
-        cut_parameters(model, plan, tp, rank)
-        tensors = _sliced(model, plan, files, config, tp, rank, read, cut)
+        cut_parameters(model, plan, groups)
+        tensors = _sliced(model, plan, files, config, groups, read, cut)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
 
     members = {LOADING: staticmethod(load), "__module__": kind.__module__}
@@ -160,8 +176,7 @@ def _sliced(
     plan: Plan,
     files: list[str],
     config: Any,
-    tp: int,
-    rank: int,
+    groups: ProcessGroups,
     read: list[int],
     stages: ModelCut | None = None,
 ) -> dict[str, SlicedTensor]:
@@ -177,39 +192,62 @@ def _sliced(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = model.state_dict()
-    tensors: dict[str, SlicedTensor] = {}
+    found: list[tuple[str, str, str | None, str, Any]] = []
+    experts: dict[tuple[str, str | None], list[str]] = {}  # parameter and pattern -> the keys that are stacked in it
     for file in files:
         if not file.endswith(".safetensors"):
             raise PlanError(f"{plan.family}: {file!r} is no safetensors file, so no part of it can be read alone")
         opened = safe_open(file, framework="pt", device="cpu")
         for key in opened.keys():  # noqa: SIM118  it is no mapping
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            if stages is not None and name not in known:
-                name = next((here for here in stages.tied if here in known), "") if name in stages.tied else ""
-                if not name:
-                    continue
-                target = name
-            else:
+            if stages is None or name in known:
                 target = key
-            split = plan.splits.get(name) if tp > 1 else None
-            cut = None if split is None else (split.dim, split.blocks)
-            if split is not None and pattern is not None:
-                converter = next(entry for entry in converters if pattern in entry.source_patterns)
-                cut = _cut_of_part(plan.family, key, split, converter)
-            tensors[target] = SlicedTensor(opened.get_slice(key), cut, tp, rank, read)
+            elif name in stages.tied and any(here in known for here in stages.tied):
+                target = name = next(here for here in stages.tied if here in known)
+            else:
+                continue
+            found.append((target, name, pattern, key, opened))
+            experts.setdefault((name, pattern), []).append(key)
+    tensors: dict[str, SlicedTensor] = {}
+    for target, name, pattern, key, opened in found:
+        split = plan.splits.get(name)
+        made = [cut for cut in split.cuts if groups.size(cut[0]) > 1] if split is not None else []
+        if split is not None and made and pattern is not None:
+            converter = next(entry for entry in converters if pattern in entry.source_patterns)
+            made = [_cut_of_part(plan.family, key, split, cut, converter) for cut in made]
+            if STACKED in made:  # one tensor an expert, of which a rank needs its own
+                made.remove(STACKED)
+                numbered = sorted(experts[name, pattern], key=_numbers_in)
+                if len(numbered) != split.shape[0]:
+                    raise PlanError(f"{plan.family}: {name!r} has {split.shape[0]} experts, the files {len(numbered)}")
+                if numbered.index(key) // (split.shape[0] // groups.size("ep")) != groups.rank("ep"):
+                    continue
+        cuts = [Cut(dim, blocks, groups.size(axis), groups.rank(axis)) for axis, dim, blocks in made]
+        tensors[target] = SlicedTensor(opened.get_slice(key), cuts, read)
     return tensors
 
 
-def _cut_of_part(family: str, key: str, split: Split, converter: Any) -> tuple[int, int]:
+def _numbers_in(key: str) -> list[int]:
+    return [int(part) for part in key.split(".") if part.isdigit()]
+
+
+def _cut_of_part(
+    family: str, key: str, split: Split, cut: tuple[str, int, int], converter: Any
+) -> tuple[str, int, int]:
     """How a tensor is cut that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
+    axis, dim, blocks = cut
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = {type(operation).__name__: getattr(operation, "dim", None) for operation in converter.operations}
     stacked = kinds[:1] == ["MergeModulelist"] and dims["MergeModulelist"] == 0
     rest = kinds[1:] if stacked else kinds
-    if rest == ["Concatenate"] and dims["Concatenate"] == split.dim and len(converter.source_patterns) == split.blocks:
-        return split.dim - stacked, 1
-    if not rest and stacked and split.dim > 0:
-        return split.dim - 1, split.blocks
+    along = dims.get("Concatenate") or 0
+    joined = rest == ["Concatenate"] and along > 0
+    if axis == "ep" and (joined or not rest):
+        return STACKED if stacked else cut
+    if joined and along == dim and len(converter.source_patterns) == blocks:
+        return axis, dim - stacked, 1
+    if axis == "tp" and not rest and stacked and dim > 0:
+        return axis, dim - 1, blocks
     raise PlanError(
         f"{family}: {key!r} becomes {split.parameter!r} by {', '.join(kinds)}, of which no part can be made alone. "
         "Load the whole model by from_pretrained on every rank, then split_model"
@@ -232,10 +270,10 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
             raise PlanError("save_split cannot save the adapters of a pipeline yet; merge them into the model before")
         only, options = "lora_", {"save_embedding_layers": False, **options}
     error: Exception | None = None
-    if groups.size("dp_cp") == 1 or groups.rank("dp_cp") == 0:
-        whole: dict[str, Tensor] = {}
-        for part in inner:
-            whole = {**_whole_state(part, getattr(part, REPORT), groups.tp, only), **whole}
+    whole: dict[str, Tensor] = {}
+    for part in inner:
+        whole = {**_whole_state(part, getattr(part, REPORT), groups, only), **whole}
+    if groups.rank("dp_cp") == 0:
         writer = inner[0]
         if groups.size("pp") > 1 and groups.rank("tp") == 0:
             whole = _from_stages(whole, groups.require("pp"), next(writer.parameters()).device)
@@ -287,29 +325,20 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 
 @torch.no_grad()
-def _whole_state(model: Any, report: SplitReport, group: dist.ProcessGroup | None, only: str) -> dict[str, Tensor]:
-    """The state of the whole model on the first rank of the group, on the CPU; elsewhere nothing. Collective.
+def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, only: str) -> dict[str, Tensor]:
+    """The state of the whole model on the first data and tensor-parallel rank, on the CPU; elsewhere nothing.
 
-    only: a part of the names that are wanted.
+    only: a part of the names that are wanted. Collective over a stage.
     """
     whole: dict[str, Tensor] = {}
     by_memory: dict[int, Tensor] = {}  # tied parameters are one tensor, which the saving looks for
     for name, tensor in model.state_dict(keep_vars=True).items():
         if only not in name:
             continue
+        split = report.plan.splits.get(name)
+        if groups.rank("expt_dp" if split is not None and "ep" in split.axes else "dp_cp") > 0:
+            continue  # a copy of the first rank's
         if id(tensor) not in by_memory:
-            split = report.plan.splits.get(name) if group_size(group) > 1 else None
-            by_memory[id(tensor)] = _joined(tensor.detach(), split, group).cpu()
+            by_memory[id(tensor)] = whole_on_first(tensor.detach(), split, groups).cpu()
         whole[name] = by_memory[id(tensor)]
-    return whole if group_rank(group) == 0 else {}
-
-
-def _joined(tensor: Tensor, split: Split | None, group: dist.ProcessGroup | None) -> Tensor:
-    if split is None or group is None:
-        return tensor
-    first = group_rank(group) == 0
-    parts = [torch.empty_like(tensor) for _ in range(group_size(group))] if first else None
-    dist.gather(tensor.contiguous(), parts, group=group, group_dst=0)
-    if parts is None:
-        return tensor
-    return tensor_parallel_join(parts, split.dim, split.blocks).narrow(split.dim, 0, split.length).contiguous()
+    return whole if groups.rank("tp") == groups.rank("dp_cp") == 0 else {}

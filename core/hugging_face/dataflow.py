@@ -10,6 +10,7 @@ This is not a tracer: the model runs as it is, and each torch function is looked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Dataflow(TorchFunctionMode):
         self._tails: dict[int, tuple[Tensor, int]] = {}  # copied are only the last features of these
         self._roots: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self._where: list[str] = []
+        self._is_paused = False
         self._handles = [
             handle
             for name, module in model.named_modules()
@@ -57,6 +59,15 @@ class Dataflow(TorchFunctionMode):
 
     def _leave_module(self) -> None:
         self._where.pop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is looked at: a seam says itself what has come out."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     # -- what seams tell -------------------------------------------------------------------------------------------
 
@@ -120,6 +131,8 @@ class Dataflow(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         inputs = list(_tensors((args, kwargs)))
         learned = [tensor for tensor in inputs if tensor.requires_grad and tensor.numel()]
         output = func(*args, **kwargs)

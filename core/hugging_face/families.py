@@ -17,13 +17,15 @@ def check_families(
     told: Callable[[Verdict], object] = lambda verdict: None,
     overrides: Mapping[str, Any] | None = None,
     pp: int = 1,
+    ep: int = 1,
 ) -> list[Verdict]:
-    """The verdicts on families (`family/ConfigClass`), one after another on `tp` x `pp` processes of this machine."""
+    """The verdicts on families (`family/ConfigClass`), one after another on processes of this machine."""
     verdicts = []
-    with RankPool(tp * pp) as pool:
+    with RankPool(tp * pp * ep) as pool:
         for name in names:
             try:
-                verdict: Verdict = pool.run(_on_rank, tp * pp, (name, tp, dict(overrides or {}), pp), limit_s=180.0)
+                arguments = (name, tp, dict(overrides or {}), pp, ep)
+                verdict: Verdict = pool.run(_on_rank, tp * pp * ep, arguments, limit_s=180.0)
             except RankFailure as error:
                 last = str(error).strip().splitlines()[-1]
                 verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
@@ -32,21 +34,21 @@ def check_families(
     return verdicts
 
 
-def _on_rank(name: str, tp: int, overrides: Mapping[str, Any], pp: int) -> Verdict:
+def _on_rank(name: str, tp: int, overrides: Mapping[str, Any], pp: int, ep: int) -> Verdict:
     import warnings
 
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides, pp=pp)
+    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides, pp=pp, ep=ep)
 
 
-def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1) -> str:
+def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1) -> str:
     """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
     verdicts = list(verdicts)
     counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
-    layout = f"tp {tp}" + (f", pp {pp}" if pp > 1 else "")
+    layout = f"tp {tp}" + (f", pp {pp}" if pp > 1 else "") + (f", ep {ep}" if ep > 1 else "")
     rows = [f"At {layout}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
     for verdict in verdicts:
         total, without = verdict.summed

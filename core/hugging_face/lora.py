@@ -28,7 +28,7 @@ from core.hugging_face.split import (
     watch,
 )
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+from core.tensor_parallel.mappings import resolve_groups
 
 # Options of a LoraConfig that are right on a split model. Others touch base weights, or no split is known for them.
 KNOWN = {
@@ -69,8 +69,8 @@ def add_lora(
     finally:
         for weight in widths:
             del weight.ds_shape
-    group = resolve_groups(pg_collection).tp
-    tp, rank = group_size(group), group_rank(group)
+    groups = resolve_groups(pg_collection)
+    group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
     if tp == 1:
         setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
         return adapted
@@ -78,9 +78,9 @@ def add_lora(
         if "lora_" in name:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
     plan = _plan_of_adapters(adapted, report.plan)
-    cut_parameters(adapted, plan, tp, rank)
+    cut_parameters(adapted, plan, groups)
     parameters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    tag_slices(parameters, plan)
+    tag_slices(parameters, plan, groups)
     for module_name, seam in plan.seams.items():
         module = adapted.get_submodule(module_name)
         split = plan.splits.get(f"{module_name}.weight")

@@ -99,7 +99,7 @@ class Split:
     heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
     groups, queries: the attribute that says how many heads of queries share one of these heads of keys or values, and
     how many queries there are. Where they are known, fewer heads than ranks are computed whole on every rank, which
-    then takes its own.
+    then takes its own. axes: the groups that it is cut over: "tp" along `dim`, "ep" along dimension 0, of experts.
     """
 
     parameter: str
@@ -110,16 +110,23 @@ class Split:
     heads: int = 0
     groups: str = ""
     queries: int = 0
+    axes: tuple[str, ...] = ("tp",)
+
+    @property
+    def cuts(self) -> list[tuple[str, int, int]]:
+        """(group, dimension, blocks) of each cut."""
+        return [(axis, 0, 1) if axis == "ep" else (axis, self.dim, self.blocks) for axis in self.axes]
 
     @property
     def length(self) -> int:
         """Of the dimension, in the whole model."""
         return self.shape[self.dim]
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """What a rank of `tp` holds."""
+    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """What a rank of `tp` holds; of experts, one of `ep` beside it."""
         local = list(self.shape)
-        local[self.dim] = -(-self.length // tp)
+        for axis, dim, _ in self.cuts:
+            local[dim] = -(-local[dim] // (ep if axis == "ep" else tp))
         return tuple(local)
 
     def misfit(self, tp: int) -> str | None:
@@ -162,6 +169,7 @@ class Plan:
     splits and seams are keyed by the name of the parameter or module. partial: whole parameters whose gradients are
     parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut. numbers: attributes of
     modules (by their full names) that count heads or features, and how many a rank's are of: it has that over tp.
+    ep: the ranks over which experts are cut.
     """
 
     family: str
@@ -170,6 +178,7 @@ class Plan:
     partial: frozenset[str] = frozenset()
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
+    ep: int = 1
 
     def at(self, tp: int) -> Plan:
         """The plan for `tp` ranks: heads of keys and values that several ranks use stay whole, with partial gradients.
@@ -215,13 +224,14 @@ class Plan:
 
     def table(self, tp: int) -> str:
         """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
-        lines = [f"{self.family} over tp {tp}"]
+        lines = [f"{self.family} over tp {tp}" + (f", ep {self.ep}" if self.ep > 1 else "")]
         if any(split.is_shared(tp) for split in self.splits.values()):
             return self.at(tp).table(tp)
         rows = [
-            f"{_any_layer(split.parameter)}: {list(split.shape)} cut along {split.dim}"
+            f"{_any_layer(split.parameter)}: {list(split.shape)} cut along "
+            + " and ".join(str(dim) for _, dim, _ in split.cuts)
             + (f" in {split.blocks} blocks" if split.blocks > 1 else "")
-            + f", a rank holds {list(split.local_shape(tp))}"
+            + f", a rank holds {list(split.local_shape(tp, self.ep))}"
             for split in self.splits.values()
         ]
         rows += [f"{_any_layer(name)}: whole; its gradient is summed over tp" for name in sorted(self.partial)]
@@ -236,7 +246,7 @@ class Plan:
         )
         cut = sum(math.prod(split.shape) for split in self.splits.values())
         rest = sum(math.prod(shape) for shape in self.whole.values())
-        held = rest + sum(math.prod(split.local_shape(tp)) for split in self.splits.values())
+        held = rest + sum(math.prod(split.local_shape(tp, self.ep)) for split in self.splits.values())
         lines.append(f"{cut + rest:,} parameters in the model; a rank of {tp} holds {held:,}, {rest:,} of them whole")
         return "\n".join(lines)
 

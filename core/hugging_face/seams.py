@@ -72,11 +72,15 @@ class SeamForward:
                 first, elsewhere = self._local_rows(first)
             args = (first, *others)
         with self._without_bias() as bias:
-            output = type(self.module).forward(self.module, *args, **kwargs)
+            output = self.run(*args, **kwargs)
         if elsewhere is not None:
             output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         output = self._after(output)
         return output if bias is None else output + bias.to(output.dtype)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def _after(self, output: Any) -> Any:
         before = output
@@ -175,7 +179,7 @@ class SeamForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeamForward:
         # The copied module's own seam; the group is this rank's and cannot be copied.
-        copied = object.__new__(SeamForward)
+        copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         memo[id(self)] = copied
         copied.module = memo.get(id(self.module), self.module)

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face.dataflow import Dataflow, run_watched
+from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.seams import SeamForward
+from core.hugging_face.slices import slice_of
 from core.hugging_face.transformers_plans import read_plan
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.initialization import tensor_parallel_slice
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+from core.tensor_parallel.mappings import resolve_groups
 
 AGAIN = "The model has been cut; make it anew"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
+EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
 REPORT = "split_report"  # the attribute of a split model that says how it was split
 
 
@@ -69,21 +71,20 @@ def split_model(
     Collective over the tensor-parallel group. Raises PlanError on all of its ranks where sizes do not fit or the plan
     cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
     """
-    group = resolve_groups(pg_collection).tp
-    tp, rank = group_size(group), group_rank(group)
-    plan = prepare(model, plan, tp)
+    groups = resolve_groups(pg_collection)
+    plan = prepare(model, plan, groups)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split instead")
     arguments = dict(example_of(model) if example is None else example)
-    before = _first_output(model, arguments) if tp > 1 else None
-    cut_parameters(model, plan, tp, rank)
+    before = _first_output(model, arguments) if groups.size("tp") * plan.ep > 1 else None
+    cut_parameters(model, plan, groups)
     report = finish_split(model, plan, arguments, parallel_output=parallel_output, pg_collection=pg_collection)
     if before is not None and not parallel_output:
         refuse_other_output(plan, before, _first_output(model, arguments))
     return report
 
 
-def prepare(model: Any, plan: Plan | None, tp: int) -> Plan:
+def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     """The plan, with everything refused that can be refused before a parameter is touched."""
     if getattr(model, REPORT, None) is not None:
         raise PlanError(f"this {type(model).__name__} was split already; split each model once")
@@ -95,23 +96,21 @@ def prepare(model: Any, plan: Plan | None, tp: int) -> Plan:
         try:
             plan = read_plan(model)
         except PlanError:
-            if tp > 1:
+            if groups.size("tp") > 1:
                 raise
             plan = Plan(model.config.model_type, {}, {})  # on one rank nothing is split
-    return plan.at(tp)
+    return over_experts(model, plan.at(groups.size("tp")), groups)
 
 
-def cut_parameters(model: nn.Module, plan: Plan, tp: int, rank: int) -> None:
+def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
     """Replace each parameter of the plan by this rank's slice, under all of its names."""
-    if tp == 1:
-        return
     cut: dict[int, tuple[nn.Parameter, Split]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         split = plan.splits.get(name)
-        if split is None:
+        if split is None or all(groups.size(axis) == 1 for axis in split.axes):
             continue
         if id(parameter) not in cut:
-            piece = tensor_parallel_slice(parameter.detach(), split.dim, tp, rank, split.blocks)
+            piece = slice_of(parameter.detach(), split, groups)
             # A slice along the first dimension is a view, which would keep the whole parameter in memory.
             piece = piece.clone(memory_format=torch.contiguous_format) if not piece.is_meta else piece
             cut[id(parameter)] = nn.Parameter(piece, requires_grad=parameter.requires_grad), split
@@ -161,38 +160,44 @@ def finish_split(
     pg_collection: ProcessGroups | None,
 ) -> SplitReport:
     """Tags, seams, and the forward that decides the contracts of whole parameters."""
-    group = resolve_groups(pg_collection).tp
-    tp, rank = group_size(group), group_rank(group)
+    groups = resolve_groups(pg_collection)
+    group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
     partial: set[str] = set()
     unseen: set[str] = set()
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    tag_slices(parameters, plan, groups)
+    for seam in plan.seams.values():
+        if seam.style == EXPERTS_SEAM:
+            modules[seam.module].forward = ExpertsForward(modules[seam.module], seam, groups)
     if tp > 1:
-        parameters = dict(model.named_parameters())
-        tag_slices(parameters, plan)
         if parallel_output:
             plan = use_parallel_loss(model, plan, group)
-        modules = dict(model.named_modules())
         for name, number in plan.numbers.items():
             owner, _, attribute = name.rpartition(".")
             setattr(modules[owner], attribute, number // tp)
         for seam in plan.seams.values():
             module = modules[seam.module]
-            module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
+            if seam.style != EXPERTS_SEAM:
+                module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
         flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
         partial, unseen = declare_whole(parameters, plan, flow)
-    if tp > 1 or "forward" in vars(model):  # a pipeline stage has a forward of its own
+    if tp * plan.ep > 1 or "forward" in vars(model):  # a pipeline stage has a forward of its own
         refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
     report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
     setattr(model, REPORT, report)
-    model.check_replicas_in_first_step = tp > 1  # finalize_model_grads compares what must be equal, once
+    model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report
 
 
-def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
+def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
     """Mark the parameters that are slices, for contracts and checkpoints."""
     for name, parameter in parameters.items():
-        if name in plan.splits:
-            split = plan.splits[name]
+        split = plan.splits.get(name)
+        if split is not None and "tp" in split.axes and groups.size("tp") > 1:
             set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
+        if split is not None and "ep" in split.axes:
+            for tag, value in EXPERT_TAGS.items():
+                setattr(parameter, tag, value)
 
 
 def declare_whole(parameters: Mapping[str, nn.Parameter], plan: Plan, flow: Dataflow) -> tuple[set[str], set[str]]:

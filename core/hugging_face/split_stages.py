@@ -33,7 +33,7 @@ from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"
 
@@ -63,7 +63,7 @@ def split_stages(
     before: Tensor | None = None
     try:
         check_pipeline(layout, groups)
-        plan = prepare_stages(model, plan, group_size(groups.tp))
+        plan = prepare_stages(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
         arguments = dict(example_of(model) if example is None else example)
@@ -75,7 +75,7 @@ def split_stages(
             chunks.append(keep_stage(_copied(model), cut, layout, index))
         chunks.append(keep_stage(model, cut, layout, layout.stages_of(groups.rank("pp"))[-1]))
         for chunk in chunks:
-            cut_parameters(chunk, of_stage(plan, chunk), group_size(groups.tp), group_rank(groups.tp))
+            cut_parameters(chunk, of_stage(plan, chunk), groups)
     except (PlanError, ValueError) as error:
         failure = error
     agree.refuse(failure, None, CUT, PlanError)
@@ -86,12 +86,12 @@ def split_stages(
     return chunks
 
 
-def prepare_stages(model: Any, plan: Plan | None, tp: int) -> Plan:
+def prepare_stages(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     """The plan; one without splits for a family that has none, where nothing is split."""
-    if tp > 1 or plan is not None or getattr(model, "tp_plan", None):
-        return prepare(model, plan, tp)
+    if groups.size("tp") > 1 or plan is not None or getattr(model, "tp_plan", None):
+        return prepare(model, plan, groups)
     family = f"{model.config.model_type} ({type(model).__name__})"
-    return prepare(model, Plan(family, {}, {}, whole={n: tuple(p.shape) for n, p in model.named_parameters()}), tp)
+    return prepare(model, Plan(family, {}, {}, whole={n: tuple(p.shape) for n, p in model.named_parameters()}), groups)
 
 
 def check_pipeline(layout: PipelineLayout, groups: ProcessGroups) -> None:

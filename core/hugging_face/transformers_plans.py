@@ -25,6 +25,7 @@ PROJECTIONS = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value"), QUERY_HEADS),
     **dict.fromkeys(("query", "key", "value", "q", "k", "v"), QUERY_HEADS),
 }
+EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # styles of expert parallelism: of modules, parameters
 # Rules that are wrong in these versions, found by `check`: model type -> end of a rule's name -> style.
 # Gate and up lie one after the other in the experts' fused weight, and are chunked: each is cut for itself.
 CORRECTIONS: dict[str, dict[str, str]] = {
@@ -110,6 +111,32 @@ def read_plan(model: Any, policy: Policy | None = None) -> Plan:
                 whole[full] = tuple(parameter.shape)
     numbers = {} if policy is None else _divide_modules(family, policy, modules, seams)
     return Plan(family, splits, seams, frozenset(partial), whole, numbers)
+
+
+def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Modules of fused experts, by the model's `ep_plan`: name -> its parameters and their shapes, all [experts, ...].
+
+    Raises PlanError for a style that is unknown here, and for experts that hold something which is not one an expert.
+    """
+    rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
+    family = f"{model.config.model_type} ({type(model).__name__})"
+    unknown = sorted(set(rules.values()) - {EXPERTS, EXPERT_WEIGHT})
+    if unknown:
+        raise PlanError(f"{family}: its expert-parallel plan has style {unknown[0]!r}, which is unknown here")
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, module in model.named_modules():
+        if _rule_for(name, rules) != EXPERTS:
+            continue
+        count = getattr(module, "num_experts", None)
+        held = [*module.named_parameters(), *module.named_buffers()]
+        for leaf, tensor in held:
+            if _rule_for(f"{name}.{leaf}", rules) != EXPERT_WEIGHT or tensor.shape[:1] != (count,):
+                raise PlanError(
+                    f"{family}: {f'{name}.{leaf}'!r} {list(tensor.shape)} is not one for each of {count} experts, by "
+                    "its plan, so its experts cannot be on several ranks; use expert_model_parallel_size=1"
+                )
+        found[name] = {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in held}
+    return found
 
 
 def _divide_modules(

@@ -29,7 +29,8 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
 
     def model_tensors(self, model: HybridParallelModel) -> Iterator[tuple[str, Any]]:
         """Each tensor of the whole model; a tied one is one tensor under all of its names."""
-        from core.booster.plugin.hybrid_parallel_optimizer import of_all_stages, whole_tensor
+        from core.booster.plugin.hybrid_parallel_optimizer import of_all_stages
+        from core.hugging_face.slices import whole_of
 
         groups = model.groups
         seen: set[str] = set()
@@ -39,7 +40,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 for name, value in part.state_dict(keep_vars=True).items():
                     if name not in seen:
                         seen.update(model.whole.tied.get(name, (name,)))
-                        yield name, whole_tensor(value.detach(), model.whole.splits.get(name), groups.tp).cpu()
+                        yield name, whole_of(value.detach(), model.whole.splits.get(name), groups).cpu()
 
         given: set[str] = set()
         for name, value in of_all_stages(mine(), groups.pp):
@@ -48,10 +49,9 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 yield same, value
 
     def _load(self, model: Any, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool) -> None:
-        from core.booster.plugin.hybrid_parallel_optimizer import slice_of
+        from core.hugging_face.slices import slice_of
 
         expect_model(model, "load_model")
-        groups = model.groups
         whole = model.whole.shell.state_dict(keep_vars=True)
         if names is not None:
             check_names(whole, names, strict)
@@ -65,8 +65,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                     for name, own in part.state_dict(keep_vars=True).items():
                         found = next((content[n] for n in model.whole.tied.get(name, (name,)) if n in content), None)
                         if found is not None:
-                            split = model.whole.splits.get(name)
-                            own.copy_(slice_of(found, split, groups.size("tp"), groups.rank("tp")))
+                            own.copy_(slice_of(found, model.whole.splits.get(name), model.groups))
         model.update_master_params()
 
     def optimizer_groups(self, optimizer: HybridParallelOptimizer) -> list[dict[str, Any]]:  # type: ignore[override]

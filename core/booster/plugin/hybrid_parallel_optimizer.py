@@ -17,9 +17,9 @@ from core.booster.checkpoint_io.sharded_states import load_parts, own_part, pack
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.distributed import DistributedDataParallel
 from core.hugging_face.plan import Split
+from core.hugging_face.slices import slice_of, whole_of
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import plain_numbers
-from core.tensor_parallel.initialization import tensor_parallel_join, tensor_parallel_slice
 
 
 class HybridParallelOptimizer(LowLevelZeroOptimizer):
@@ -80,10 +80,10 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
         yield from of_all_stages(joined, self.model.groups.pp)
 
     def _joined(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a whole parameter from those of its slices. Collective over the tensor-parallel group."""
+        """The state of a whole parameter from those of its slices. Collective over the groups that it is cut over."""
         split = self.splits[self.name_of_number[number]]
         return {
-            key: whole_tensor(value, split, self.model.groups.tp).cpu()
+            key: whole_of(value, split, self.model.groups).cpu()
             if isinstance(value, torch.Tensor) and value.dim() > 0
             else value
             for key, value in state.items()
@@ -96,9 +96,7 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
             return {}
         split, groups = self.splits[self.name_of_number[number]], self.model.groups
         sliced = {
-            key: slice_of(value, split, groups.size("tp"), groups.rank("tp"))
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-            else value
+            key: slice_of(value, split, groups) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
             for key, value in state.items()
         }
         return own_part(self.engine, place, sliced)
@@ -138,17 +136,3 @@ def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iter
         if not found:
             return
         yield from found
-
-
-def whole_tensor(tensor: torch.Tensor, split: Split | None, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """A parameter, or what has its shape, from its slices on all ranks of the group. Collective over it."""
-    if split is None or group is None or dist.get_world_size(group) == 1:
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return tensor_parallel_join(parts, split.dim, split.blocks).narrow(split.dim, 0, split.length).contiguous()
-
-
-def slice_of(whole: torch.Tensor, split: Split | None, tp: int, rank: int) -> torch.Tensor:
-    """This rank's slice of a whole parameter, or of what has its shape."""
-    return whole if split is None or tp == 1 else tensor_parallel_slice(whole, split.dim, tp, rank, split.blocks)

@@ -27,9 +27,9 @@ def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def splits_of(part: Any) -> Mapping[str, Split]:
-    """How the parameters of a part are cut over tensor parallelism."""
+    """How the parameters of a part are cut over tensor and expert parallelism."""
     report = getattr(part, "split_report", None)
-    return {} if report is None or report.tp == 1 else report.plan.splits
+    return {} if report is None else report.plan.splits
 
 
 def parameters_here(

@@ -67,6 +67,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
     docs/source/hybrid_parallel.md says which parameters are refused, and why. Raises ValueError for what cannot work.
     """
 
+    ep_size = 1  # ranks over which a model's experts are spread
+    _outside = "dp_outside"
+
     def __init__(
         self,
         tp_size: int,
@@ -247,18 +250,34 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
                 parallel_state.initialize_model_parallel(
                     self.tp_size,
                     self.pp_size,
+                    expert_model_parallel_size=self.ep_size,
                     order="tp-cp-ep-pp-dp" if self.dp_outside else "tp-cp-ep-dp-pp",
                     get_embedding_ranks=self._ends,
                 )
             groups = parallel_state.get_process_groups()
             found = {name: groups.size(name) for name in ("tp", "pp", "cp", "ep")}
-            if found != {"tp": self.tp_size, "pp": self.pp_size, "cp": 1, "ep": 1}:
+            if found != {"tp": self.tp_size, "pp": self.pp_size, "cp": 1, "ep": self.ep_size}:
                 raise ValueError(
-                    f"parallel_state was initialized with {found}, and HybridParallelPlugin with tp_size="
-                    f"{self.tp_size}, pp_size={self.pp_size}; give both the same sizes, or let the plugin initialize it"
+                    f"parallel_state was initialized with {found}, and {self._name} with tp_size={self.tp_size}, "
+                    f"pp_size={self.pp_size}, ep_size={self.ep_size}; give both the same sizes, or let the plugin "
+                    "initialize it"
                 )
+            self._check_places(groups)
             self._groups = groups
         return self._groups
+
+    def _check_places(self, groups: ProcessGroups) -> None:
+        """ValueError unless ranks of groups that are there already lie as `dp_outside` says."""
+        if groups.size("pp") == 1 or groups.size("dp") == 1:
+            return
+        first, second = groups.ranks("pp")[:2]
+        outside = second - first < groups.ranks("dp")[1] - groups.ranks("dp")[0]
+        if outside != self.dp_outside:
+            raise ValueError(
+                f"parallel_state was initialized with stages {second - first} ranks apart, which is {self._outside}="
+                f"{outside}, and {self._name} with {self._outside}={self.dp_outside}; give both the same order, or let "
+                "the plugin initialize it"
+            )
 
     def _ends(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of a pipeline on which a tied embedding lies."""
@@ -268,7 +287,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
 
     @property
     def _title(self) -> str:
-        return f"HybridParallelPlugin, tp {self.tp_size}, pp {self.pp_size}, ZeRO stage {self.zero_stage}"
+        experts = f", ep {self.ep_size}" if self.ep_size > 1 else ""
+        return f"{self._name}, tp {self.tp_size}, pp {self.pp_size}{experts}, ZeRO stage {self.zero_stage}"
 
     def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
         overlap_communication, overlap_allgather = self.overlaps
@@ -302,7 +322,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             names = {id(param): name for name, param in model.named_parameters()}
             if optimizer is not None:
                 self.complete_optimizer(model, optimizer)
-                if optimizer.state and self.tp_size * self.pp_size > 1:
+                if optimizer.state and self.tp_size * self.pp_size * self.ep_size > 1:
                     raise ValueError(
                         "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
                         "one, and load the state by booster.load_optimizer"
@@ -397,7 +417,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
 
     def _cut(self, model: Any, layout: PipelineLayout | None, plan: Plan | None) -> list[Any]:
         """This rank's parts of the model."""
-        if self.tp_size * self.pp_size == 1:
+        if self.tp_size * self.pp_size * self.ep_size == 1:
             return [model]
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         split_logits = self.parallel_output and self.tp_size > 1 and loss == "ForCausalLMLoss"

@@ -109,7 +109,6 @@ ABSENT: dict[str, str] = {
     "amp": "use Booster(mixed_precision=...), or the precision of a plugin",
     "auto_parallel": "no layout is searched for; choose a plugin of core.booster",
     "booster.mixed_precision.FP16NaiveMixedPrecision": "it never trained in ColossalAI; use 'fp16'",
-    "booster.plugin.MoeHybridParallelPlugin": "use core.moe with core.distributed, or LowLevelZeroPlugin for experts",
     "checkpoint_io.CheckpointIndexFile": "an index is JSON with 'metadata' and 'weight_map'; read it with json.load",
     "context": _LEGACY,
     "core": _LEGACY,

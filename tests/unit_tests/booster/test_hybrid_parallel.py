@@ -369,6 +369,18 @@ def test_the_page_trains_as_one_process(rank: int, world: int) -> None:
         optimizer.step()
         expected.append(float(loss.detach()))
     assert names["losses"] == pytest.approx(expected, abs=1e-3)
+    torch.manual_seed(0)
+    model = names["transformers"].AutoModelForCausalLM.from_config(names["moe_config"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for step in range(8):
+        optimizer.zero_grad()
+        ids = [(torch.randint(0, 256, (8, 1), generator=g) + torch.arange(32)) % 256 for g in generators]
+        losses = [model(input_ids=each, labels=each).loss for each in ids]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        here = names["expert_losses"][step]
+        assert min(abs(here - float(loss.detach())) for loss in losses) < 2e-3, step
     assert expected[0] - expected[-1] > 0.5
 
 

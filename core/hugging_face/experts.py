@@ -1,0 +1,122 @@
+"""Experts of transformers models over expert parallelism: each rank holds some, and tokens travel to them and back.
+
+The family's own experts run, on the tokens that have come to this rank; the router runs on every rank, on its own
+tokens. Over tensor parallelism the experts are split too, or are whole and each rank sends its part of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.hugging_face.plan import Plan, PlanError, Seam, Split
+from core.hugging_face.seams import SeamForward
+from core.hugging_face.transformers_plans import read_experts
+from core.moe.token_dispatcher import AllToAllTokenDispatcher
+from core.process_groups import ProcessGroups
+
+EXPERTS_SEAM = "experts over ep"  # the style of a seam at fused experts
+
+
+def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
+    """A plan in which experts are cut over expert parallelism, if there is any.
+
+    Raises PlanError for a model without experts that can be cut, and where their number or the sizes do not fit.
+    """
+    ep, tp, expt_tp = groups.size("ep"), groups.size("tp"), groups.size("expt_tp")
+    if ep == 1:
+        return plan
+    experts = read_experts(model)
+    if not experts:
+        raise PlanError(
+            f"{plan.family} has no experts that its plan would cut (`base_model_ep_plan` of its config is empty), and "
+            f"there are {ep} expert-parallel ranks; use expert_model_parallel_size=1"
+        )
+    if expt_tp not in (1, tp):
+        raise PlanError(
+            f"{plan.family}: expert_tensor_parallel_size is {expt_tp}; experts are whole (1) or split as all else is "
+            f"({tp}, the tensor-parallel size)"
+        )
+    splits, seams, whole = dict(plan.splits), dict(plan.seams), dict(plan.whole)
+    for name, parameters in experts.items():
+        for parameter, shape in parameters.items():
+            split = Split(parameter, shape, 0, axes=("ep",))
+            if expt_tp > 1:
+                split = replace(plan.splits.get(parameter, split), axes=("ep", "tp"))
+                if split.dim == 0:
+                    raise PlanError(
+                        f"{plan.family}: {parameter!r} has no rule that splits it over tensor parallelism; give "
+                        "initialize_model_parallel expert_tensor_parallel_size=1, so that experts stay whole"
+                    )
+            if shape[0] % ep:
+                fitting = ", ".join(str(size) for size in range(1, shape[0] + 1) if shape[0] % size == 0)
+                raise PlanError(
+                    f"{plan.family}: {shape[0]} experts ({name!r}) are not divisible by {ep} expert-parallel ranks. "
+                    f"Sizes that fit: {fitting}"
+                )
+            splits[parameter] = split
+            whole.pop(parameter, None)
+        seams = {key: seam for key, seam in seams.items() if not key.startswith(name + ".")}
+        seams[name] = Seam(name, EXPERTS_SEAM, "copy", "reduce")
+    return replace(plan, splits=splits, seams=seams, whole=whole, partial=plan.partial - splits.keys(), ep=ep)
+
+
+class ExpertsForward(SeamForward):
+    """The forward of fused experts, called with (hidden states, chosen experts, their weights) of this rank's tokens.
+
+    hidden states: [..., hidden]; chosen experts and weights: [tokens, top k]. The output is a part of a sum over tensor
+    parallelism: of the experts' own parts, or of whole experts on this rank's part of the tokens.
+    Collective over the expert-parallel group, in forward and in backward, also for a rank without a token.
+    """
+
+    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups) -> None:
+        super().__init__(module, seam, groups.tp, 0)
+        experts: Any = module
+        self.num_experts: int = experts.num_experts
+        experts.num_experts //= groups.size("ep")
+        self.dispatcher = AllToAllTokenDispatcher(self.num_experts, ProcessGroups(ep=groups.ep))
+        whole_experts = groups.size("expt_tp") == 1
+        self.share = (groups.rank("tp"), groups.size("tp")) if whole_experts else (0, 1)
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The weighted sum of each token's experts."""
+        if self.watch is None:
+            return self._run(*args, **kwargs)
+        with self.watch.paused():
+            output = self._run(*args, **kwargs)
+        self.watch.cut(args[0], output)
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 3 or kwargs or args[1].shape != args[2].shape or args[1].dim() != 2:
+            raise PlanError(
+                f"module {self.seam.module!r}: experts over expert parallelism are called with hidden states, chosen "
+                "experts and one weight for each of these, and it was called otherwise"
+            )
+        hidden, chosen, weights = args
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        rank, ranks = self.share
+        first, last = (len(tokens) * place // ranks for place in (rank, rank + 1))
+        chosen, weights = chosen[first:last], weights[first:last]
+        table = weights.new_zeros(len(chosen), self.num_experts)
+        way = self.dispatcher.dispatch(
+            tokens[first:last],
+            table.scatter_add(1, chosen, weights),
+            torch.zeros_like(table, dtype=torch.bool).scatter(1, chosen, True),
+        )
+        output = self.dispatcher.combine(self._local(way.tokens, way.tokens_per_expert), way)
+        return F.pad(output, (0, 0, first, len(tokens) - last)).view_as(hidden)
+
+    def _local(self, rows: Tensor, rows_per_expert: list[int]) -> Tensor:
+        """This rank's experts on rows [rows, hidden] that are sorted by expert."""
+        if not len(rows):
+            # Without a token backward still runs: the rows' exchange, and gradients of zero, not none.
+            return rows + sum(parameter.flatten()[0] for parameter in self.module.parameters()) * 0.0
+        counts = torch.tensor(rows_per_expert, device=rows.device)
+        expert = torch.arange(len(rows_per_expert), device=rows.device).repeat_interleave(counts).unsqueeze(1)
+        output: Tensor = super().run(rows, expert, rows.new_ones(expert.shape))
+        return output
