@@ -13,6 +13,7 @@ EXTRAS = {
     "safetensors": ["safetensors"],
     "transformers": ["transformers", "safetensors"],
     "peft": ["peft", "safetensors"],
+    "integrations": ["accelerate", "transformers", "lightning-fabric", "safetensors"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],
     "docs": ["sphinx", "furo", "myst-parser"],

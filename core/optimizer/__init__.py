@@ -12,6 +12,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.distributed_optimizer import DistributedOptimizer
+from core.optimizer.grad_scaler import GradScaler
 from core.optimizer.groups.model_check import (
     all_rank_groups,
     check_model,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChainedOptimizer",
     "DistributedOptimizer",
+    "GradScaler",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",

@@ -49,6 +49,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
     optimizer: groups, state and defaults are the inner optimizer's own objects, and there are no others.
     """
 
+    _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which refuses it by name
+
     def __init__(
         self,
         config: OptimizerConfig,
@@ -121,6 +123,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
+        if "found_inf" in vars(self):  # where torch's GradScaler says what it has found
+            raise TypeError(
+                "torch.amp.GradScaler looks at one rank's gradients, so that ranks would skip different steps; use "
+                "core.optimizer.GradScaler, which has the same arguments and methods"
+            )
         self.prepare_grads()
         stats = self._measured()
         if not stats.finite or stats.norm > self.config.grad_norm_skip_threshold:
@@ -152,6 +159,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if self.grad_scaler is not None and not again:
             self.grad_scaler.update(not self._stats.finite)
         return not self._stats.finite
+
+    @torch.no_grad()
+    def unscale_grads(self, scale: float) -> bool:
+        """Divide reduced gradients by a scale of the loss, in memory, and measure them; for `GradScaler`.
+
+        True if a gradient of any rank is not finite. Collective: every rank of the job, once a step.
+        """
+        self._take_gradients()  # raises where they are not reduced
+        for chunk in self.model_chunks:
+            chunk.scale_gradients(1.0 / scale)
+        return self.prepare_grads()
 
     def _named(self) -> calling:
         return calling("optimizer.step", self.model_chunks[0].reducer.steps)

@@ -116,6 +116,30 @@ def test_the_loop_for_accelerates_users_trains_like_one_process(rank: int, world
 
 
 @ranks(2)
+def test_the_loops_of_other_libraries_train_like_one_process(rank: int, world: int) -> None:
+    for package in ("accelerate", "transformers", "lightning_fabric"):
+        pytest.importorskip(package)
+    from tests.unit_tests.integrations.loops import launched
+
+    with launched(rank, world):
+        names = page("integrations")
+        assert names["trainer"].state.global_step == 4
+    for name in ("model", "fabric_model"):
+        expected = names["new_model"]()
+        optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+        for step in range(4):
+            x = names["inputs"][16 * step : 16 * (step + 1)]  # in another order of samples, the mean is the same
+            optimizer.zero_grad()
+            nn.functional.mse_loss(expected(x), x.sum(1, keepdim=True)).backward()
+            nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+            optimizer.step()
+        assert_alike(names[name].module, expected, names["new_model"](), bound=1e-5)
+    loaded = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(names["folder"][0] + "/model")
+    for ours, want in zip(loaded.parameters(), names["llama"].parameters(), strict=True):
+        assert torch.equal(ours, want)
+
+
+@ranks(2)
 def test_the_loop_for_hugging_faces_users_trains_like_one_process_and_is_loaded_again(rank: int, world: int) -> None:
     transformers = pytest.importorskip("transformers")
     names = page("coming_from_hugging_face")
@@ -151,7 +175,7 @@ def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) ->
     names = page("mixed_precision")
     exact = names["in_fp32"]
     assert exact[-1] < 0.25 * exact[0]
-    for name in ("with_autocast", "in_bf16", "in_fp16"):
+    for name in ("with_autocast", "in_bf16", "in_fp16", "with_a_scaler"):
         losses = names[name]
         assert losses != exact, f"{name} is fp32"
         assert losses[0] == pytest.approx(exact[0], rel=2e-2) and losses[-1] == pytest.approx(exact[-1], rel=0.1), name
@@ -161,7 +185,7 @@ TYPED = [
     *(f"coming_from_{name}" for name in ("torch_ddp", "fsdp", "accelerate", "deepspeed", "hugging_face")),
     "booster",
 ]
-TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero"]
+TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero", "integrations"]
 
 
 def test_type_checkers_have_nothing_to_say_about_documented_loops(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ MODULES = (
     *("context_parallel", "moe", "transformer", "models", "model_parallel_config", "process_groups", "verify"),
     *("booster", "booster.plugin", "booster.mixed_precision", "booster.checkpoint_io", "interface"),
     *("gradient_accumulation", "gradient_handler", "compat.install", "compat.megatron", "compat.colossalai"),
+    "integrations",
 )
 # Objects that a loop holds. Their methods are public as far as a page of the docs calls them.
 HELD = ("distributed.DistributedDataParallel", "optimizer.MegatronOptimizer", "optimizer.OptimizerParamScheduler")

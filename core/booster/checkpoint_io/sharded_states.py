@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core import agree
+from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.optimizer.optimizer_state import MASTER, Entry
+from core.optimizer.optimizer_state import MASTER, Entry, plain_numbers
 
 PLACE = ("offset", "numel")
 OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which saved ones do not replace
@@ -155,3 +156,25 @@ def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) 
     """Give the groups the options that were saved, in place: schedulers hold them."""
     for group, other in zip(engine.param_groups, saved, strict=True):
         group.update({key: value for key, value in other.items() if key not in OWN_OPTIONS})
+
+
+# -- both -----------------------------------------------------------------------------------------------------------
+
+
+def whole_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The whole state in torch's format, on every rank, in memory of its own. Collective."""
+    state = {
+        number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        for number, found in whole_states(engine)
+    }
+    return {"state": state, "param_groups": plain_numbers(packed_groups(engine, names))}
+
+
+def load_whole_state_dict(
+    engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str], state_dict: Mapping[str, Any]
+) -> None:
+    """Continue from a whole state, of `whole_state_dict` or a torch optimizer's over the same parameters."""
+    numbers = match_groups(state_dict["param_groups"], packed_groups(engine, names))
+    found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
+    load_parts(engine, {number: own_part(engine, number, state) for number, state in found.items()})
+    update_groups(engine, state_dict["param_groups"])

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.agree import SyncError
-from core.booster.checkpoint_io.general_checkpoint_io import match_groups
-from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.buffer.bucket import BucketState
@@ -20,7 +19,6 @@ from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import LossScaler
-from core.optimizer.optimizer_state import plain_numbers
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
@@ -218,23 +216,13 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
         For one that does not fit on a rank: Booster.save_optimizer(shard=True).
         """
-        state: dict[str, Any] = {
-            "state": {number: _copied(found) for number, found in whole_states(self.engine)},
-            "param_groups": plain_numbers(packed_groups(self.engine, self.param_names)),
-        }
+        state = whole_state_dict(self.engine, self.param_names)
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict`, or a torch optimizer's over the same parameters, was called."""
-        numbers = match_groups(state_dict["param_groups"], packed_groups(self.engine, self.param_names))
-        found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
-        load_parts(self.engine, {number: own_part(self.engine, number, state) for number, state in found.items()})
-        update_groups(self.engine, state_dict["param_groups"])
+        load_whole_state_dict(self.engine, self.param_names, state_dict)
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

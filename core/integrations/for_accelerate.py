@@ -1,0 +1,255 @@
+"""accelerate's Accelerator over this package's wrapper: `prepare` wraps the model, and shards any torch optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.integrations.loop_optimizer import LoopOptimizer, data_parallel_groups, default_config, finalize_new
+from core.optimizer.grad_scaler import GradScaler
+from core.training.extras import require
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator as Base
+else:
+    Base = object
+
+
+class AcceleratorParts(Base):
+    """What differs from accelerate's class; `from core.integrations import Accelerator` is both.
+
+    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
+    The other arguments are accelerate's. Its plugins for DeepSpeed, FSDP and Megatron are refused. On one process
+    everything is accelerate's own.
+    """
+
+    def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ddp_config = default_config() if ddp_config is None else ddp_config
+        if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise ValueError(
+                f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
+                "out, and say in ddp_config what to shard"
+            )
+        _check_handler(self.ddp_handler)
+        theirs: Any = self.scaler
+        if theirs is not None and self.use_distributed:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler: Any = GradScaler(self.device.type, **options)
+        if self.use_distributed:
+            self.register_load_state_pre_hook(self._load_wrapped)
+
+    # -- prepare ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; an optimizer may come before its model."""
+        places = sorted(range(len(args)), key=lambda place: not isinstance(args[place], nn.Module))
+        placement = None if device_placement is None else [device_placement[place] for place in places]
+        prepared = super().prepare(*(args[place] for place in places), device_placement=placement)
+        if len(args) < 2:
+            return prepared
+        return tuple(thing for _, thing in sorted(zip(places, prepared, strict=True), key=lambda pair: pair[0]))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Move the model, put autocast around its forward, and wrap it. Collective."""
+        if getattr(model, "_is_accelerate_prepared", False) or not self.use_distributed:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or not any(param.requires_grad for param in prepared.parameters()):
+            return prepared
+        groups = data_parallel_groups("accelerate")
+        wrapped = DistributedDataParallel(None, self.ddp_config, prepared, pg_collection=groups)
+        wrapped._is_accelerate_prepared = True
+        self._models[-1] = wrapped
+        return wrapped
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Let the optimizer step this rank's part of its model. Collective. ValueError where no model is prepared."""
+        if getattr(optimizer, "_is_accelerate_prepared", False) or not self.use_distributed:
+            return super().prepare_optimizer(optimizer, device_placement)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for model in self._wrapped():
+            if any(id(param) in held for param in model.module.parameters()):
+                adopted = LoopOptimizer(model, optimizer)
+                prepared = _prepared_class()(adopted, device_placement=False, scaler=self.scaler)
+                self._optimizers.append(prepared)
+                return prepared
+        raise ValueError(
+            "prepare was given an optimizer whose parameters are in no model that was prepared; give both to one call, "
+            "prepare(model, optimizer), or the model first"
+        )
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The module inside the wrapper."""
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's; after the last microbatch of a step all gradients are whole. Collective then."""
+        super().backward(loss, **kwargs)
+        if self.sync_gradients:
+            for model in self._wrapped():
+                finalize_new(model)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """As accelerate's; where gradients are sharded, of all parameters of one optimizer at once. Collective."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._sharded_optimizer(params, "clip_grad_norm_")
+        if optimizer is None:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        self.unscale_gradients()
+        return optimizer.clip(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """As accelerate's; where gradients are sharded, of all parameters of one optimizer at once. Collective."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._sharded_optimizer(params, "clip_grad_value_")
+        if optimizer is None:
+            super().clip_grad_value_(params, clip_value)
+            return
+        self.unscale_gradients()
+        optimizer.prepare_grads()
+        optimizer.clamp(clip_value)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refused where the job has several ranks: each step's reductions need all of them."""
+        if self.use_distributed:
+            raise NotImplementedError(
+                "join_uneven_inputs: a rank without batches would leave the others waiting in a reduction; give all "
+                "ranks as many batches (even_batches=True, accelerate's default)"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The model's whole state dict, without a prefix. Collective where parameters are sharded."""
+        if isinstance(model, DistributedDataParallel):
+            return apart(model.state_dict())
+        return super().get_state_dict(model, unwrap)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """As accelerate's, from a folder of `save_state`. Collective. ValueError for `load_model`'s options."""
+        if self.use_distributed and set(options) - {"map_location"}:
+            raise ValueError(
+                f"load_state was given {', '.join(sorted(options))}, which speak to safetensors' load_model; our "
+                "wrapper loads all weights by name. Leave them out, or call model.load_state_dict(..., strict=False)"
+            )
+        super().load_state(input_dir, load_kwargs, **options)
+
+    def _load_wrapped(self, models: list[nn.Module], input_dir: str) -> None:
+        """Load the models in place of accelerate, which refuses parameters that share one memory."""
+        from accelerate.utils import load_state_dict as read
+        from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
+
+        for number, model in enumerate(models):
+            ending = f"_{number}" if number > 0 else ""
+            path = Path(input_dir) / f"{SAFE_MODEL_NAME}{ending}.safetensors"
+            if path.exists():
+                tied = read(str(path))
+            else:
+                tied = torch.load(path.with_name(f"{MODEL_NAME}{ending}.bin"), map_location="cpu", weights_only=True)
+            model.load_state_dict(with_tied(tied, model))
+        models.clear()
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def _wrapped(self) -> list[DistributedDataParallel]:
+        return [model for model in self._models if isinstance(model, DistributedDataParallel)]
+
+    def _sharded_optimizer(self, params: list[torch.Tensor], call: str) -> LoopOptimizer | None:
+        """The optimizer of these parameters, if it is sharded. ValueError for a part of its parameters."""
+        given = {id(param) for param in params if param.requires_grad}
+        for prepared in self._optimizers:
+            optimizer = prepared.optimizer
+            if not isinstance(optimizer, LoopOptimizer) or not optimizer.model_chunks[0].ddp_config.sharded:
+                continue
+            own = {id(param) for part in optimizer.user_params for param in part if param.requires_grad}
+            if not given & own:
+                continue
+            if given != own:
+                raise ValueError(
+                    f"{call} was given {len(given)} parameters and the sharded optimizer trains {len(own)}: a rank "
+                    "holds only its shard of each gradient. Pass all of them, model.parameters()"
+                )
+            if not self.sync_gradients:
+                raise RuntimeError(
+                    f"{call} came before the last microbatch of a step, when gradients are not reduced; call it under "
+                    "`if accelerator.sync_gradients:`"
+                )
+            return optimizer
+        return None
+
+
+def apart(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors do not lie in one buffer, as safetensors wants it; tied weights stay one tensor."""
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = copies.setdefault((value.data_ptr(), value.shape), value.clone())
+        found[name] = value
+    return found
+
+
+def with_tied(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict with the names that a file of safetensors leaves out: second names of tied weights."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(param), []).append(name)
+    found = dict(state)
+    for tied in names.values():
+        there = [name for name in tied if name in state]
+        found |= {name: state[there[0]] for name in tied if there and name not in state}
+    return found
+
+
+def _check_handler(handler: Any) -> None:
+    """Refuse options of torch's DDP that would change something and have another name here."""
+    if handler is None:
+        return
+    instead = {
+        "bucket_cap_mb": (25, "bucket_size, in elements, or num_buckets"),
+        "comm_hook": ("no", "grad_communication_dtype"),
+        "delay_all_reduce_named_params": (None, "overlap_grad_reduce=False"),
+    }
+    for name, (default, ours) in instead.items():
+        value = getattr(handler, name, default)
+        if getattr(value, "value", value) != default:
+            raise ValueError(
+                f"DistributedDataParallelKwargs({name}={value!r}) speaks to torch's DDP; here give "
+                f"ddp_config=DistributedDataParallelConfig(...) with {ours}"
+            )
+
+
+@functools.cache
+def _prepared_class() -> Any:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    class PreparedOptimizer(AcceleratedOptimizer):
+        """Tells a step that ours has skipped, with or without a loss scale, so that schedulers wait."""
+
+        @property
+        def step_was_skipped(self) -> bool:
+            return bool(self.optimizer.step_was_skipped)
+
+    return PreparedOptimizer
+
+
+@functools.cache
+def derived() -> Any:
+    """The class to use: accelerate's, with these parts. MissingExtra where accelerate is not installed."""
+    theirs = require("accelerate", "core.integrations.Accelerator", "integrations")
+    return type("Accelerator", (AcceleratorParts, theirs.Accelerator), {"__doc__": AcceleratorParts.__doc__})

@@ -1,0 +1,150 @@
+"""LoopOptimizer: a user's torch optimizer over a wrapped model, stepped by a loop that is another library's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from core import parallel_state
+from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.buffer.bucket import BucketState
+from core.interface.optimizer import check_max_norm
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.groups.model_check import params_of
+from core.optimizer.optimizer import MegatronOptimizer
+from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.step.inner_step import Factors, InnerStep
+
+
+class LoopOptimizer(AdoptedOptimizer):
+    """Reduces the gradients where the loop has not, and steps `user`, a torch optimizer over the model's parameters.
+
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+        optimizer = LoopOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        loss_of(model, batch).backward()
+        optimizer.clip(1.0)
+        optimizer.step()
+
+    Works with every sharding strategy. Param groups stay the user's own dictionaries, so a scheduler that was made
+    before drives it. A step whose gradients are not finite is skipped on all ranks, with a warning.
+
+    Collective: every rank makes it and calls its methods together. Raises ValueError where the optimizer does not hold
+    exactly the model's trainable parameters, or must see whole parameters that shards may cut.
+    """
+
+    def __init__(self, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
+        _check_parameters(model, user)
+        self._collected: dict[str, Any] | None = None
+        super().__init__(OptimizerConfig(clip_grad=0.0), model, user)
+        config = model.ddp_config
+        if self.shaped and config.sharded and config.keep_params_whole != "all":
+            raise ValueError(
+                f"{type(user).__name__} looks at whole parameters, and shards may cut them; wrap the model with "
+                "DistributedDataParallelConfig(keep_params_whole='all')"
+            )
+        self.param_names = {param: contract.name for _, param, contract in params_of([model])}
+
+    # -- one step, in order -----------------------------------------------------------------------------------------
+
+    def _take_gradients(self) -> str | None:
+        if any(masters.bucket.state is not BucketState.FINAL for masters in self.masters):
+            finalize_model_grads(self.model_chunks)
+        return super()._take_gradients()
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Have the step clip the whole gradient to `max_norm`; math.inf only measures. Returns the norm before, 0-dim.
+
+        Raises ValueError for a limit that is not positive, or another norm than the 2-norm.
+        """
+        check_max_norm(max_norm)
+        if norm_type != self.config.grad_norm_type:
+            raise ValueError(
+                f"norm_type is {norm_type}, and gradients that lie in shards are measured by the "
+                f"{self.config.grad_norm_type:g}-norm; leave it out"
+            )
+        self.prepare_grads()
+        return torch.tensor(self.clip_grad_norm(max_norm), dtype=torch.float64, device=self.meter.device)
+
+    def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
+        if self.model_chunks[0].ddp_config.sharded:
+            super()._update(step, factors)
+        else:
+            MegatronOptimizer._update(self, step, factors)
+
+    def note_step(self, *, skipped: bool) -> None:
+        """Leave word for schedulers, which look whether the torch optimizer has stepped."""
+        super().note_step(skipped=skipped)
+        self.user._opt_called = True
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state as torch has it, with the names of parameters. Collective, but inside `collected`."""
+        if self._collected is not None:
+            return self._collected
+        return whole_state_dict(self, self.param_names)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Inside it `state_dict()` can be called by one rank alone. Collective: every rank enters it."""
+        self._collected = whole_state_dict(self, self.param_names)
+        try:
+            yield
+        finally:
+            self._collected = None
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a whole state, of this class or of the torch optimizer over the same parameters."""
+        load_whole_state_dict(self, self.param_names, state_dict)
+
+
+def _check_parameters(model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
+    held = {id(param) for group in user.param_groups for param in group["params"]}
+    trained = {id(param): contract.name for _, param, contract in params_of([model])}
+    missing = [name for key, name in trained.items() if key not in held]
+    if missing:
+        raise ValueError(
+            f"the optimizer lacks {len(missing)} of the model's trainable parameters, the first {missing[0]!r}; their "
+            "gradients would be reduced and never used. Set requires_grad to False before the model is wrapped, or "
+            "give one optimizer all of them, in groups"
+        )
+    foreign = sum(1 for group in user.param_groups for p in group["params"] if p.requires_grad and id(p) not in trained)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's parameters are not in the wrapped model; make the optimizer of "
+            "model.parameters(), of one model"
+        )
+
+
+def default_config() -> DistributedDataParallelConfig:
+    """As torch's DDP does: whole gradients on every rank, reduced during backward; the weights of rank 0."""
+    return DistributedDataParallelConfig(overlap_grad_reduce=True, initial_weights="broadcast")
+
+
+def data_parallel_groups(library: str) -> Any:
+    """parallel_state's groups, or a data group of all ranks. Collective where there are none yet.
+
+    Raises ValueError where ranks do not all have data of their own, as the library's data loaders take it.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    groups = parallel_state.get_process_groups()
+    world = torch.distributed.get_world_size()
+    if groups.size("dp") != world:
+        raise ValueError(
+            f"{library} deals out batches to {world} ranks, and parallel_state has a data group of "
+            f"{groups.size('dp')}; ranks of one model would train on different batches. Use a loop of yours "
+            "(docs/source/your_own_loop.md) for that layout"
+        )
+    return groups
+
+
+def finalize_new(model: DistributedDataParallel) -> None:
+    """Reduce what a backward of this step has added. Collective; ranks must have run the same backwards."""
+    if model.reducer.open and model.reducer.gradients > 0:
+        finalize_model_grads([model])

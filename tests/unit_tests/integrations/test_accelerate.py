@@ -1,0 +1,202 @@
+"""`from core.integrations import Accelerator` in a loop of accelerate's trains like one process, in every strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.integrations import LoopOptimizer
+from tests.unit_tests.integrations.loops import (
+    MICROBATCHES,
+    STEPS,
+    STRATEGIES,
+    assert_equal_weights,
+    launched,
+    loss_of,
+    on_one_process,
+    optimizer_of,
+)
+from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import make_net
+
+pytest.importorskip("accelerate")
+MAX_NORM = 0.7
+
+
+def prepared(strategy: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """(accelerator, model, optimizer, scheduler)."""
+    from core.integrations import Accelerator
+
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=50, initial_weights="broadcast"
+    )
+    options = {"cpu": True, "gradient_accumulation_steps": MICROBATCHES, "ddp_config": config} | options
+    accelerator = Accelerator(**options)
+    model = make_net(torch.float64, seed=3 if dist.get_rank() == 0 else 8)  # the first rank's weights count
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    optimizer, model, scheduler = accelerator.prepare(optimizer, model, scheduler)
+    return accelerator, model, optimizer, scheduler
+
+
+def train(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, rank: int, begin: int = 0, steps: int = STEPS
+) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for number in range(MICROBATCHES * begin, MICROBATCHES * steps):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, rank, number)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            optimizer.step()
+            if accelerator.sync_gradients:
+                scheduler.scheduler.step()  # accelerate's own steps it once a rank
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    pairs = [sum(losses[at : at + MICROBATCHES]) / MICROBATCHES for at in range(0, len(losses), MICROBATCHES)]
+    return pairs, norms
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loop_of_accelerates_trains_like_one_process(rank: int, world: int, strategy: str) -> None:
+    with launched(rank, world):
+        parts = prepared(strategy)
+        accelerator, model, optimizer, _ = parts
+        assert isinstance(model, DistributedDataParallel) and isinstance(optimizer.optimizer, LoopOptimizer)
+        assert isinstance(optimizer, torch.optim.Optimizer) and accelerator.unwrap_model(model) is model.module
+        losses, norms = train(*parts, rank)
+        expected, wanted, wanted_norms = on_one_process(world, MAX_NORM)
+        assert losses == pytest.approx(wanted, rel=1e-9) and norms == pytest.approx(wanted_norms, rel=1e-9)
+        assert min(wanted_norms) > MAX_NORM, "nothing is clipped"
+        assert_equal_weights(accelerator.get_state_dict(model), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_that_is_saved_goes_on_as_one_that_did_not_stop(
+    rank: int, world: int, strategy: str, tmp_path: Path
+) -> None:
+    with launched(rank, world):
+        accelerator, model, optimizer, scheduler = prepared(strategy)
+        train(accelerator, model, optimizer, scheduler, rank, steps=1)
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator.wait_for_everyone()
+        saved = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)
+        assert [len(group["params"]) for group in saved["param_groups"]] == [2, 5]
+        shapes = [tuple(saved["state"][number]["momentum_buffer"].shape) for number in range(7)]
+        assert shapes == [tuple(param.shape) for param in make_net().parameters()]
+        train(accelerator, model, optimizer, scheduler, rank, begin=1, steps=2)  # what is to be forgotten
+        accelerator.load_state(str(tmp_path / "state"))
+        train(accelerator, model, optimizer, scheduler, rank, begin=1)
+        assert_equal_weights(accelerator.get_state_dict(model), on_one_process(world, MAX_NORM)[0])
+
+
+@ranks(2)
+def test_gradients_can_be_read_and_edited_after_backward_where_they_are_whole(rank: int, world: int) -> None:
+    with launched(rank, world):
+        accelerator, model, optimizer, _ = prepared("no_shard", gradient_accumulation_steps=1)
+        reference = make_net()
+        (sum(loss_of(reference, other, 0) for other in range(world)) / world).backward()
+        accelerator.backward(loss_of(model, rank, 0))
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)  # torch's own, not the accelerator's
+        nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+        optimizer.step()
+        optimizer_of(reference).step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_values_are_clipped(rank: int, world: int, strategy: str) -> None:
+    with launched(rank, world):
+        accelerator, model, optimizer, _ = prepared(strategy, gradient_accumulation_steps=1)
+        reference = make_net()
+        plain = optimizer_of(reference)
+        (sum(loss_of(reference, other, 0) for other in range(world)) / world).backward()
+        nn.utils.clip_grad_value_(reference.parameters(), 0.05)
+        plain.step()
+        accelerator.backward(loss_of(model, rank, 0))
+        accelerator.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        for name, value in accelerator.get_state_dict(model).items():
+            torch.testing.assert_close(value, reference.state_dict()[name])
+
+
+@ranks(2)
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_scheduler_waits(rank: int, world: int) -> None:
+    with launched(rank, world):
+        accelerator, model, optimizer, scheduler = prepared("optim", gradient_accumulation_steps=1)
+        before = accelerator.get_state_dict(model)
+        before = {name: value.clone() for name, value in before.items()}
+        accelerator.backward(loss_of(model, rank, 0) * (float("inf") if rank == 1 else 1.0))
+        optimizer.step()
+        scheduler.step()
+        assert accelerator.optimizer_step_was_skipped and scheduler.get_last_lr() == [0.2, 0.1]
+        assert all(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, rank, 0))
+        optimizer.step()
+        scheduler.step()
+        assert not accelerator.optimizer_step_was_skipped
+        assert scheduler.get_last_lr() == pytest.approx([0.2 * 0.8**2, 0.1 * 0.8**2])  # once a rank, as accelerate does
+
+
+@ranks(2)
+def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None:
+    with launched(rank, world):
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        accelerator, model, optimizer, _ = prepared("optim", gradient_accumulation_steps=1)
+        with pytest.raises(NotImplementedError, match="join_uneven_inputs: a rank without batches"):
+            accelerator.join_uneven_inputs([model])
+        accelerator.backward(loss_of(model, rank, 0))
+        with pytest.raises(ValueError, match="was given 2 parameters and the sharded optimizer trains 7"):
+            accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0)
+        with pytest.raises(ValueError, match="norm_type is 1.0, and gradients that lie in shards"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, 1.0)
+        other = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="in no model that was prepared"):
+            accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match="lacks 1 of the model's trainable parameters, the first 'bias'"):
+            accelerator.prepare(other, torch.optim.SGD([other.weight], lr=0.1))
+        for name, value in (("bucket_cap_mb", 5), ("comm_hook", "fp16")):
+            with pytest.raises(ValueError, match=f"DistributedDataParallelKwargs\\({name}="):
+                prepared("no_shard", kwargs_handlers=[DistributedDataParallelKwargs(**{name: value})])
+
+
+@ranks(2)
+def test_a_split_model_is_refused_because_batches_are_dealt_out_by_rank(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with launched(rank, world), pytest.raises(ValueError, match="deals out batches to 2 ranks, and .* group of 1"):
+        prepared("no_shard")
+
+
+def test_on_one_process_everything_is_accelerates_own() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        from core.integrations import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(2, 1)
+        prepared_model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert prepared_model is model and not isinstance(optimizer.optimizer, LoopOptimizer)
+
+
+def test_another_name_is_refused_with_those_that_there_are() -> None:
+    import core.integrations
+
+    with pytest.raises(AttributeError, match="no attribute 'Lightning'; known are Accelerator, Trainer"):
+        _ = core.integrations.Lightning
