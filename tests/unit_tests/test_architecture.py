@@ -112,6 +112,8 @@ STANDARD_PRIVATE_NAMES = frozenset(
     {"_asdict", "_current_frames", "_exit", "_getframe", "_replace"}
 )  # documented by Python
 APEX_PRIVATE_NAMES = frozenset({"_amp_stash"})
+# Of the classes of accelerate and Lightning Fabric that core.integrations derives from.
+DERIVED_PRIVATE_NAMES = frozenset({"_ddp_kwargs", "_is_accelerate_prepared", "_models"})
 # What asks whether ranks agree, beside core/agree.py: with the reason. The list is exact, and may only become shorter.
 AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
 AGREEMENTS_ELSEWHERE = {
@@ -312,7 +314,7 @@ def test_private_names_of_torch_are_few() -> None:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             ours.add(node.attr)
     ours -= set(vars(torch.nn.Module()))
-    known = ours | STANDARD_PRIVATE_NAMES | APEX_PRIVATE_NAMES
+    known = ours | STANDARD_PRIVATE_NAMES | APEX_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES
     for path in core:
         for node in ast.walk(tree_of(path)):
             names: list[str] = []
