@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,23 +80,29 @@ def assemble(
         or getattr(config, "deterministic_mode", False),
         clock=clock_for(plan.device),
     )
-    tier = None if ddp_config.placement is None else _file_tier(plan, ddp_config.placement, groups)
+    placement = ddp_config.placement
+    tier = None if placement is None else _file_tier(plan, placement, groups)
     units = _param_units(plan, ddp_config, groups, tier)
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
+    below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
+    if tier is not None and placement is not None:
+        _place_grads(below, plan, placement, groups, tier)
     buffers = [
-        _allocate(layout, plan, config, ddp_config, groups, param_shards)
-        for layout, param_shards in itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
+        _allocate(layout, plan, config, ddp_config, groups, param_shards, below[number])
+        for number, (layout, param_shards) in enumerate(
+            itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
+        )
     ]
     plain.channels += [channel for buffer in buffers for channel in buffer.channels]
     buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
-    if tier is not None and ddp_config.placement is not None:
-        _place_states(buckets, plan, ddp_config.placement, tier)
+    if tier is not None and placement is not None:
+        _place_states(buckets, plan, placement, tier)
     unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
-    if unsharder is not None and ddp_config.placement is not None:
-        _set_residents(unsharder, buffers, ddp_config.placement, groups)
+    if unsharder is not None and placement is not None:
+        _set_residents(unsharder, buffers, placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
@@ -182,6 +188,7 @@ def _allocate(
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
     param_shards: Sequence[torch.Tensor] | None,
+    below: Mapping[int, torch.Tensor],
 ) -> GradBuffer:
     data_group = layout.key.data_group
     # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
@@ -193,6 +200,7 @@ def _allocate(
         _groups_of(data_group, ddp_config, groups),
         ddp_config.residency,
         param_shards or (),
+        below,
         scale=averaged / divisor_of(groups, config),
         average=ddp_config.average_in_collective,
         scale_later=ddp_config.scale_in_optimizer,
@@ -265,6 +273,31 @@ def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> 
         error = caught
     agree.refuse(error, _data_groups(groups), "the files below the device")
     return tier
+
+
+def _place_grads(
+    below: Sequence[dict[int, torch.Tensor]],
+    plan: ModelPlan,
+    placement: Placement,
+    groups: ProcessGroups,
+    tier: FileTier,
+) -> None:
+    """Make the memory of shards of gradients below the device, for each buffer by index of a bucket. Collective.
+
+    Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
+    """
+    buckets = [(number, bucket) for number, buffer in enumerate(plan.layout.buffers) for bucket in buffer.buckets]
+    order = [buckets[place] for place in _order_of_use(plan, [bucket for _, bucket in buckets])]
+    dtypes = [dtype_named(buffer.key.grad_dtype) for buffer in plan.layout.buffers]
+    nbytes = [bucket.numel * dtypes[number].itemsize for number, bucket in order]
+    error = None
+    try:
+        for place in last_of(nbytes, placement.offload_grad_frac):
+            number, bucket = order[place]
+            below[number][bucket.index] = tier.zeros(bucket.numel // bucket.shards, dtypes[number])
+    except OSError as caught:
+        error = caught
+    agree.refuse(error, _data_groups(groups), "the files of gradients below the device")
 
 
 def _place_states(buckets: Sequence[Bucket], plan: ModelPlan, placement: Placement, tier: FileTier) -> None:

@@ -214,6 +214,17 @@ class DistributedDataParallel(nn.Module):
         if self.engine.unsharder is not None:
             self.engine.unsharder.begin_update()
 
+    def begin_param_load(self, failure: Exception | None = None) -> None:
+        """The same of a load, for which a rank may have read what it cannot use: it raises that here, before a write.
+
+        Where parameters are sharded all other ranks then raise RuntimeError.
+        """
+        if self.engine.unsharder is not None:
+            self.engine.unsharder.refuse(failure, "a load")
+        elif failure is not None:
+            raise failure
+        self.begin_param_update()
+
     def note_param_write(self) -> None:
         """All ranks have written their shards of the parameters since `begin_param_update`. Collective."""
         if self.engine.unsharder is not None:

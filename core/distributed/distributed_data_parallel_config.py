@@ -165,14 +165,8 @@ class DistributedDataParallelConfig:
                 "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
                 f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
             )
-        if self.placement is not None and not self.shards_parameters:
-            placed = self.placement
-            if placed.shard_param_frac < 1 or placed.offload_param_frac:
-                raise ValueError(
-                    f"placement has shard_param_frac {placed.shard_param_frac} and offload_param_frac "
-                    f"{placed.offload_param_frac}, and strategy {self.strategy!r} keeps all parameters whole; set "
-                    "data_parallel_sharding_strategy='optim_grads_params', or leave them 1 and 0"
-                )
+        if self.placement is not None:
+            self._check_placement(self.placement)
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"bucket_size ({self.bucket_size}) and num_buckets ({self.num_buckets}) exclude each other; give one"
@@ -208,6 +202,27 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
             raise ValueError("reduce_scatter_with_fp32_accumulation adds; average_in_collective must be False with it")
+
+    def _check_placement(self, placed: Placement) -> None:
+        if not self.shards_parameters and (
+            placed.shard_param_frac < 1 or placed.offload_param_frac or placed.prefetch is not None
+        ):
+            raise ValueError(
+                f"placement has shard_param_frac {placed.shard_param_frac}, offload_param_frac "
+                f"{placed.offload_param_frac} and prefetch {placed.prefetch}, and strategy {self.strategy!r} keeps all "
+                "parameters whole; set data_parallel_sharding_strategy='optim_grads_params', or leave them 1, 0, None"
+            )
+        if placed.offload_grad_frac and not self.shards_gradients:
+            raise ValueError(
+                f"placement has offload_grad_frac {placed.offload_grad_frac}, and strategy {self.strategy!r} keeps "
+                "whole gradients, which autograd adds to; set data_parallel_sharding_strategy='optim_grads' or "
+                "'optim_grads_params', or leave it 0"
+            )
+        if placed.memory_budget_bytes is not None and not self.reshard_after_forward:
+            raise ValueError(
+                f"reshard_after_forward=False keeps all buckets whole until a backward ends, and the placement allows "
+                f"{placed.memory_budget_bytes} bytes for them; leave it True"
+            )
 
     @property
     def strategy(self) -> Strategy:

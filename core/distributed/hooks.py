@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -75,6 +76,9 @@ def _begin_forward(module: nn.Module, _inputs: Any) -> None:
         )
     for buffer in engine.buffers:
         buffer.check_memory()
+    problem = engine.tier.cut() if engine.tier is not None and any(buffer.below for buffer in engine.buffers) else None
+    if problem is not None:  # backward would write there
+        raise SyncError(f"rank {dist.get_rank()}: {problem}")
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
 
@@ -103,7 +107,7 @@ def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
     """Raise SyncError where values would be saved, or loaded, that are not there."""
     unsharder = _UNSHARDERS.get(id(module))
     keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
-    if unsharder is not None and not (unsharder.is_held or unsharder.takes_writes or keeps_vars):
+    if unsharder is not None and not (unsharder.is_held or unsharder.loaded is not None or keeps_vars):
         raise SyncError(
             f"the state dict of {type(module).__name__} holds sharded parameters, which are not gathered; call "
             "state_dict() or load_state_dict() of the wrapped model, or do it inside `with model.gathered():`, on all "

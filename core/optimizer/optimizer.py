@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from core.agree import SyncError
 from core.distributed.buffer.bucket import BucketState
+from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
 from core.optimizer.algorithms.names import algorithm_needs_shapes
@@ -30,9 +31,10 @@ from core.optimizer.norm.step_settings import Settings, settings_of
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_state import (
     Entry,
-    load_entries,
     load_groups,
+    load_parts,
     matching_groups,
+    needed_parts,
     save_groups,
     segment_entries,
 )
@@ -196,11 +198,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
         factors = self._factors(self._spent)
-        for masters in self.masters:
-            masters.follow_freezing(self.optimizer)
-            masters.take_over_edits()
-            masters.bucket.pop_scale()
-            masters.bucket.spent = True
+        with attributes_alone():
+            for masters in self.masters:
+                masters.follow_freezing(self.optimizer)
+                masters.take_over_edits()
+                masters.bucket.pop_scale()
+                masters.bucket.spent = True
         with self._named():
             self._update(InnerStep(self.optimizer), factors)
         self.note_step(skipped=False)
@@ -278,7 +281,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
                     "after the last backward and before step()"
                 )
         problems = [chunk.engine.tier.problem() for chunk in self.model_chunks if chunk.engine.tier is not None]
-        problems += [masters.bucket.follow_edits() for masters in self.masters]
+        with attributes_alone():
+            problems += [masters.bucket.follow_edits() for masters in self.masters]
         return next((problem for problem in problems if problem is not None), None)
 
     # -- what users of Megatron call --------------------------------------------------------------------------------
@@ -398,11 +402,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         Load the model's weights too, before or after: they are the masters in full precision, and where an entry has
         none or one that does not round to the weight. Collective where parameters are sharded.
-        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing.
+        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing;
+        where parameters are sharded the other ranks then raise RuntimeError.
         """
+        parts, failure = {}, None
+        try:
+            parts = needed_parts(entries, self.masters, self.names)
+        except ValueError as error:
+            failure = error
         for chunk in self.model_chunks:  # other ranks may still compute with the weights that are written here
-            chunk.begin_param_update()
-        load_entries(entries, self.masters, self.names, self.optimizer, self.scratch)
+            chunk.begin_param_load(failure)
+        load_parts(parts, self.masters, self.optimizer, self.scratch)
         for chunk in self.model_chunks:
             chunk.note_param_write()
 

@@ -94,16 +94,12 @@ def _joined(parts: list[Entry]) -> Entry:
     }
 
 
-def load_entries(
-    entries: Mapping[str, Any],
-    all_masters: Sequence[BucketMasters],
-    names: Mapping[int, str],
-    inner: torch.optim.Optimizer,
-    scratch: Scratch,
-) -> None:
-    """Give every segment of this rank what saved entries hold of it; all or, with a ValueError, nothing.
+def needed_parts(
+    entries: Mapping[str, Any], all_masters: Sequence[BucketMasters], names: Mapping[int, str]
+) -> dict[int, Entry]:
+    """By id of a shard, what saved entries hold of it; ValueError where they lack a part of one.
 
-    names: id of a parameter -> its name. inner: the torch optimizer over the segments.
+    names: id of a parameter -> its name.
     """
     parts: dict[int, Entry] = {}
     for shard in (shard for masters in all_masters for segment in masters.segments for shard in segment.shards):
@@ -114,6 +110,13 @@ def load_entries(
                 f"{len(entries)} in it; was it saved by another model or another rank?"
             )
         parts[id(shard)] = needed_part(name, shard, entries[name])
+    return parts
+
+
+def load_parts(
+    parts: Mapping[int, Entry], all_masters: Sequence[BucketMasters], inner: torch.optim.Optimizer, scratch: Scratch
+) -> None:
+    """Give every segment of this rank its shards' parts. inner: the torch optimizer over the segments."""
     # What lies in the masters' own memory, as in `load_state_dict(state_dict())`, would be overwritten.
     live = {masters.kept.untyped_storage().data_ptr() for masters in all_masters}
     for part in parts.values():

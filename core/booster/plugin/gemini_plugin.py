@@ -167,11 +167,18 @@ class GeminiPlugin(ZeroPluginBase):
                 warmup_non_model_data_ratio=warmup_non_model_data_ratio,
                 steady_cap_ratio=steady_cuda_cap_ratio,
                 memstats=memstats,
-                prefetch=0,
+                offload_grad_frac=1.0,
             )
         else:
             optim = offload_optim_frac if directory is not None else 0.0
-            self.placement = Placement(shard_param_frac, offload_param_frac, optim, directory, prefetch=max_prefetch)
+            self.placement = Placement(
+                shard_param_frac,
+                offload_param_frac,
+                optim,
+                directory,
+                prefetch=max_prefetch,
+                offload_grad_frac=offload_param_frac,  # a chunk's gradients take the place of its parameters
+            )
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
         self.enable_async_reduce = enable_async_reduce
@@ -181,18 +188,27 @@ class GeminiPlugin(ZeroPluginBase):
         self.interval = INTERVAL if hidden_dim is None else hidden_dim
         self.min_chunk_size = int(min_chunk_size_m * MEGA)
         config = self._chunk_config()
+        if config is not None:
+            sizes = {
+                "search_range_m": (search_range_m, 32),
+                "hidden_dim": (hidden_dim, None),
+                "min_chunk_size_m": (min_chunk_size_m, 32),
+            }
+            self._refuse_changed(sizes, "chunk_config_dict gives the size of chunks, so that none is searched")
         self.chunk_size: int | None = None if config is None else config["chunk_size"]
-        keeps = config is not None and config.get("keep_gathered", False)
-        if (strict_ddp_mode or keeps) and (placement_policy == "auto" or self.placement.offloads):
+        self.replicates = bool(strict_ddp_mode or (config is not None and config.get("keep_gathered", False)))
+        if self.replicates and (placement_policy == "auto" or self.placement.offloads):
             raise ValueError(
                 "strict_ddp_mode and keep_gathered replicate chunks on the device; leave placement_policy 'static' and "
                 "offload nothing"
             )
-        if (strict_ddp_mode or keeps) and shard_param_frac != 1:
-            raise ValueError(
-                f"shard_param_frac is {shard_param_frac}, and strict_ddp_mode or keep_gathered shards nothing; set it 1"
-            )
-        self.replicates = bool(strict_ddp_mode or keeps)
+        if self.replicates:
+            of_shards = {
+                "shard_param_frac": (shard_param_frac, 1.0),
+                "max_prefetch": (max_prefetch, 0),
+                "enable_gradient_accumulation": (enable_gradient_accumulation, False),
+            }
+            self._refuse_changed(of_shards, "strict_ddp_mode or keep_gathered shards nothing")
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -227,14 +243,17 @@ class GeminiPlugin(ZeroPluginBase):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; it is a fraction of the bytes of chunks, between 0 and 1")
         defaults = {"shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0}
-        for name, default in defaults.items() if policy == "auto" else ():
-            if fractions[name] != default:
-                raise ValueError(
-                    f"{name} is {fractions[name]}, and only placement_policy='static' reads it; leave it {default}"
-                )
-        for name, (value, default) in of_auto.items():
-            if policy == "static" and value != default:
-                raise ValueError(f"{name} is {value!r}, and only placement_policy='auto' reads it; leave it {default}")
+        if policy == "auto":
+            static = {name: (value, defaults[name]) for name, value in fractions.items()}
+            self._refuse_changed(static, "only placement_policy='static' reads it")
+        else:
+            self._refuse_changed(of_auto, "only placement_policy='auto' reads it")
+
+    def _refuse_changed(self, given: dict[str, tuple[Any, Any]], why: str) -> None:
+        """Raise ValueError for the first of these (value, default) that differ: the value would have no effect."""
+        for name, (value, default) in given.items():
+            if value != default:
+                raise ValueError(f"{name} is {value!r}, and {why}; leave it {default}")
 
     def _check_offload(self, optim: float, param: float, directory: Any, pin_memory: bool) -> None:
         on_gpu = self.device().type != "cpu"

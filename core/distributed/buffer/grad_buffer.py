@@ -32,8 +32,9 @@ def dtype_named(name: str) -> torch.dtype:
 class GradBuffer:
     """Storage that follows a BufferLayout.
 
-    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards]. param_data: [numel] where
-    the optimizer is sharded and parameters are not, else None. param_shards: those of each bucket where they are.
+    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards], without those that lie
+    below the device. below: memory of those, by index of the bucket. param_data: [numel] where the optimizer is sharded
+    and parameters are not, else None. param_shards: those of each bucket where they are.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class GradBuffer:
         groups: BucketGroups,
         residency: Residency,
         param_shards: Sequence[torch.Tensor],
+        below: Mapping[int, torch.Tensor],
         *,
         scale: float,
         average: bool,
@@ -58,7 +60,10 @@ class GradBuffer:
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = residency.kept_by(layout.shards)
         self.channels: list[HostChannel] = []
-        self.grad_data = self._allocate(layout.numel // kept_by, grad_dtype, device)
+        numels = [0 if plan.index in below else plan.numel // kept_by for plan in layout.buckets]
+        starts = list(itertools.accumulate(numels, initial=0))
+        self.grad_data = self._allocate(starts[-1], grad_dtype, device)
+        self.below = list(below.values())
         self.param_data: torch.Tensor | None = None
         if residency.sharded and residency.keeps_params:
             self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
@@ -67,15 +72,16 @@ class GradBuffer:
             numel = pool_numel([plan.numel for plan in layout.buckets])
             self.pool = BucketPool(self._allocate(numel, grad_dtype, device, torch.empty))
         self.buckets: list[Bucket] = []
-        for plan, param_shard in itertools.zip_longest(layout.buckets, param_shards):
+        for number, (plan, param_shard) in enumerate(itertools.zip_longest(layout.buckets, param_shards)):
             members = [params[slot.name] for slot in plan.slots]
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
             if param_data is not None:
                 move_to(views_of(param_data, plan.slots, plan.start), members)
+            memory = below.get(plan.index, self.grad_data.data[starts[number] : starts[number + 1]])
             bucket = Bucket(
                 plan,
-                self.grad_data.data[plan.start // kept_by : plan.end // kept_by],
+                memory,
                 members,
                 [contracts[slot.name] for slot in plan.slots],
                 groups,
@@ -125,7 +131,8 @@ class GradBuffer:
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
         self.check_memory()
-        self.grad_data.zero_()
+        for memory in (self.grad_data, *self.below):
+            memory.zero_()
         for bucket in self.buckets:
             bucket.attach()
 

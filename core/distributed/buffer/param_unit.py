@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from core import agree, huge_pages
 from core.agree import SyncError
@@ -17,6 +18,7 @@ from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.param_views import views_of
+from core.distributed.buffer.sharded_parameter import DATA, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.wire.backend import timeout_of
 from core.distributed.wire.collectives import Collectives, Flight
@@ -47,8 +49,9 @@ class Gather(NamedTuple):
 class ParamUnit:
     """Parameters that lie in one bucket, and this rank's shard of them.
 
-    A parameter that is not gathered keeps its shape, dtype and device. Its data is one NaN, expanded: a read shows, and
-    a write raises, or is noticed when the parameter is gathered next.
+    A parameter that is not gathered keeps its shape, dtype and device, and its class refuses reads and writes. Where a
+    bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
+    is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
     shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. lane: a communicator of the same
     ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
@@ -80,17 +83,22 @@ class ParamUnit:
         self.shard_range = layout.shard_of(dist.get_rank(group))
         self.group = group
         self.lane = lane
-        self.mapped = mapped
+        self.mapped = shard if layout.shards == 1 and tier is None else mapped
+        self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
         self.channel = channel
         self.tier = tier
         self.name = f"parameters of {layout.describe()}"
-        self.nans = torch.full((len(self.params),), torch.nan, dtype=shard.dtype, device=shard.device)
-        self.hidden = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
-        self.kind: type[nn.Parameter] = nn.Parameter  # the class of a parameter that is not shown
+        self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=shard.device)
+        if self.mapped is None or self.moves:
+            self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
+        else:
+            self.home = views_of(self.mapped, layout.slots, layout.start)  # the parameters' data while it is not shown
+        self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] = nn.Parameter, nn.Parameter  # not shown, and shown
         self.stays = Stays.WINDOW  # may be set at any time, to the same on all ranks
-        self.whole: torch.Tensor | None = None  # [layout.numel] while the unit is gathered
+        self.whole = None if self.moves else self.mapped  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
         self.versions = [0] * len(self.params)  # of the parameters, when they were last shown or hidden
+        self.data_of: list[tuple[str, torch.Tensor]] = []  # (parameter, its `.data`) that somebody has since asked for
 
     @property
     def is_collective(self) -> bool:
@@ -107,9 +115,9 @@ class ParamUnit:
         """Keep this rank's part of a parameter, which still has memory of its own, and free that memory."""
         param, (first, part) = self.params[index], self.own_part_of(index)
         part.copy_(param.reshape(-1)[first : first + part.numel()])
-        param.data = self.hidden[index]
+        param.data = self.home[index]
         self.versions[index] = param._version
-        param.__class__ = self.kind
+        param.__class__ = self.kinds[0]
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
         """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""
@@ -126,8 +134,7 @@ class ParamUnit:
             return self.complete(self.launch(collectives))
         self._check_file()
         with torch.inference_mode(False), torch.no_grad():
-            copied = to_write or self.tier is not None
-            self.whole = self._borrow().copy_(self.mapped) if copied else self.mapped
+            self.whole = self._borrow().copy_(self.mapped) if to_write or self.moves else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
@@ -154,20 +161,25 @@ class ParamUnit:
         try:
             self.hide()
         finally:
-            self.whole = None
+            self.whole = None if self.moves else self.mapped
 
-    def show(self) -> None:
-        """Give the parameters their values. Raises SyncError if one was written or moved while it had none."""
+    def show(self, kind: type[nn.Parameter] | None = None) -> None:
+        """Give the parameters their values. Raises SyncError if one was written or moved while it had none.
+
+        kind: their class until they are hidden, where it is not the owner's.
+        """
         assert self.whole is not None, "a unit is gathered before it is shown"
         if self.shown:
             return
         with torch.inference_mode(False), torch.no_grad():
-            views = views_of(self.whole, self.layout.slots, self.layout.start)
+            at_home = self.whole is self.mapped
+            views = self.home if at_home else views_of(self.whole, self.layout.slots, self.layout.start)
             intact = self.nans.is_cuda or bool(self.nans.isnan().all())  # a GPU would have to be waited for
-            for param, view, hidden, version in zip(self.params, views, self.hidden, self.versions, strict=True):
-                param.__class__ = nn.Parameter
-                intact = intact and param._version == version and param.data_ptr() == hidden.data_ptr()
-                param.data = view
+            for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
+                param.__class__ = kind or self.kinds[1]
+                intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
+                if not at_home:
+                    DATA.__set__(param, view)
         self.versions = [param._version for param in self.params]
         self.views = views
         if not intact:
@@ -181,17 +193,20 @@ class ParamUnit:
         if not self.shown:
             return
         views, self.views = self.views, []
-        wrong = None
+        wrong = next((name for name, values in self.data_of if values._version), None)
+        self.data_of = []
         with torch.inference_mode(False), torch.no_grad():
-            for index, (param, view, hidden) in enumerate(zip(self.params, views, self.hidden, strict=True)):
-                if param._version != self.versions[index] or param.data_ptr() != view.data_ptr():
+            for index, (param, view, home) in enumerate(zip(self.params, views, self.home, strict=True)):
+                moved = param.data_ptr() != view.data_ptr()
+                if moved or param._version != self.versions[index]:
                     wrong = wrong or self.names[index]
                 self.versions[index] = param._version
-                param.data = hidden
-                param.__class__ = self.kind
+                if moved or view is not home:
+                    DATA.__set__(param, home)
+                param.__class__ = self.kinds[0]
         if wrong is not None:
             became = "keeps only its shard: the write is lost"
-            if self.mapped is not None and self.tier is None:
+            if not self.moves:
                 became = "has written the one copy that all share: load a checkpoint"
             raise SyncError(
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
@@ -208,7 +223,7 @@ class ParamUnit:
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param)
-                param.data = view
+                DATA.__set__(param, view)
         bits = BITS[self.shard.element_size()]
         return not torch.equal(self._own_part(self.whole).view(bits), self.shard.view(bits))
 
@@ -217,7 +232,17 @@ class ParamUnit:
         """Make this rank's part of the gathered values its shard."""
         assert self.whole is not None, "values are taken from the gathered bucket"
         self.shard.copy_(self._own_part(self.whole))
+
+    def note_new_values(self) -> None:
+        """The shards have been written: a graph that has saved a parameter's old values must not use the new ones."""
+        increment_version(self.params)
+        with attributes_alone():
+            self.versions = [param._version for param in self.params]
+
+    def accept_writes(self) -> None:
+        """What was written while the parameters were shown is not refused when they are hidden."""
         self.versions = [param._version for param in self.params]
+        self.data_of = []
 
     def _borrow(self) -> torch.Tensor:
         """Memory for the whole bucket. Beside files none of it may stay with the C library when it is freed."""
@@ -275,7 +300,7 @@ def units_of(
             lies.channel,
             place,
         )
-        unit.stays = stays if lies.mapped is None or place is not None else Stays.STEP
+        unit.stays = stays if unit.moves else Stays.STEP
         units.append(unit)
     return units
 

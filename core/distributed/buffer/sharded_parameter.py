@@ -2,8 +2,8 @@
 
 A parameter may be read where no hook of its module runs: a tied weight, `F.linear(x, emb.weight)`, attention that takes
 its projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with it, so the
-class is exchanged with the values: nn.Parameter while they are there, ShardedParameter while they are not. Whatever
-computes with one has its bucket gathered first, or is refused. The class costs nothing where values are there already.
+class is exchanged with the values: GatheredParameter while they are there, ShardedParameter while they are not.
+Whatever computes with the second has its bucket gathered first, or is refused. The first costs nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ ABOUT = frozenset(
 )
 
 
+DATA: Any = torch.Tensor.data  # reads and writes it without a note
+
 # Surrounds what reads attributes of many parameters and no values, where asking the class of each would take long.
 attributes_alone = torch._C.DisableTorchFunctionSubclass
 
@@ -49,11 +51,34 @@ class Owner(Protocol):
     def refuse_write(self, param: ShardedParameter) -> None:
         """Raise SyncError that names the parameter."""
 
+    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Remember `values`, the `.data` of a gathered parameter, which somebody may write."""
 
-class ShardedParameter(nn.Parameter):
-    """A parameter whose values are not here; each owner has a subclass of its own."""
+
+class GatheredParameter(nn.Parameter):
+    """A parameter whose values are here; each owner has a subclass of its own.
+
+    torch counts writes to a tensor's `.data` apart from writes to the tensor. So whoever asks for it is noted.
+    """
 
     owner: Callable[[], Owner | None]  # a weak reference
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values. A write to them in a forward is refused when they are given up."""
+        values: torch.Tensor = DATA.__get__(self)
+        owner = type(self).owner()
+        if owner is not None:
+            owner.note_data(self, values)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        DATA.__set__(self, values)
+
+
+class ShardedParameter(GatheredParameter):
+    """A parameter whose values are not here; each owner has a subclass of its own."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,13 +102,15 @@ class ShardedParameter(nn.Parameter):
                 "tuples and dictionaries, so its values cannot be gathered; pass it by itself, or make the call inside "
                 "`with model.gathered():`"
             )
-        owner.gather_for(missing, [param for param in given if type(param) is nn.Parameter])
+        owner.gather_for(missing, [param for param in given if type(param) is not cls])
         return func(*args, **kwargs)
 
 
-def owned_by(owner: Callable[[], Owner | None]) -> type[ShardedParameter]:
-    """The class of the parameters of one owner."""
-    return type("ShardedParameter", (ShardedParameter,), {"owner": staticmethod(owner)})
+def owned_by(owner: Callable[[], Owner | None]) -> tuple[type[ShardedParameter], type[GatheredParameter]]:
+    """The classes of the parameters of one owner: without their values, and with them."""
+    shared = {"owner": staticmethod(owner)}
+    hidden = type("ShardedParameter", (ShardedParameter,), shared)
+    return hidden, type("Parameter", (GatheredParameter,), shared)
 
 
 @lru_cache(maxsize=1000)

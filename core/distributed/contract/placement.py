@@ -30,12 +30,15 @@ class Placement:
     offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
-    prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most.
+    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below.
+    prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
+        1, and 0 under a budget.
     directory: where a rank's files of the tier below the device are made. They have no name, so that
         nothing is left behind when the job ends, however it ends.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
-        and as many buckets are whole there as a rank's budget allows. Gradients are in the budget too, and what a
-        forward keeps for backward, which the first step counts. The bucket whose next use is farthest is given up.
+        and as many buckets are whole there as a rank's budget allows. Gradients on the device are in the budget too,
+        and what a forward keeps for backward, which the first step counts. The bucket whose next use is farthest is
+        given up.
     warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
         later. memstats: what the first step of an earlier run has found; the first step of this one is as the others.
     """
@@ -49,15 +52,16 @@ class Placement:
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 1.0
     memstats: MemStats | None = None
-    prefetch: int = 1
+    prefetch: int | None = None
+    offload_grad_frac: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_budget()
-        for name in ("shard_param_frac", "offload_param_frac", "offload_optim_frac"):
+        for name in ("shard_param_frac", "offload_param_frac", "offload_optim_frac", "offload_grad_frac"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it is a fraction of the bytes of buckets, between 0 and 1")
-        if self.prefetch not in (0, 1):
+        if self.prefetch not in (None, 0, 1):
             raise ValueError(f"prefetch is {self.prefetch!r}; one bucket is gathered ahead, or none: set it to 0 or 1")
         if self.offload_param_frac > self.shard_param_frac:
             raise ValueError(
@@ -66,13 +70,14 @@ class Placement:
             )
         if self.offloads and self.directory is None:
             raise ValueError(
-                f"offload_param_frac is {self.offload_param_frac} and offload_optim_frac {self.offload_optim_frac}, "
-                "and there is no directory for the files that lie below the device; name one, or set both to 0"
+                f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
+                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files that lie below "
+                "the device; name one, or set them to 0"
             )
         if self.directory is not None and not self.offloads:
             raise ValueError(
-                f"directory is {os.fspath(self.directory)!r}, and nothing is offloaded to it; set offload_param_frac "
-                "or offload_optim_frac, or leave it None"
+                f"directory is {os.fspath(self.directory)!r}, and nothing is offloaded to it; set offload_param_frac, "
+                "offload_optim_frac or offload_grad_frac, or leave it None"
             )
 
     def _check_budget(self) -> None:
@@ -84,7 +89,23 @@ class Placement:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it is a part of the budget, between 0 and 1")
         if budget is None:
+            for name in ("warmup_non_model_data_ratio", "steady_cap_ratio", "memstats"):
+                value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+                if value != default:
+                    raise ValueError(
+                        f"{name} is {value!r}, and without memory_budget_bytes nothing reads it; set a budget, or "
+                        f"leave it {default}"
+                    )
             return
+        if self.prefetch:
+            raise ValueError(
+                f"prefetch is {self.prefetch}, and a budget of {budget} bytes has no room for a bucket that nobody "
+                "uses yet; set it to 0"
+            )
+        if self.memstats is not None and not isinstance(self.memstats, MemStats):
+            raise ValueError(
+                f"memstats is {self.memstats!r}; it is the MemStats that the first step of an earlier run has found"
+            )
         if self.shard_param_frac != 1 or self.offload_param_frac != 1 or self.offload_optim_frac != 1:
             raise ValueError(
                 f"memory_budget_bytes is {budget}, under which all shards lie below the device, and shard_param_frac "
@@ -95,7 +116,7 @@ class Placement:
     @property
     def offloads(self) -> bool:
         """True if something lies below the device."""
-        return self.offload_param_frac > 0 or self.offload_optim_frac > 0
+        return self.offload_param_frac > 0 or self.offload_optim_frac > 0 or self.offload_grad_frac > 0
 
 
 def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:

@@ -38,10 +38,11 @@ def describe_model(
         for bucket in buffer.buckets:
             layout = bucket.layout
             padding = layout.numel - layout.numel_unpadded
+            grads = "; gradients below the device" if any(bucket.owned_grad is part for part in buffer.below) else ""
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
                 f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "
-                f"padding, {bucket.op}{scaled}{_below(bucket.state_tier, '; masters and moments')}"
+                f"padding, {bucket.op}{scaled}{grads}{_below(bucket.state_tier, '; masters and moments')}"
             )
             for slot in layout.slots:
                 contract = plan.contracts[slot.name]
@@ -72,7 +73,7 @@ def _sharded_parameters(unit: ParamUnit) -> str:
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
     """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
-    kept = buffer.grad_data.numel() * buffer.grad_data.element_size()
+    kept = nbytes // buffer.layout.shards
     pool = 0 if buffer.pool is None else buffer.pool.nbytes
     sent = nbytes - kept  # (shards - 1) / shards
     return [

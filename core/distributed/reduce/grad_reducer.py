@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
@@ -204,7 +205,7 @@ class GradReducer:
         """A backward has ended: launch what it left. With other models on the communicator that waits for finalize."""
         self.in_microbatch = False
         if self.open and not self.others:
-            with self.named("backward"):
+            with self.named("backward"), attributes_alone():
                 self._launch_rest()
 
     def complete_microbatch(self) -> None:
@@ -446,7 +447,8 @@ def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param
     bucket = reducer.buckets[number]
     if param.__dict__.get("grad_added_to_main_grad"):
         check_declared(param, bucket.contracts[index].name)
-    reducer.arrive(bucket, index)
+    with attributes_alone():
+        reducer.arrive(bucket, index)
 
 
 def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:

@@ -29,9 +29,9 @@ class Window:
 
     stats: MemStats | None = None
 
-    def __init__(self, prefetch: int = 1) -> None:
-        """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0 or 1."""
-        self.prefetch = prefetch
+    def __init__(self, prefetch: int | None = None) -> None:
+        """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0, or 1 (None)."""
+        self.prefetch = 1 if prefetch is None else prefetch
 
     def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
         """Which of `whole`, the one used last at the end, are given up for `unit`. Called for each use of a bucket."""
@@ -88,6 +88,12 @@ class Budget:
         self.steps = -1  # the parameters are cut into shards first
         self.limit = max(int(budget * warm_up) - always, 0)
         if stats is not None:
+            unknown = sorted(set(stats.uses) - self.units.keys())
+            if unknown:
+                raise ValueError(
+                    f"memstats has a bucket of number {unknown[0]}, and the model has {len(self.units)}; they are of "
+                    "another model, or of other sizes of buckets. Leave them out"
+                )
             self._settle(stats)
         else:
             order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration

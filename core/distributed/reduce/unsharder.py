@@ -43,7 +43,7 @@ from core import agree
 from core.agree import SyncError
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
-from core.distributed.guard.replicas import first_unequal
+from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
 from core.distributed.wire.collectives import Collectives
@@ -56,7 +56,7 @@ LastTwo = tuple[ParamUnit | None, ParamUnit | None]
 
 
 class SavedWeight(NamedTuple):
-    """Where a weight that backward needs was: elements of a unit's whole bucket, in a generation of its values.
+    """Where a weight that backward needs was: elements of a unit's whole bucket, in a version of its values.
 
     Note [Weights are saved by place]
     `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
@@ -71,8 +71,7 @@ class SavedWeight(NamedTuple):
     offset: int
     shape: Sequence[int]
     stride: tuple[int, ...]
-    generation: int
-    version: int  # of the parameter: a write inside `gathered` counts at once
+    version: int  # of the parameter: any write of the values counts
 
 
 class Unsharder:
@@ -90,17 +89,18 @@ class Unsharder:
         self.ahead: Gather | None = None  # Note [One bucket ahead]
         self.next_of: dict[LastTwo, ParamUnit | None] = {}
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
-        self.generation = 0  # of the parameters' values
+        self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
-        self.takes_writes = False  # True inside `loading`
+        self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the whole values that were taken
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
         self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
-        kind = owned_by(weakref.ref(self))
+        kinds = owned_by(weakref.ref(self))
         for unit in self.units:
-            unit.kind = kind
+            unit.kinds = kinds
+        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds[1])  # what may lie in the memory of a bucket
         groups = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
         self.channels: list[HostChannel] = list(groups.values())
 
@@ -112,7 +112,7 @@ class Unsharder:
         if self.awaits_others:
             self.meet()
         self.depth += 1
-        if self.hooks is not None:
+        if self.hooks is not None or not self.saves_by_place:
             return
         if not _hooks_are_active():
             self.hooks = saved_tensors_hooks(self.residents.watch(self._pack), self._unpack)
@@ -184,6 +184,12 @@ class Unsharder:
             self._obtain(unit, pinned, used_by=self._name_of(first))
             unit.show()
 
+    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Somebody may write `values`, a gathered parameter's `.data`, which torch does not count as a write to it."""
+        unit = self.unit_of.get(id(param))
+        if unit is not None and unit.shown:
+            unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
+
     def refuse_write(self, param: ShardedParameter) -> None:
         """Raise: the write would be lost."""
         raise SyncError(
@@ -196,7 +202,7 @@ class Unsharder:
 
     def _name_of(self, param: nn.Parameter) -> str:
         unit = self.unit_of[id(param)]
-        return unit.names[next(i for i, other in enumerate(unit.params) if other is param)]
+        return unit.names[unit.index_of[id(param)]]
 
     def _obtain(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
         """The whole bucket of a unit, which is now the one used last."""
@@ -239,7 +245,7 @@ class Unsharder:
             whole = unit.complete(ahead)
         else:
             whole = unit.gather(self.collectives, to_write)
-        if whole.numel() > 0:
+        if unit.moves and whole.numel() > 0:
             self.at[whole.data_ptr()] = unit
             insort(self.addresses, whole.data_ptr())
         return whole
@@ -270,12 +276,12 @@ class Unsharder:
 
     def _pack(self, tensor: torch.Tensor) -> object:
         unit = self.unit_of.get(id(tensor))
-        if unit is not None and not unit.shown:  # a parameter itself, which is hidden again by now
+        if unit is not None and unit.moves and not unit.shown:  # a parameter itself, which is hidden again by now
             index = unit.index_of[id(tensor)]
             slot = unit.layout.slots[index]
             stride = torch.empty(slot.shape, device="meta").stride()
-            return SavedWeight(unit, index, unit.starts[index], slot.shape, stride, self.generation, version_of(tensor))
-        if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
+            return SavedWeight(unit, index, unit.starts[index], slot.shape, stride, version_of(tensor))
+        if tensor.layout is torch.strided and type(tensor) in self.plain_kinds:
             address = tensor.data_ptr()
             number = bisect_right(self.addresses, address) - 1  # the address of a storage takes 40 us to find
             unit = self.at[self.addresses[number]] if number >= 0 else None
@@ -283,13 +289,13 @@ class Unsharder:
             if unit is not None and offset < unit.layout.numel and tensor.dtype is unit.shard.dtype:
                 index = bisect_right(unit.starts, offset) - 1
                 version = version_of(unit.params[index])
-                return SavedWeight(unit, index, offset, tensor.shape, tensor.stride(), self.generation, version)
+                return SavedWeight(unit, index, offset, tensor.shape, tensor.stride(), version)
         # An output that is saved by its own node would keep the node, and the node the output, for ever.
         return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
     def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
-            if saved.generation != self.generation or saved.version != version_of(saved.unit.params[saved.number]):
+            if saved.version != version_of(saved.unit.params[saved.number]):
                 raise SyncError(
                     f"rank {dist.get_rank()}: a backward needs {saved.unit.name} as they were in its forward, and they "
                     "have been written since (an optimizer's step, a load, a write inside `gathered`). Run the "
@@ -315,6 +321,10 @@ class Unsharder:
         if unit is not None:
             unit.cut(unit.index_of[id(param)])
 
+    def refuse(self, error: Exception | None, what: str) -> None:
+        """Raise on all ranks if any has an error. Collective."""
+        agree.refuse(error, self._groups(), what)
+
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("a load or an optimizer's step")
@@ -324,25 +334,38 @@ class Unsharder:
     def loading(self) -> Iterator[None]:
         """`param.copy_(whole)` writes this rank's part into the shard, as a module's load_state_dict does.
 
-        All ranks enter it together, and copy the same values.
+        All ranks enter and leave it together. Raises SyncError on all of them where they have copied different values,
+        and this rank's own error after the others know of it.
         """
         self.begin_update()
-        self.takes_writes = True
+        self.loaded, failure = {}, None
         try:
             yield
+        except Exception as error:  # the others compare all the same
+            failure = error
         finally:
-            self.takes_writes = False
+            sums, self.loaded = self.loaded, None
             self.forget()
-            self.meet()  # also where this rank has failed: the others come here all the same
+            self.meet()
+        tables = []
+        for group in self._groups():
+            units = [unit for unit in self.units if unit.group is group]
+            names = [name for unit in units for name in unit.names if name in sums]
+            lines = [f"parameter {name!r} with checksum {sums[name]}" for name in names]
+            tables.append((f"data group {units[0].data_group!r}", group, lines))
+        advice = "Each rank has kept its part of what it has read, so the weights are mixed: load the same files on all"
+        agree.same(tables, failure, kind=SyncError, advice=advice)
 
     @torch.no_grad()
     def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
         """Keep this rank's part of whole values. False outside of `loading`."""
-        if self.takes_writes:
-            unit = self.unit_of[id(param)]
-            first, part = unit.own_part_of(unit.index_of[id(param)])
-            part.copy_(values.reshape(-1)[first : first + part.numel()])
-        return self.takes_writes
+        if self.loaded is None:
+            return False
+        unit = self.unit_of[id(param)]
+        first, part = unit.own_part_of(unit.index_of[id(param)])
+        part.copy_(values.reshape(-1)[first : first + part.numel()])
+        self.loaded[self._name_of(param)] = checksum(values)
+        return True
 
     def publish(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""
@@ -352,11 +375,12 @@ class Unsharder:
 
     def forget(self) -> None:
         """This rank's shards have other values now: so has whatever is gathered. A use before `meet` waits."""
-        self.generation += 1
         self.awaits_others = True
         self._learn(None)
         self._take_ahead()
         _all_of(partial(self._drop, unit) for unit in self.units)
+        for unit in self.units:
+            unit.note_new_values()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -371,21 +395,22 @@ class Unsharder:
             self._drop(unit)
             self._gather(unit, to_write=True)
             self.kept.add(unit)
-            unit.show()
+            unit.show(nn.Parameter)
         self.is_held = True
         try:
-            with nullcontext() if _hooks_are_active() else saved_tensors_hooks(self._pack, self._unpack):
+            by_value = _hooks_are_active() or not self.saves_by_place
+            with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
                 yield
             edited = [unit for unit in self.units if unit.edited()]
             if any([agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()]):
                 self._refuse_unequal_writes()
                 for unit in self.units:
                     unit.take_over()
-                self.generation += 1
+                    unit.note_new_values()
         finally:
             self.is_held = False
             for unit in self.units:
-                unit.versions = [param._version for param in unit.params]  # what was written is taken over, or fails
+                unit.accept_writes()  # they are taken over, or have failed
             _all_of(partial(self._drop, unit) for unit in self.units)
         self.meet()
 

@@ -20,6 +20,8 @@ from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch
 
+SEARCH = {"search_range_m": 32, "hidden_dim": None, "min_chunk_size_m": 32}  # the defaults, where nothing is searched
+
 
 def boosted(precision: str = "fp32", **options: Any) -> tuple[Booster, Any, Any]:
     booster = Booster(plugin=GeminiPlugin(precision=precision, **{**TINY_CHUNKS, **options}))
@@ -77,7 +79,7 @@ def test_chunks_are_buckets_of_the_size_that_was_found_or_given(rank: int, world
     assert len(buckets_of(boosted()[1])) == 4
     given = {2: {"chunk_size": 210, "keep_gathered": False}, 4: {"chunk_size": 1}}
     for _ in range(2):  # the dictionary is not used up
-        _, model, _ = boosted(chunk_config_dict=given)
+        _, model, _ = boosted(chunk_config_dict=given, **SEARCH)
         assert len(buckets_of(model)) == 3
     assert len(buckets_of(boosted(hidden_dim=256)[1])) == 2
     assert len(buckets_of(boosted(min_chunk_size_m=130 / 1024**2)[1])) == 3
@@ -95,7 +97,7 @@ def test_chunks_are_buckets_of_the_size_that_was_found_or_given(rank: int, world
 @ranks(2)
 def test_parameters_are_sharded_or_replicated_as_asked_for(rank: int, world: int) -> None:
     given = {2: {"chunk_size": 100, "keep_gathered": True}}
-    for options in ({}, {"strict_ddp_mode": True}, {"chunk_config_dict": given}):
+    for options in ({}, {"strict_ddp_mode": True}, {"chunk_config_dict": given, **SEARCH}):
         booster, model, optimizer = boosted(**options)
         one_backward(booster, model, optimizer, rank)
         optimizer.step()
@@ -268,6 +270,7 @@ def test_verbose_prints_the_chunks_and_each_step_on_one_rank(rank: int, world: i
 
 @ranks(1, 2)
 def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) -> None:
+    size = {world: {"chunk_size": 10}}
     for options, words in (
         ({"precision": "fp8"}, "precision 'fp8' is none of fp16, bf16, fp32"),
         ({"placement_policy": "const"}, "placement_policy 'const' is none of static, auto"),
@@ -280,6 +283,11 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"offload_directory": "/tmp", "offload_param_frac": 0.5, "shard_param_frac": 0.3}, "offload at most what is"),
         ({"offload_directory": "/tmp", "offload_optim_frac": 1, "strict_ddp_mode": True}, "offload nothing"),
         ({"shard_param_frac": 0.5, "strict_ddp_mode": True}, "shard_param_frac is 0.5, and strict_ddp_mode or"),
+        ({"max_prefetch": 1, "strict_ddp_mode": True}, "max_prefetch is 1, and strict_ddp_mode or .*; leave it 0"),
+        ({"enable_gradient_accumulation": True, "strict_ddp_mode": True}, "accumulation is True, and strict_ddp_mode"),
+        ({"chunk_config_dict": size, "hidden_dim": 64}, "hidden_dim is 64, and chunk_config_dict gives the size"),
+        ({"chunk_config_dict": size, "search_range_m": 1}, "search_range_m is 1, and chunk_config_dict .*leave it 32"),
+        ({"chunk_config_dict": size, "min_chunk_size_m": 0}, "min_chunk_size_m is 0, and chunk_config_dict gives"),
         ({"offload_optim_frac": -1}, "offload_optim_frac is -1; it is a fraction"),
         ({"offload_param_frac": "1"}, "offload_param_frac is '1'; it must be a number"),
         ({"warmup_non_model_data_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.8"),

@@ -15,17 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import huge_pages
+from core import huge_pages, parallel_state
 from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
-from core.distributed import Placement
+from core.distributed import Placement, finalize_model_grads
 from core.distributed.contract.placement import first_of, last_of
 from core.distributed.wire.shared_memory import HostMemory
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini import TINY_CHUNKS
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import wrap
 
 FRACTIONS = (0.0, 0.5, 1.0)
 FINE = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -75,6 +77,10 @@ def shards(model: Any) -> list[torch.Tensor]:
     return [unit.shard for unit in model.module.engine.unsharder.units]
 
 
+def grads(model: Any) -> list[torch.Tensor]:
+    return [bucket.owned_grad for bucket in model.module.reducer.buckets]
+
+
 def states(optimizer: Any) -> list[torch.Tensor]:
     """Masters and moments, as the optimizer holds them."""
     kept = [masters.kept for masters in optimizer.engine.masters if masters.kept.numel()]
@@ -86,6 +92,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
     wanted = losses_of(booster, model, optimizer, rank)
     weights = whole_weights(model)
     total, of_states = sum(t.nbytes for t in shards(model)), sum(t.nbytes for t in states(optimizer))
+    of_grads = sum(t.nbytes for t in grads(model))
     largest = max(t.nbytes for t in shards(model))
     assert len(shards(model)) > 5 and wanted[2] < wanted[0]
     last: dict[Any, int] = {}
@@ -102,6 +109,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         assert all(torch.equal(ours[name], weight) for name, weight in weights.items()), case
         files = Files(folder)
         params, moments = files.bytes_of(shards(model)), files.bytes_of(states(optimizer))
+        assert abs(files.bytes_of(grads(model)) - param * of_grads) <= largest * of_grads // total, case
         assert abs(params - param * total) <= largest, case
         assert abs(moments - optim * of_states) <= largest * of_states // total, case
         assert last.get((shard, optim), 0) <= params and last.get(("states", shard, param), 0) <= moments, case
@@ -113,7 +121,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         used = [unit.whole for unit in model.module.engine.unsharder.units if unit.whole is not None]
         assert used and not files.bytes_of(used), "a chunk is used on the device"
         text = model.module.describe()
-        assert (f"ranks, in a file in {folder}" in text) == (param > 0)
+        assert (f"ranks, in a file in {folder}" in text) == ("gradients below the device" in text) == (param > 0)
         assert (f"masters and moments in a file in {folder}" in text) == (optim > 0)
         assert not list(folder.iterdir()), "the files have a name"
         del booster, model, optimizer, ours
@@ -208,6 +216,38 @@ def test_each_rank_may_have_a_directory_of_its_own(rank: int, world: int, tmp_pa
     assert Files(folder).bytes_of(states(optimizer)) == sum(t.nbytes for t in states(optimizer)) > 0
 
 
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_gradients_alone_may_lie_in_files(rank: int, world: int, tmp_path: Path, strategy: Any) -> None:
+    parallel_state.initialize_model_parallel()
+    folder, found = shared(tmp_path), []
+    for fraction in (0.0, 0.5, 1.0):
+        placement = Placement(offload_grad_frac=fraction, directory=folder) if fraction else None
+        ddp = wrap(layers(), data_parallel_sharding_strategy=strategy, bucket_size=300, placement=placement)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.0), [ddp])
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            finalize_model_grads([ddp])
+            optimizer.step()
+        of_all = sum(bucket.owned_grad.nbytes for bucket in ddp.reducer.buckets)
+        below = Files(folder).bytes_of([bucket.owned_grad for bucket in ddp.reducer.buckets])
+        assert 0.2 * of_all < below < 0.8 * of_all if fraction == 0.5 else below == fraction * of_all
+        found.append({name: value.clone() for name, value in ddp.state_dict().items()})
+        assert all(torch.equal(found[0][name], value) for name, value in found[-1].items()), fraction
+    assert not torch.equal(found[0]["0.0.weight"], layers().state_dict()["0.0.weight"])
+    os.ftruncate(ddp.engine.tier.files[-1][0], 0)
+    with pytest.raises(SyncError, match=f"rank {rank}: a file in .* was cut to 0 of its"):
+        ddp(x)
+    with pytest.raises(ValueError, match="offload_grad_frac 0.5, and strategy 'optim' keeps whole gradients"):
+        wrap(
+            layers(),
+            data_parallel_sharding_strategy="optim",
+            placement=Placement(offload_grad_frac=0.5, directory="/tmp"),
+        )
+
+
 # -- files that are not there, or not as they were --------------------------------------------------------------------
 
 
@@ -226,7 +266,7 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
             pytest.raises((OSError, RuntimeError), match="could not be reserved in .*No space left on device.*Free"),
         ):
             boosted("fp32", **everything, offload_directory=folder)
-    booster, model, optimizer = boosted("fp32", **everything, offload_directory=folder)
+    booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=folder)
     with mock.patch.object(os, "posix_fallocate", full if rank == 1 else os.posix_fallocate):
         losses_of(booster, model, optimizer, rank, 1)  # right, with moments in RAM on rank 1
     with pytest.raises(SyncError, match="rank 1.*could not be reserved"):

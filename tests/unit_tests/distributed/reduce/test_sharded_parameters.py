@@ -30,6 +30,8 @@ from core.optimizer.optimizer_state import MASTER
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
+# Of a backward whose weights have changed since its forward: by torch where they lie, or by us where they are gathered.
+WRITTEN = {True: "modified by an inplace operation", False: "have been written since"}
 WIDTH = 12
 STEPS = 3
 
@@ -332,11 +334,12 @@ def test_keeping_parameters_is_refused_where_it_has_no_effect_or_another_one(ran
         sharded(Model(), reshard_after_forward=2)
 
 
-@ranks(1)
-def test_one_lost_write_does_not_leave_other_buckets_with_values(rank: int, world: int) -> None:
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_one_lost_write_does_not_leave_other_buckets_with_values(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
-    ddp = sharded(model, bucket_size=256, reshard_after_forward=False)
+    ddp = sharded(model, bucket_size=256, reshard_after_forward=False, share_host_memory=share)
 
     def write(*_: Any) -> None:
         for layer in model:
@@ -352,9 +355,10 @@ def test_one_lost_write_does_not_leave_other_buckets_with_values(rank: int, worl
 def plain(ddp: DistributedDataParallel) -> Iterator[torch.Tensor]:
     """What parameters are that are not gathered."""
     for unit in unsharder_of(ddp).units:
-        for param, hidden in zip(unit.params, unit.hidden, strict=True):
+        for param, home in zip(unit.params, unit.home, strict=True):
+            assert type(param) is unit.kinds[0]
             with torch._C.DisableTorchFunctionSubclass():
-                assert param.data_ptr() == hidden.data_ptr() and bool(param.isnan().all())
+                assert param.data_ptr() == home.data_ptr() and bool(param.isnan().all()) == unit.moves
                 yield param.detach()
 
 
@@ -369,7 +373,7 @@ def test_no_rank_computes_with_values_that_another_one_writes(rank: int, world: 
     parallel_state.initialize_model_parallel()
     ddp = sharded(Model())
     unsharder = unsharder_of(ddp)
-    assert all(unit.mapped is not None and unit.whole is None for unit in unsharder.units)
+    assert not any(unit.moves for unit in unsharder.units)
     assert "is always whole in memory that its ranks map from each other" in ddp.describe()
     start = evaluated_by(ddp)
 
@@ -427,12 +431,14 @@ def test_a_load_of_the_optimizer_waits_for_ranks_that_compute_and_for_nobody_aft
 
 
 @ranks(2)
-def test_a_parameter_that_is_not_gathered_has_a_shape_and_no_values(rank: int, world: int) -> None:
+@pytest.mark.parametrize("share", [True, False])
+def test_a_parameter_that_is_not_gathered_has_a_shape_and_no_values(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = sharded(Model())
+    ddp = sharded(Model(), share_host_memory=share)
     weight, start = ddp.module.words.weight, Model().words.weight
     assert (weight.shape, weight.numel(), weight.dtype, weight.device) == (start.shape, 132, start.dtype, start.device)
-    assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and "nan" in repr(weight)
+    assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
+    assert ("nan" in repr(weight)) == (not share)
     with torch.no_grad():
         for use in (
             lambda: weight.norm(),
@@ -498,9 +504,10 @@ def test_what_is_written_inside_gathered_stays_on_all_ranks(rank: int, world: in
 
 
 @ranks(2)
-def test_misuse_is_refused_by_name(rank: int, world: int) -> None:
+@pytest.mark.parametrize("share", [True, False])
+def test_misuse_is_refused_by_name(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = sharded(Model())
+    ddp = sharded(Model(), share_host_memory=share)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
     early = loss_of(ddp, rank, 1)
     loss_of(ddp, rank, 0).backward()
@@ -511,7 +518,7 @@ def test_misuse_is_refused_by_name(rank: int, world: int) -> None:
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
     optimizer.step()
-    with pytest.raises(SyncError, match="have been written since"):
+    with pytest.raises(RuntimeError, match=WRITTEN[share]):
         early.backward()
 
     def write(module: nn.Module, inputs: Any) -> None:
@@ -770,15 +777,16 @@ def test_a_weight_that_is_saved_as_itself_has_its_values_in_backward(rank: int, 
         assert torch.equal(value, seen[1][name]) and (value - start[name]).abs().min() > 0, name
 
 
-@ranks(1)
-def test_a_write_between_a_forward_and_its_backward_is_seen(rank: int, world: int) -> None:
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_a_write_between_a_forward_and_its_backward_is_seen(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = sharded(Gated())
+    ddp = sharded(Gated(), share_host_memory=share)
     with ddp.gathered():
         loss = ddp(torch.ones(5, 24)).sum()
         with torch.no_grad():
             ddp.module.weights[1].mul_(1.5)
-        with pytest.raises(SyncError, match="they have been written since"):
+        with pytest.raises(RuntimeError, match=WRITTEN[share]):
             loss.backward()
     with ddp.gathered():
         views = [weight.view(-1) for weight in ddp.module.weights]
@@ -788,10 +796,10 @@ def test_a_write_between_a_forward_and_its_backward_is_seen(rank: int, world: in
         ddp(torch.ones(5, 24))
 
 
-@ranks(1)
-def test_hooks_of_others_around_the_forward_are_refused(rank: int, world: int) -> None:
+@ranks(2)
+def test_hooks_of_others_around_the_forward_are_refused_where_weights_move(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
-    ddp = sharded(Gated())
+    ddp = sharded(Gated(), share_host_memory=False)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         with pytest.raises(SyncError, match="inside somebody's saved-tensor hooks"):
             ddp(torch.ones(5, 24))

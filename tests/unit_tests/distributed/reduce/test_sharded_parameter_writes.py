@@ -1,0 +1,162 @@
+"""Writes to sharded parameters, and loads of them: what is not the same on all ranks is told on all, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core import parallel_state
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin
+from core.distributed import DistributedDataParallelConfig, MemStats, Placement, SyncError, finalize_model_grads
+from core.distributed.reduce.residents import Budget
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests.booster.test_booster_checkpoint import shared
+from tests.unit_tests.distributed.reduce.test_sharded_parameters import ADAM, Model, loss_of, sharded, unsharder_of
+from tests.unit_tests.ranks import ranks
+
+# -- writes in a forward ----------------------------------------------------------------------------------------------
+
+
+class WritesData(nn.Module):
+    """Its forward limits its weight through `.data`, which torch does not count as a write to the weight."""
+
+    def __init__(self, *, used_before: bool, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.used_before, self.writes = used_before, writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.used_before:  # then its values are there already
+            x = self.second(x)
+        weight = self.second.weight.data
+        if self.writes:
+            weight[0].clamp_(-0.01, 0.01)
+        return F.linear(x, weight) + self.second(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("used_before", [True, False])
+def test_a_write_through_data_in_a_forward_is_refused(rank: int, world: int, share: bool, used_before: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    x = torch.ones(2, 8)
+    reads = WritesData(used_before=used_before, writes=False)
+    expected = reads(x)
+    assert torch.equal(sharded(reads, share_host_memory=share)(x), expected)
+    ddp = sharded(WritesData(used_before=used_before, writes=True), share_host_memory=share)
+    after = "the one copy that all share: load a checkpoint" if share else "keeps only its shard: the write is lost"
+    with pytest.raises(SyncError, match=f"parameter 'second.weight' was written while .*{after}"):
+        ddp(x)
+
+
+@ranks(2)
+def test_a_write_through_data_in_a_backward_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(WritesData(used_before=False, writes=False), share_host_memory=False)
+    out = ddp(torch.ones(2, 8))
+
+    def write(_: torch.Tensor) -> None:
+        ddp.module.first.bias.data.zero_()
+
+    out.register_hook(write)
+    with pytest.raises(SyncError, match="parameter 'first.bias' was written while"):
+        out.sum().backward()
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_ranks_that_load_different_values_are_told(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model(), share_host_memory=share)
+    told = r"rank 1 has parameter 'places' with checksum .*; rank 0 has parameter 'places' .* load the same files"
+    with pytest.raises(SyncError, match=told), unsharder_of(ddp).loading(), torch.no_grad():
+        ddp.module.words.weight.copy_(torch.full((11, 12), 2.0))
+        ddp.module.places.copy_(torch.full((6, 12), 1.0 + rank))
+    other = {0: SyncError, 1: KeyError}[rank]  # each has an error, and waits for nobody
+    with pytest.raises(other, match="nothing there"), unsharder_of(ddp).loading():
+        if rank == 1:
+            raise KeyError("nothing there")
+    with unsharder_of(ddp).loading(), torch.no_grad():
+        for name, param in ddp.module.named_parameters():
+            param.copy_(Model().get_parameter(name))
+    assert all(torch.equal(ddp.state_dict()[name], value) for name, value in Model().state_dict().items())
+
+
+@ranks(2)
+def test_booster_files_that_differ_between_ranks_are_told(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    for number in range(2):
+        torch.manual_seed(number)
+        plugin = GeminiPlugin(precision="fp32", min_chunk_size_m=0, search_range_m=0, hidden_dim=60)
+        booster, plain = Booster(plugin=plugin), nn.Linear(8, 8)
+        model, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+        booster.save_model(model, folder / str(number), shard=True)
+    with pytest.raises(SyncError, match="rank 1 has parameter 'bias' with checksum"):
+        booster.load_model(model, folder / str(rank))
+    booster.load_model(model, folder / "0")
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_a_state_that_one_rank_cannot_use_is_told_on_all_before_anything_is_changed(
+    rank: int, world: int, share: bool
+) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = sharded(Model(), share_host_memory=share)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**ADAM), [ddp])
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(ddp, rank, number).backward()
+        finalize_model_grads([ddp])
+        optimizer.step()
+
+    step(0)
+    state = optimizer.state_dict()
+    before = {name: [entry["exp_avg"].tolist() for entry in entries] for name, entries in state["state"].items()}
+    spoilt = {**state, "state": {name: [{**e, "exp_avg": e["exp_avg"] * 2} for e in entries]
+                                 for name, entries in state["state"].items()}}  # fmt: skip
+    missing = next(reversed(before))
+    if rank == 1:
+        del spoilt["state"][missing]
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match=f"the saved optimizer state lacks '{missing}'"):
+        optimizer.load_state_dict(spoilt)
+    now = optimizer.state_dict()["state"]
+    assert {name: [entry["exp_avg"].tolist() for entry in entries] for name, entries in now.items()} == before
+    step(1)
+
+
+# -- options without an effect ----------------------------------------------------------------------------------------
+
+
+def test_options_of_a_placement_that_nothing_reads_are_refused() -> None:
+    stats = MemStats((0, 1), 5)
+    everything: dict[str, Any] = {"shard_param_frac": 1, "offload_param_frac": 1, "offload_optim_frac": 1}
+    budget = {**everything, "directory": "/tmp", "memory_budget_bytes": 5}
+    for options, words in (
+        ({"memstats": stats}, "memstats is MemStats.*, and without memory_budget_bytes nothing reads it"),
+        ({"warmup_non_model_data_ratio": 0.5}, "warmup_non_model_data_ratio is 0.5, and without memory_budget_bytes"),
+        ({"steady_cap_ratio": 0.5}, "steady_cap_ratio is 0.5, and without memory_budget_bytes nothing reads it"),
+        ({**budget, "prefetch": 1}, "prefetch is 1, and a budget of 5 bytes has no room"),
+        ({**budget, "memstats": 3}, "memstats is 3; it is the MemStats that"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Placement(**options)
+    sharded_all: Any = {"data_parallel_sharding_strategy": "optim_grads_params"}
+    with pytest.raises(ValueError, match="reshard_after_forward=False keeps all .* the placement allows 5 bytes"):
+        DistributedDataParallelConfig(**sharded_all, reshard_after_forward=False, placement=Placement(**budget))
+    with pytest.raises(ValueError, match="prefetch 0, and strategy 'optim' keeps all parameters whole"):
+        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", placement=Placement(prefetch=0))
+    with pytest.raises(ValueError, match="memstats has a bucket of number 0, and the model has 0; they are of another"):
+        Budget([], 10, 0, warm_up=1, steady=1, stats=stats)
