@@ -1,6 +1,6 @@
 """A foreign package's module paths and names, made importable from a table: below a package of ours, or under its own.
 
-SURFACE = Surface("theirs", "core.compat.theirs", {"optim.adam": {"torch.optim": "Adam FusedAdam=AdamW"}}, {})
+SURFACE = Surface("theirs", "core.compat.theirs", {"optim.adam": {"torch.optim": "Adam FusedAdam=AdamW"}}, {}, {})
 register(SURFACE)                    from core.compat.theirs.optim.adam import FusedAdam
 install(SURFACE)                     from theirs.optim.adam import FusedAdam
 """
@@ -15,11 +15,13 @@ import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+Rows = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,38 +43,30 @@ class Surface:
     aliases: Mapping[str, str]
 
     @functools.cached_property
-    def paths(self) -> frozenset[str]:
-        """All module paths, with the packages on the way and the aliases."""
-        rows = [path.split(".") for path in (*self.modules, *self.aliases) if path]
+    def paths(self) -> dict[str, str]:
+        """Every module path, with the packages on the way and the aliases -> the path whose module it is."""
+        own = [".".join(parts[:n]) for path in self.modules for parts in [path.split(".")] for n in range(len(parts))]
+        found = {path: path for path in (*own, *self.modules) if path}
         for alias, path in self.aliases.items():
-            rows += [[*alias.split("."), *row[path.count(".") + 1 :]] for row in rows if _is_below(".".join(row), path)]
-        return frozenset(".".join(parts[:length]) for parts in rows for length in range(1, len(parts) + 1))
+            found |= {alias + inner[len(path) :]: inner for inner in found if f"{inner}.".startswith(f"{path}.")}
+        return found
 
     def names(self, path: str) -> dict[str, tuple[str, str]]:
         """The listed names of a module -> (module that has it, its name there)."""
-        return dict(self._rows(path))
+        words = [(source, *word.partition("=")[::2]) for source, row in self._rows(path) for word in row.split()]
+        return {theirs: (source, ours or theirs) for source, theirs, ours in words if theirs != "*"}
 
-    def _rows(self, path: str) -> Iterator[tuple[str, tuple[str, str]]]:
-        for source, words in self.modules.get(path, {}).items():
-            for word in words.split():
-                theirs, _, ours = word.partition("=")
-                if theirs != "*":
-                    yield theirs, (self._source(source), ours or theirs)
-
-    def _source(self, source: str) -> str:
-        return self.here + source if source.startswith(".") else source
+    def _rows(self, path: str) -> Iterator[tuple[str, str]]:
+        for source, names in self.modules.get(path, {}).items():
+            yield (self.here + source if source.startswith(".") else source), names
 
     def all_names(self, path: str) -> list[str]:
         """Every public name of a module, those behind a '*' too; without its submodules. Imports what has them."""
-        found = set(self.names(path))
-        for module in self._open_modules(path):
-            found |= {name for name in vars(module) if _is_public(module, name)}
-        return sorted(found)
+        behind = (name for module in self._open_modules(path) for name in vars(module) if _is_public(module, name))
+        return sorted({*self.names(path), *behind})
 
     def _open_modules(self, path: str) -> Iterator[ModuleType]:
-        for source, words in self.modules.get(path, {}).items():
-            if "*" in words.split():
-                yield importlib.import_module(self._source(source))
+        yield from (importlib.import_module(source) for source, names in self._rows(path) if "*" in names.split())
 
     def resolve(self, path: str, name: str) -> Any:
         """The object behind a name of a module, or its submodule. AttributeError, with what to do, for any other."""
@@ -92,23 +86,42 @@ class Surface:
     def missing(self, dotted: str) -> str:
         """A sentence about a name that is not here."""
         parts = dotted.split(".")
-        known = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in self.absent), None)
+        ends = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
         text = f"{self.foreign}.{dotted} is not in {self.here}"
+        known = next((end for end in ends if end in self.absent), None)
         if known is not None:
             return f"{text}: {self.absent[known]}"
-        name = parts[-1]
-        elsewhere = sorted(path for path in self.modules if name in self.names(path))
+        elsewhere = sorted(f"{self.here}.{path}".rstrip(".") for path in self.modules if parts[-1] in self.names(path))
         if elsewhere:
-            return f"{text}; the name is at {', '.join(f'{self.here}.{path}'.rstrip('.') for path in elsewhere)}"
-        path = next(p for n in range(len(parts) - 1, -1, -1) if not (p := ".".join(parts[:n])) or p in self.paths)
-        near = difflib.get_close_matches(name, self.all_names(path), 3)
+            return f"{text}; the name is at {', '.join(elsewhere)}"
+        path = next(end for end in ends[1:] if not end or end in self.paths)
+        near = difflib.get_close_matches(parts[-1], self.all_names(path), 3)
         like = f"; near to it are {', '.join(near)}" if near else ""
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
 
 
-def _is_below(inner: str, path: str) -> bool:
-    """True for a module path and for those of the modules in it."""
-    return inner == path or inner.startswith(f"{path}.")
+def read_rows(text: str, faces: str = "") -> Rows:
+    """`Surface.modules` from lines: a path ('-' for the package itself), then modules, each with the names it has.
+
+    A word that begins with '.' (a module below `faces`) or with 'core.' is a module; '@path' stands for all that
+    another line says. A line that is indented goes on with the one before.
+    """
+    found: Rows = {}
+    included: list[tuple[Any, str]] = []
+    for line in text.replace("\n    ", " ").splitlines():
+        path, *words = line.split() or [""]
+        row, source = found.setdefault(path.lstrip("-"), {}) if path else {}, ""
+        for word in words:
+            if word.startswith("@"):
+                included.append((row, word[1:]))
+            elif word.startswith((".", "core.")):
+                source = faces + word if word.startswith(".") else word
+            else:
+                row[source] = f"{row.get(source, '')} {word}"
+    for row, other in included:
+        for source, names in found[other].items():
+            row[source] = row.get(source, "") + names
+    return found
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
@@ -124,26 +137,19 @@ class ForeignModule(ModuleType):
 
     def __init__(self, surface: Surface, path: str) -> None:
         super().__init__(f"{surface.here}.{path}", f"{surface.foreign}.{path}, by the names of {surface.here}.")
-        vars(self).update(__surface__=surface, __inner__=path, __path__=[])
+        spec = ModuleSpec(self.__name__, None, is_package=True)
+        vars(self).update(__surface__=surface, __inner__=path, __path__=[], __spec__=spec)
 
     def __getattr__(self, name: str) -> Any:
         state = vars(self)
-        found = state["__surface__"].resolve(state["__inner__"], name)
-        state[name] = found
+        found = state[name] = state["__surface__"].resolve(state["__inner__"], name)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        state = vars(self)
-        if isinstance(value, ModuleType):  # a submodule that was imported; a name that is listed comes before it
-            if name not in state["__surface__"].names(state["__inner__"]):
-                state[name] = value
-        elif not name.startswith("__"):
-            raise AttributeError(
-                f"{self.__name__}.{name} = ... would change nothing: the engine does not read it there. Pass the value "
-                "to the function that uses it"
-            )
-        elif name not in state or state[name] is None:  # under a second import name the first spec stays
-            state[name] = value
+        raise AttributeError(
+            f"{self.__name__}.{name} = ... would change nothing: the engine does not read it there. Pass the value "
+            "to the function that uses it"
+        )
 
     def __dir__(self) -> list[str]:
         return vars(self)["__surface__"].all_names(vars(self)["__inner__"])
@@ -153,47 +159,30 @@ class ForeignModule(ModuleType):
         return dir(self)
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of a surface below its package here and, once installed, below the foreign name."""
+class _Missing(MetaPathFinder):
+    """Says of a module that a surface does not have what to do instead."""
 
     def __init__(self, surface: Surface) -> None:
-        self.surface = surface
-        self.roots = [surface.here]
+        self.surface, self.roots = surface, [surface.here]
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         root = next((root for root in self.roots if fullname.startswith(f"{root}.")), None)
-        if root is None:
+        if root is None or (root == self.surface.here and PathFinder.find_spec(fullname, path)):
             return None
-        inner = fullname[len(root) + 1 :]
-        if inner in self.surface.paths:
-            return ModuleSpec(fullname, self, is_package=True)
-        ours = PathFinder.find_spec(fullname, path) if root == self.surface.here else None
-        if ours is None:
-            # Without its name: importlib would drop an error that has one, and say less.
-            raise ModuleNotFoundError(self.surface.missing(inner))
-        return ours
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        here, foreign = self.surface.here, self.surface.foreign
-        below_foreign = not spec.name.startswith(f"{here}.")
-        inner = spec.name[len(foreign if below_foreign else here) + 1 :]
-        for alias, path in self.surface.aliases.items():
-            if _is_below(inner, alias):
-                return importlib.import_module(f"{here}.{path}{inner[len(alias) :]}")
-        return importlib.import_module(f"{here}.{inner}") if below_foreign else ForeignModule(self.surface, inner)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names are looked up when they are used."""
+        # Without its name: importlib would drop an error that has one, and say less.
+        raise ModuleNotFoundError(self.surface.missing(fullname[len(root) + 1 :]))
 
 
-def _finder(surface: Surface) -> _Finder | None:
-    return next((f for f in sys.meta_path if isinstance(f, _Finder) and f.surface.here == surface.here), None)
+def _finder(surface: Surface) -> _Missing | None:
+    return next((f for f in sys.meta_path if isinstance(f, _Missing) and f.surface.here == surface.here), None)
 
 
 def register(surface: Surface) -> None:
     """Make the surface's modules importable below its package here. May be called again."""
     if _finder(surface) is None:
-        sys.meta_path.insert(0, _Finder(surface))
+        sys.meta_path.insert(0, _Missing(surface))
+        own = {path: ForeignModule(surface, path) for path in surface.paths.values()}
+        sys.modules.update({f"{surface.here}.{path}": own[inner] for path, inner in surface.paths.items()})
 
 
 def install(surface: Surface, *, replace_installed: bool = False) -> None:
@@ -203,30 +192,30 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
     where it has been imported already. May be called again.
     """
     register(surface)
-    finder = _finder(surface)
+    finder, foreign, here = _finder(surface), surface.foreign, surface.here
     assert finder is not None, "it was registered"
-    if surface.foreign in finder.roots:
+    if foreign in finder.roots:
         return
-    if surface.foreign in sys.modules:
+    if foreign in sys.modules:
         raise RuntimeError(
-            f"{surface.foreign} has been imported already in this process; install {surface.here} before its first "
-            "import"
+            f"{foreign} has been imported already in this process; install {here} before its first import"
         )
-    if not replace_installed and _is_installed(surface.foreign):
+    if not replace_installed and _is_installed(foreign):
         raise RuntimeError(
-            f"{surface.foreign} is installed in this environment, and {surface.here} would hide it; import "
-            f"{surface.here} under its own name, or call install(replace_installed=True)"
+            f"{foreign} is installed in this environment, and {here} would hide it; import {here} under its own name, "
+            "or call install(replace_installed=True)"
         )
-    parent, _, name = surface.foreign.rpartition(".")
+    parent, _, name = foreign.rpartition(".")
     if parent:
         try:
             above = importlib.import_module(parent)
         except ModuleNotFoundError:
-            above = sys.modules[parent] = ModuleType(parent, f"Holds {surface.foreign} alone.")
+            above = sys.modules[parent] = ModuleType(parent, f"Holds {foreign} alone.")
             vars(above)["__path__"] = []
-        setattr(above, name, importlib.import_module(surface.here))
-    sys.modules[surface.foreign] = importlib.import_module(surface.here)
-    finder.roots.append(surface.foreign)
+        setattr(above, name, importlib.import_module(here))
+    sys.modules[foreign] = importlib.import_module(here)
+    sys.modules.update({f"{foreign}.{path}": sys.modules[f"{here}.{path}"] for path in surface.paths})
+    finder.roots.append(foreign)
 
 
 def uninstall(surface: Surface) -> None:
@@ -235,7 +224,7 @@ def uninstall(surface: Surface) -> None:
     if finder is None or surface.foreign not in finder.roots:
         return
     finder.roots.remove(surface.foreign)
-    for name in [name for name in sys.modules if name == surface.foreign or name.startswith(f"{surface.foreign}.")]:
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{surface.foreign}.")]:
         del sys.modules[name]
     parent, _, name = surface.foreign.rpartition(".")
     if parent and vars(sys.modules[parent]).get("__path__") == []:

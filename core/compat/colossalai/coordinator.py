@@ -21,21 +21,9 @@ class DistCoordinator:
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise RuntimeError("DistCoordinator needs started ranks; call launch_from_torch() first")
-
-    @property
-    def rank(self) -> int:
-        """In the world."""
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return dist.get_world_size()
-
-    @property
-    def local_rank(self) -> int:
-        """On this machine, as the launcher says in LOCAL_RANK; without a launcher all ranks are on one machine."""
-        return int(os.environ.get("LOCAL_RANK", self.rank))
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # On this machine, as the launcher says; without a launcher all ranks are on one machine.
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
 
     def is_master(self, process_group: Group = None) -> bool:
         """True on the first rank of the group."""

@@ -9,10 +9,16 @@ import torch
 import torch.distributed as dist
 
 from core.booster.accelerator import default_device, device_of_group
+from core.compat.arguments import arguments
 
-# What the CPU has no function for. Bytes of device memory are 0 there, and there is no cache to empty.
-NO_DEVICE_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-NOTHING_TO_DO = ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+# What the CPU has no function for: bytes of device memory are 0 there, there is no cache to empty, and the random
+# numbers are torch's own.
+_CPU: dict[str, Any] = {
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"), None),
+    "reset_max_memory_cached": None,
+}
+_RANDOM = ("manual_seed", "get_rng_state", "set_rng_state", "initial_seed", "seed")
 
 
 def get_current_device() -> torch.device:
@@ -35,24 +41,21 @@ class DeviceAccelerator:
     def set_to_device(self, models: Any) -> Any:
         """A module, or a list of them, moved to the device."""
         if isinstance(models, (list, tuple)):
-            return [model.to(self.get_current_device()) for model in models]
+            return [self.set_to_device(model) for model in models]
         return models.to(self.get_current_device())
 
-    def autocast(
-        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
-    ) -> torch.autocast:
-        """torch's autocast on this device."""
-        return torch.autocast(self.name, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+    @arguments("self enabled=True dtype=None cache_enabled=True")
+    def autocast(self, dtype: torch.dtype | None, **options: bool) -> torch.autocast:
+        """torch's autocast on this device, to fp16 unless another dtype is given."""
+        return torch.autocast(self.name, dtype=dtype or torch.float16, **options)
 
     def __getattr__(self, name: str) -> Any:
         module = torch.get_device_module(self.name)
         if hasattr(module, name):
             return getattr(module, name)
-        if self.name == "cpu" and name in NO_DEVICE_MEMORY:
-            return lambda *args, **kwargs: 0
-        if self.name == "cpu" and name in NOTHING_TO_DO:
-            return lambda *args, **kwargs: None
-        if self.name == "cpu" and name in ("manual_seed", "get_rng_state", "set_rng_state", "initial_seed", "seed"):
+        if self.name == "cpu" and name in _CPU:
+            return lambda *args, **kwargs: _CPU[name]
+        if self.name == "cpu" and name in _RANDOM:
             return getattr(torch, name)
         raise AttributeError(f"torch.{self.name} has no {name!r}, so get_accelerator() has none on this device")
 
@@ -112,8 +115,16 @@ class MultiTimer:
     """Timers by name. on: False for timers that do nothing."""
 
     def __init__(self, on: bool = True) -> None:
-        self._on = on
         self._timers: dict[str, Timer] = {}
+        self.set_status(on)
+
+    def set_status(self, mode: bool) -> None:
+        """Switch the timers on or off."""
+        self._on = mode
+
+    def is_on(self) -> bool:
+        """True if the timers run."""
+        return self._on
 
     def start(self, name: str) -> None:
         """Begin a timer."""
@@ -132,11 +143,3 @@ class MultiTimer:
         """Forget the times of a timer, or of all."""
         for timer in self._timers.values() if name is None else [self._timers[name]]:
             timer.reset()
-
-    def is_on(self) -> bool:
-        """True if the timers run."""
-        return self._on
-
-    def set_status(self, mode: bool) -> None:
-        """Switch the timers on or off."""
-        self._on = mode

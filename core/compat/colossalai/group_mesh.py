@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-Axes: TypeAlias = "int | Sequence[int]"
-Places: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | None"  # along an axis, or along each of several
+from core.compat.grid import groups_along, new_groups
+
+Coordinate = tuple[int, ...]
 
 
 class ProcessGroupMesh:
@@ -24,92 +25,72 @@ class ProcessGroupMesh:
     def __init__(self, *size: int) -> None:
         if math.prod(size) != dist.get_world_size():
             raise ValueError(f"a mesh of {size} has {math.prod(size)} ranks, and the world {dist.get_world_size()}")
-        self._shape = tuple(size)
-        self._groups: dict[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
+        self.shape, self.rank = tuple(size), dist.get_rank()
+        self._groups: dict[Any, Any] = {}
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the axes."""
-        return self._shape
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the world."""
-        return dist.get_rank()
-
-    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
+    def size(self, dim: int | None = None) -> int | Coordinate:
         """The size of an axis, or all sizes."""
-        return self._shape if dim is None else self._shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
-    def coordinate(self, dim: int | None = None) -> int | tuple[int, ...]:
+    def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """This rank's place along an axis, or along all."""
-        here = self.unravel(self.rank, self._shape)
+        here = self.unravel(self.rank, self.shape)
         return here if dim is None else here[dim]
 
     @staticmethod
-    def unravel(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def unravel(rank: int, shape: Coordinate) -> Coordinate:
         """The coordinates of a rank."""
         return tuple(int(place) for place in np.unravel_index(rank, shape))
 
     @staticmethod
-    def ravel(coord: tuple[int, ...], shape: tuple[int, ...], mode: str = "raise") -> int:
+    def ravel(coord: Coordinate, shape: Coordinate, mode: str = "raise") -> int:
         """The rank at coordinates; mode 'wrap' or 'clip' for those outside, as NumPy's ravel_multi_index."""
         return int(np.ravel_multi_index(coord, shape, mode=mode))
 
-    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+    @staticmethod
+    def get_ranks_in_group(group: dist.ProcessGroup) -> list[int]:
         """The world's ranks of a group."""
         return dist.get_process_group_ranks(group)
 
     @staticmethod
-    def get_coords_along_axis(
-        base_coord: tuple[int, ...], axis: Axes, indices_at_axis: Places
-    ) -> list[tuple[int, ...]]:
+    def get_coords_along_axis(base_coord: Coordinate, axis: Any, indices_at_axis: Any) -> list[Coordinate]:
         """The coordinates that differ from `base_coord` along the axes only, at the places given for each axis."""
-        axes, places = _as_axes(axis, indices_at_axis)
-        found = []
-        for combination in itertools.product(*places):
-            coord = list(base_coord)
-            for dim, place in zip(axes, combination, strict=True):
-                coord[dim] = place
-            found.append(tuple(coord))
-        return found
+        places = dict(_rows(axis, indices_at_axis, base_coord))
+        return list(itertools.product(*(places.get(dim, (here,)) for dim, here in enumerate(base_coord))))
 
     def create_group_along_axis(
-        self, axis: Axes, indices_at_axis: Places = None, backend: str | None = None
-    ) -> dist.ProcessGroup | None:
+        self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
+    ) -> Any:
         """Make the groups of ranks that differ along the axes only; returns this rank's. Collective over the world.
 
         indices_at_axis: the places that belong to the groups; None for all. A rank at no such place gets None.
         """
-        axes, places = _as_axes(axis, indices_at_axis, self._shape)
-        bases = itertools.product(*(range(1 if dim in axes else length) for dim, length in enumerate(self._shape)))
-        own = None
-        for base in bases:
-            members = sorted(self.ravel(c, self._shape) for c in self.get_coords_along_axis(base, axes, places))
-            group = dist.new_group(members, backend=backend)
-            if self.rank in members:
-                own = self._groups[axes, places] = group
-        return own
+        rows = _rows(axis, indices_at_axis, self.shape)
+        kept = [{self.unravel(rank, self.shape) for rank in g} for g in groups_along(self.shape, [d for d, _ in rows])]
+        inside = [[c for c in sorted(group) if all(c[dim] in places for dim, places in rows)] for group in kept]
+        found = self._groups[rows] = new_groups(
+            [[self.ravel(coord, self.shape) for coord in group] for group in inside], backend=backend
+        )
+        return found
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Places = None, backend: str | None = None
-    ) -> dist.ProcessGroup | None:
+        self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
+    ) -> Any:
         """`create_group_along_axis`, or the group that it made before."""
-        kept = self._groups.get(_as_axes(axis, indices_at_axis, self._shape))
-        return kept if kept is not None else self.create_group_along_axis(axis, indices_at_axis, backend)
+        rows = _rows(axis, indices_at_axis, self.shape)
+        if rows not in self._groups:
+            self.create_group_along_axis(axis, indices_at_axis, backend)
+        return self._groups[rows]
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this rank's groups that the mesh has made."""
-        for group in self._groups.values():
+        for group in filter(None, self._groups.values()):
             dist.destroy_process_group(group)
         self._groups.clear()
 
 
-def _as_axes(
-    axis: Axes, places: Any, shape: tuple[int, ...] = ()
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Axes, ascending, and the places along each."""
+def _rows(axis: Any, places: Any, shape: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The axes, ascending, and the places along each."""
     axes = [axis] if isinstance(axis, int) else axis
     rows = [range(shape[dim]) for dim in axes] if places is None else [places] if isinstance(axis, int) else places
-    pairs = sorted(zip(axes, rows, strict=True), key=lambda pair: pair[0])
-    return tuple(dim for dim, _ in pairs), tuple(tuple(row) for _, row in pairs)
+    return tuple(sorted((dim, tuple(row)) for dim, row in zip(axes, rows, strict=True)))

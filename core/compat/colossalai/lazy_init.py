@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
-
 
 class LazyInitContext:
     """`with LazyInitContext(): model = Model()`. The plugins move the model to the device.
@@ -17,11 +15,11 @@ class LazyInitContext:
     Nothing is delayed: each rank needs host memory for the whole model. Neither argument changes that.
     """
 
-    def __init__(self, tensor_cls: Any = None, default_device: torch.device | str | int | None = None) -> None:
+    def __init__(self, tensor_cls: Any = None, default_device: Any = None) -> None:
         self._on_host = torch.device("cpu")
 
     def __enter__(self) -> LazyInitContext:
-        logger.info("LazyInitContext builds the model at once, in host memory")
+        logging.getLogger(__name__).info("LazyInitContext builds the model at once, in host memory")
         self._on_host.__enter__()
         return self
 

@@ -11,8 +11,16 @@ from torch import nn
 
 from core.booster.plugin import LowLevelZeroPlugin
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer as ShardedOptimizer
+from core.compat.arguments import arguments
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_ADVICE = {
+    "pg_to_param_list": "set allreduce = False on experts' parameters",
+    "extra_dp_group": "use LowLevelZeroPlugin(extra_dp_size=...)",
+    "forced_dtype": "cast the model before the optimizer is made",
+    "overlap_allgather": "use LowLevelZeroPlugin, which knows when the next forward begins",
+    "backward_context": "enter the context around backward",
+}
 
 
 class LowLevelZeroOptimizer(ShardedOptimizer):
@@ -26,77 +34,34 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     Raises ValueError for groups and contexts of the caller's own, and for parameters of several dtypes.
     """
 
+    @arguments(
+        "self optimizer !pg_to_param_list=None initial_scale=65536 min_scale=1 growth_factor=2.0 backoff_factor=0.5 "
+        "growth_interval=2000 hysteresis=2 max_scale=16777216 clip_grad_norm>max_norm=0.0 verbose=False "
+        "reduce_bucket_size=1048576 communication_dtype=None overlap_communication=False partition_grad=False "
+        "cpu_offload=False dp_process_group=None !extra_dp_group=None !forced_dtype=None master_weights=True "
+        "!overlap_allgather=False fp8_communication=False !backward_context=None",
+        _ADVICE,
+    )
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        pg_to_param_list: Any = None,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 2,
-        max_scale: float = 2**24,
-        clip_grad_norm: float = 0.0,
-        verbose: bool = False,
-        reduce_bucket_size: int = 1024 * 1024,
-        communication_dtype: torch.dtype | None = None,
-        overlap_communication: bool = False,
-        partition_grad: bool = False,
-        cpu_offload: bool = False,
-        dp_process_group: dist.ProcessGroup | None = None,
-        extra_dp_group: dist.ProcessGroup | None = None,
-        forced_dtype: torch.dtype | None = None,
-        master_weights: bool = True,
-        overlap_allgather: bool = False,
-        fp8_communication: bool = False,
-        backward_context: Any = None,
+        self, optimizer: Any, reduce_bucket_size: int, partition_grad: bool, dp_process_group: Any, **given: Any
     ) -> None:
-        own = dp_process_group if dp_process_group is not dist.group.WORLD else None
-        _refuse(
-            pg_to_param_list=(pg_to_param_list, "set allreduce = False on experts' parameters"),
-            dp_process_group=(own, "parallel_state.initialize_model_parallel makes the data group"),
-            extra_dp_group=(extra_dp_group, "use LowLevelZeroPlugin(extra_dp_size=...)"),
-            forced_dtype=(forced_dtype, "cast the model before the optimizer is made"),
-            overlap_allgather=(overlap_allgather, "use LowLevelZeroPlugin, which knows when the next forward begins"),
-            backward_context=(backward_context, "enter the context around backward"),
-        )
-        plugin = LowLevelZeroPlugin(
-            stage=2 if partition_grad else 1,
-            precision=_precision(optimizer),
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            max_norm=clip_grad_norm,
-            reduce_bucket_size_in_m=reduce_bucket_size / 2**20,
-            communication_dtype=communication_dtype,
-            overlap_communication=overlap_communication,
-            cpu_offload=cpu_offload,
-            master_weights=master_weights,
-            verbose=verbose,
-            fp8_communication=fp8_communication,
-        )
+        if dp_process_group not in (None, dist.group.WORLD):
+            raise ValueError(
+                "LowLevelZeroOptimizer(dp_process_group=...) is not supported; "
+                "parallel_state.initialize_model_parallel makes the data group"
+            )
+        dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+        if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+            raise ValueError(
+                f"the optimizer's parameters are {sorted(map(str, dtypes))}; LowLevelZeroOptimizer takes one of "
+                f"{[str(dtype) for dtype in PRECISIONS]}: cast the model before the optimizer is made"
+            )
+        bucket: dict[str, Any] = {
+            "stage": 2 if partition_grad else 1,
+            "reduce_bucket_size_in_m": reduce_bucket_size / 2**20,
+        }
+        plugin = LowLevelZeroPlugin(precision=PRECISIONS[dtypes.pop()], **bucket, **given)
         holder = nn.ParameterList(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        made: ShardedOptimizer = plugin.configure(holder, optimizer)[1]
-        super().__init__(made.optim, made.engine, made.model, made.max_norm, verbose=verbose)
+        made: Any = plugin.configure(holder, optimizer)[1]
+        super().__init__(made.optim, made.engine, made.model, made.max_norm, verbose=given["verbose"])
         self.name_parameters(holder)
-
-
-def _precision(optimizer: torch.optim.Optimizer) -> str:
-    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        raise ValueError(
-            f"the optimizer's parameters are {sorted(map(str, dtypes))}; LowLevelZeroOptimizer takes one of "
-            f"{[str(dtype) for dtype in PRECISIONS]}: cast the model before the optimizer is made"
-        )
-    return PRECISIONS[dtypes.pop()]
-
-
-def _refuse(**arguments: tuple[Any, str]) -> None:
-    for name, (value, advice) in arguments.items():
-        if value:
-            raise ValueError(f"LowLevelZeroOptimizer({name}=...) is not here: leave it out; {advice}")

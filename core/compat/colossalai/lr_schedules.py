@@ -1,6 +1,6 @@
-"""Learning rate schedulers by ColossalAI's names. Most are a formula of the step and the group's own rate.
+"""Learning rate schedules by ColossalAI's names. Most are a formula of the step and the group's own rate.
 
-Step t is the number of calls of `step()` so far; the rate of step 0 is set when the scheduler is made. An optimizer
+Step t is the number of calls of `step()` so far; the rate of step 0 is set when the schedule is made. An optimizer
 that `boost` returned may be given as well as the torch optimizer in it. A keyword that a schedule does not have is a
 TypeError; ColossalAI drops it.
 """
@@ -9,24 +9,41 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import lr_scheduler
 
+from core.compat.arguments import arguments
 from core.interface import OptimizerWrapper
 
 
-class FormulaLR(lr_scheduler.LRScheduler):
-    """A schedule with `lr_at(step, base)`, in which step 0 follows the warm-up: linear from base / warmup_steps."""
+def plain(optimizer: Any) -> Any:
+    """The torch optimizer in what `boost` returned."""
+    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
 
-    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
+
+class FormulaLR(lr_scheduler.LRScheduler):
+    """A schedule with `lr_at(step, base)`, in which step 0 follows a linear warm-up from base / warmup_steps.
+
+    Raises ValueError for an option outside its bounds.
+    """
+
+    late = 0  # how many steps later than the last one of the warm-up the base rate is reached
+
+    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **o: Any) -> None:
+        kind = type(self).__name__
         if not 0 <= warmup_steps < total_steps:
             raise ValueError(
-                f"{type(self).__name__}: total_steps is {total_steps} and warmup_steps {warmup_steps}; expected "
-                "0 <= warmup_steps < total_steps"
+                f"{kind}: total_steps is {total_steps} and warmup_steps {warmup_steps}; expected 0 <= warmup_steps < "
+                "total_steps"
             )
-        self.total_steps, self.warmup_steps = total_steps, warmup_steps
+        if not 0 <= o.get("pct_start", 0) <= 1:
+            raise ValueError(f"{kind}: pct_start is {o['pct_start']}; expected a share of the steps")
+        if o.get("end_lr", 0) < 0:
+            raise ValueError(f"{kind}: end_lr is {o['end_lr']}; a learning rate is not negative")
+        if "milestones" in o and not o["milestones"]:
+            raise ValueError(f"{kind} needs milestones: the steps at which the rate falls")
+        self.options, self.total_steps, self.warmup_steps = o, total_steps, warmup_steps
         self.after_warmup = total_steps - warmup_steps
         super().__init__(plain(optimizer), last_epoch)
 
@@ -34,69 +51,45 @@ class FormulaLR(lr_scheduler.LRScheduler):
         """The rate of a step, counted from the end of the warm-up."""
         raise NotImplementedError
 
-    def warm(self, step: int, base: float) -> float:
-        """The rate of a step in the warm-up."""
-        return base * (step + 1) / self.warmup_steps
-
     def get_lr(self) -> list[float]:
         """The rate of each group at this step."""
-        step = self.last_epoch - self.warmup_steps
-        return [self.lr_at(step, base) if step >= 0 else self.warm(self.last_epoch, base) for base in self.base_lrs]
+        step, warm = self.last_epoch - self.warmup_steps, (self.last_epoch + 1) / (self.warmup_steps + self.late or 1)
+        return [self.lr_at(step, base) if step >= 0 else base * warm for base in self.base_lrs]
+
+    def cosine(self, share: float, base: float) -> float:
+        """Half a cosine, from the base rate to eta_min."""
+        end = self.options.get("eta_min", 0.0)
+        return float(end + (base - end) * (1 + math.cos(math.pi * share)) / 2)
 
 
 class CosineAnnealingWarmupLR(FormulaLR):
     """eta_min + (base - eta_min) * (1 + cos(pi * step / steps)) / 2, after a warm-up."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_steps: int,
-        warmup_steps: int = 0,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
-        self.eta_min = eta_min
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+    __init__ = arguments("self optimizer total_steps warmup_steps=0 eta_min=0.0 last_epoch=-1")(FormulaLR.__init__)
 
     def lr_at(self, step: int, base: float) -> float:
         """The cosine."""
-        return _cosine(step / self.after_warmup, base, self.eta_min)
+        return self.cosine(step / self.after_warmup, base)
 
 
 class FlatAnnealingWarmupLR(FormulaLR):
     """After a warm-up the base rate for the share pct_start of the steps; then half a cosine to eta_min."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_steps: int,
-        warmup_steps: int = 0,
-        pct_start: float = 0.72,
-        eta_min: float = 0,
-        last_epoch: int = -1,
-    ) -> None:
-        if not 0 <= pct_start <= 1:
-            raise ValueError(f"{type(self).__name__}: pct_start is {pct_start}; expected a share of the steps")
-        self.eta_min = eta_min
-        self.flat_steps = int((total_steps - warmup_steps) * pct_start)
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+    __init__ = arguments("self optimizer total_steps warmup_steps=0 pct_start=0.72 eta_min=0 last_epoch=-1")(
+        FormulaLR.__init__
+    )
 
     def lr_at(self, step: int, base: float) -> float:
         """The base rate, then the cosine."""
-        if step < self.flat_steps:
-            return base
-        return _cosine((step - self.flat_steps) / max(1, self.after_warmup - self.flat_steps), base, self.eta_min)
+        flat = int(self.after_warmup * self.options["pct_start"])
+        return base if step < flat else self.cosine((step - flat) / max(1, self.after_warmup - flat), base)
 
 
 class LinearWarmupLR(FormulaLR):
     """base * (step + 1) / (warmup_steps + 1) in the warm-up, then linear to 0, where it stays after total_steps."""
 
-    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
-
-    def warm(self, step: int, base: float) -> float:
-        """The warm-up reaches the base rate one step later than that of the other schedules."""
-        return base * (step + 1) / (self.warmup_steps + 1)
+    late = 1
+    __init__ = arguments("self optimizer total_steps warmup_steps=0 last_epoch=-1")(FormulaLR.__init__)
 
     def lr_at(self, step: int, base: float) -> float:
         """The share of steps that are left."""
@@ -106,99 +99,67 @@ class LinearWarmupLR(FormulaLR):
 class MultiStepWarmupLR(FormulaLR):
     """The base rate times gamma for each milestone that is reached, after a warm-up. Milestones count all steps."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_steps: int,
-        warmup_steps: int = 0,
-        milestones: Sequence[int] | None = None,
-        gamma: float = 0.1,
-        last_epoch: int = -1,
-    ) -> None:
-        if not milestones:
-            raise ValueError(f"{type(self).__name__} needs milestones: the steps at which the rate falls")
-        self.gamma = gamma
-        self.milestones = sorted(milestone for milestone in milestones if milestone >= warmup_steps)
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+    __init__ = arguments("self optimizer total_steps warmup_steps=0 milestones=None gamma=0.1 last_epoch=-1")(
+        FormulaLR.__init__
+    )
 
     def lr_at(self, step: int, base: float) -> float:
         """A power of gamma."""
-        return float(base * self.gamma ** bisect_right(self.milestones, step + self.warmup_steps))
+        reached = sorted(milestone for milestone in self.options["milestones"] if milestone >= self.warmup_steps)
+        return float(base * self.options["gamma"] ** bisect_right(reached, step + self.warmup_steps))
 
 
 class PolynomialWarmupLR(FormulaLR):
     """end_lr + (base - end_lr) * (share of steps that are left) ** power, after a warm-up."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_steps: int,
-        warmup_steps: int = 0,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        last_epoch: int = -1,
-    ) -> None:
-        if end_lr < 0:
-            raise ValueError(f"{type(self).__name__}: end_lr is {end_lr}; a learning rate is not negative")
-        self.end_lr, self.power = end_lr, power
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+    __init__ = arguments("self optimizer total_steps warmup_steps=0 end_lr=0.0001 power=1.0 last_epoch=-1")(
+        FormulaLR.__init__
+    )
 
     def lr_at(self, step: int, base: float) -> float:
         """The power."""
-        left = 1 - min(step, self.after_warmup) / self.after_warmup
-        return float(self.end_lr + (base - self.end_lr) * left**self.power)
+        left, end = 1 - min(step, self.after_warmup) / self.after_warmup, self.options["end_lr"]
+        return float(end + (base - end) * left ** self.options["power"])
 
 
-class _NoWarmup:
-    """The schedule beside it, without the argument warmup_steps."""
+class CosineAnnealingLR(CosineAnnealingWarmupLR):
+    """The cosine without a warm-up."""
 
-    def __init__(self, optimizer: Any, total_steps: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, total_steps, 0, *args, **kwargs)  # type: ignore[call-arg]
-
-
-class CosineAnnealingLR(_NoWarmup, CosineAnnealingWarmupLR):
-    """Half a cosine to eta_min: (optimizer, total_steps, eta_min=0)."""
+    __init__ = arguments("self optimizer total_steps eta_min=0 last_epoch=-1")(FormulaLR.__init__)
 
 
-class FlatAnnealingLR(_NoWarmup, FlatAnnealingWarmupLR):
-    """The base rate for a share of the steps, then half a cosine to 0: (optimizer, total_steps, pct_start=0.72)."""
+class FlatAnnealingLR(FlatAnnealingWarmupLR):
+    """The base rate for a share of the steps, then half a cosine to 0."""
+
+    __init__ = arguments("self optimizer total_steps pct_start=0.72 last_epoch=-1")(FormulaLR.__init__)
 
 
-class MultiStepLR(_NoWarmup, MultiStepWarmupLR):
-    """A factor at each milestone: (optimizer, total_steps, milestones, gamma=0.1)."""
+class MultiStepLR(MultiStepWarmupLR):
+    """A factor at each milestone."""
+
+    __init__ = arguments("self optimizer total_steps milestones=None gamma=0.1 last_epoch=-1")(FormulaLR.__init__)
 
 
-class PolynomialLR(_NoWarmup, PolynomialWarmupLR):
-    """A power of the share of steps that are left: (optimizer, total_steps, end_lr=0.0001, power=1.0)."""
+class PolynomialLR(PolynomialWarmupLR):
+    """A power of the share of steps that are left."""
+
+    __init__ = arguments("self optimizer total_steps end_lr=0.0001 power=1.0 last_epoch=-1")(FormulaLR.__init__)
 
 
-class _Torch:
-    """The scheduler of torch beside it, with an argument total_steps that it does not need."""
+def _of_torch(kind: Any, row: str) -> Any:
+    """torch's schedule, with an argument total_steps that it does not need."""
 
-    def __init__(self, optimizer: Any, total_steps: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(plain(optimizer), *args, **kwargs)  # type: ignore[call-arg]
+    def build(self: Any, optimizer: Any, **options: Any) -> None:
+        kind.__init__(self, plain(optimizer), **options)
 
-
-class LambdaLR(_Torch, lr_scheduler.LambdaLR):
-    """(optimizer, total_steps, lr_lambda)."""
-
-
-class MultiplicativeLR(_Torch, lr_scheduler.MultiplicativeLR):
-    """(optimizer, total_steps, lr_lambda)."""
+    taken = arguments(f"self optimizer -total_steps {row} last_epoch=-1")(build)
+    return type(kind.__name__, (kind,), {"__init__": taken, "__doc__": kind.__doc__, "__module__": __name__})
 
 
-class StepLR(_Torch, lr_scheduler.StepLR):
-    """(optimizer, total_steps, step_size=1, gamma=0.1)."""
-
-    def __init__(self, optimizer: Any, total_steps: int, step_size: int = 1, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, total_steps, step_size, *args, **kwargs)
-
-
-class ExponentialLR(_Torch, lr_scheduler.ExponentialLR):
-    """(optimizer, total_steps, gamma=1.0)."""
-
-    def __init__(self, optimizer: Any, total_steps: int, gamma: float = 1.0, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, total_steps, gamma, *args, **kwargs)
+LambdaLR = _of_torch(lr_scheduler.LambdaLR, "lr_lambda=None")
+MultiplicativeLR = _of_torch(lr_scheduler.MultiplicativeLR, "lr_lambda=None")
+StepLR = _of_torch(lr_scheduler.StepLR, "step_size=1 gamma=0.1")
+ExponentialLR = _of_torch(lr_scheduler.ExponentialLR, "gamma=1.0")
 
 
 class OneCycleLR(lr_scheduler.OneCycleLR):
@@ -207,12 +168,3 @@ class OneCycleLR(lr_scheduler.OneCycleLR):
     def __init__(self, optimizer: Any, total_steps: int, pct_start: float = 0.3, **options: Any) -> None:
         largest = [group["lr"] for group in plain(optimizer).param_groups]
         super().__init__(plain(optimizer), largest, total_steps=total_steps, pct_start=pct_start, **options)
-
-
-def plain(optimizer: Any) -> Any:
-    """The torch optimizer in what `boost` returned."""
-    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-
-
-def _cosine(share: float, base: float, end: float) -> float:
-    return end + (base - end) * (1 + math.cos(math.pi * share)) / 2

@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Params = Iterable[Tensor] | Iterable[dict[str, Any]]
-Betas = tuple[float, float]
+from core.compat.arguments import arguments
+
+_ADVICE = {
+    "bias_correction": "torch's kernel always corrects the bias of the moments; warm the learning rate up instead",
+    "nvme_offload_fraction": "moments are kept on no disk; LowLevelZeroPlugin(cpu_offload=True) keeps them on the host",
+    "wd_after_momentum": "torch's SGD decays before momentum",
+}
+_ADAM = "lr=1e-3 !bias_correction=True betas=(0.9,0.999) eps=1e-8"
 
 
 class FusedAdam(torch.optim.Adam):
@@ -21,33 +27,10 @@ class FusedAdam(torch.optim.Adam):
     set_grad_none: True as in torch; gradients are set to None by `zero_grad`.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        adamw_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        if not bias_correction:
-            raise ValueError(
-                f"{type(self).__name__}(bias_correction=False): torch's kernel always corrects the bias of the "
-                "moments; leave the argument out, and warm the learning rate up instead"
-            )
+    @arguments(f"self params {_ADAM} adamw_mode=True weight_decay=0.0 amsgrad=False set_grad_none=True", _ADVICE)
+    def __init__(self, params: Any, adamw_mode: bool, set_grad_none: bool, **options: Any) -> None:
         self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            decoupled_weight_decay=adamw_mode,
-        )
+        super().__init__(params, decoupled_weight_decay=adamw_mode, **options)
         _use_fused_kernel(self)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -58,24 +41,13 @@ class FusedAdam(torch.optim.Adam):
 class CPUAdam(FusedAdam):
     """Adam on whatever device the parameters are. Moments on disk (nvme_offload_fraction above 0) are refused."""
 
-    def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | None = None,
-    ) -> None:
-        if nvme_offload_fraction:
-            raise ValueError(
-                f"{type(self).__name__}(nvme_offload_fraction={nvme_offload_fraction}): moments are kept on no disk; "
-                "leave the argument out, and use LowLevelZeroPlugin(cpu_offload=True) to keep them on the host"
-            )
-        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay)
+    @arguments(
+        f"self model_params>params {_ADAM} weight_decay=0 adamw_mode=True !nvme_offload_fraction=0.0 "
+        "-nvme_offload_dir=None",
+        _ADVICE,
+    )
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
 
 
 class HybridAdam(CPUAdam):
@@ -85,26 +57,30 @@ class HybridAdam(CPUAdam):
 class FusedSGD(torch.optim.SGD):
     """SGD. `wd_after_momentum=True` is refused, as torch's kernel decays before."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-    ) -> None:
-        if wd_after_momentum:
-            raise ValueError("FusedSGD(wd_after_momentum=True): torch's SGD decays before momentum; leave it out")
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+    @arguments("self params lr momentum=0 dampening=0 weight_decay=0 nesterov=False !wd_after_momentum=False", _ADVICE)
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
         _use_fused_kernel(self)
+
+
+def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Where torch has one for the parameters' device; it takes the flag of the groups."""
+    for group in optimizer.param_groups:
+        params: list[Tensor] = group["params"]
+        if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):
+            group.update(fused=True, foreach=False)
 
 
 class WholeParameterOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of a parameter depends on norms or means of the whole of it."""
 
     needs_shapes = True
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        for name, value in options.items():
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise ValueError(f"{type(self).__name__}: {name} is {value!r}; it must not be negative")
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,32 +98,20 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update one parameter in place."""
+        """One parameter's step, in place."""
         raise NotImplementedError
 
 
 class Lamb(WholeParameterOptimizer):
-    """LAMB (arXiv:1904.00962, version 3: moments without bias correction unless asked for).
+    """LAMB (arXiv:1904.00962): Adam's direction, at a rate that is scaled by |w| / |update| of each parameter.
 
-    adam: True for a trust ratio of 1. The ratio |w| / |update| has no upper limit, as in ColossalAI.
+    adam: a ratio of 1. The ratio has no upper limit, as in ColossalAI.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0,
-        adam: bool = False,
-        bias_correction: bool = False,
-    ) -> None:
-        _check(self, lr=lr, eps=eps, weight_decay=weight_decay)
+    @arguments("self params lr=1e-3 betas=(0.9,0.999) eps=1e-6 weight_decay=0 adam=False bias_correction=False")
+    def __init__(self, params: Any, adam: bool, **options: Any) -> None:
         self.adam = adam
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction},
-        )
+        super().__init__(params, **options)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """One parameter's step along m / (sqrt(v) + eps) + decay * w, as long as the trust ratio says."""
@@ -161,9 +125,8 @@ class Lamb(WholeParameterOptimizer):
         if group["bias_correction"]:
             lr = lr * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
         direction = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]) + group["weight_decay"] * param
-        sizes = param.norm(), direction.norm()
-        usable = (sizes[0] > 0) & (sizes[1] > 0)
-        ratio = torch.where(usable, sizes[0] / sizes[1], 1.0) if not self.adam else 1.0
+        weight, change = param.norm(), direction.norm()
+        ratio = torch.where((weight > 0) & (change > 0), weight / change, 1.0) if not self.adam else 1.0
         param.sub_(direction * (lr * ratio))
 
 
@@ -173,32 +136,20 @@ class Lars(WholeParameterOptimizer):
     The decayed gradient is bounded to [-10, 10], as in ColossalAI.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        momentum: float = 0,
-        eeta: float = 1e-3,
-        weight_decay: float = 0,
-        epsilon: float = 0.0,
-    ) -> None:
-        _check(self, lr=lr, momentum=momentum, eeta=eeta, weight_decay=weight_decay, epsilon=epsilon)
-        options = {"lr": lr, "momentum": momentum, "eeta": eeta, "weight_decay": weight_decay, "epsilon": epsilon}
-        super().__init__(params, options)
+    @arguments("self params lr=1e-3 momentum=0 eeta=1e-3 weight_decay=0 epsilon=0.0")
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """One parameter's step."""
-        decay = group["weight_decay"]
-        sizes = param.norm(), grad.norm()
-        rate = group["eeta"] * sizes[0] / (sizes[1] + decay * sizes[0] + group["epsilon"])
-        rate = torch.where((sizes[0] > 0) & (sizes[1] > 0), rate, 1.0).clamp(0.0, 50.0)
+        decay, weight, size = group["weight_decay"], param.norm(), grad.norm()
+        rate = group["eeta"] * weight / (size + decay * weight + group["epsilon"])
+        rate = torch.where((weight > 0) & (size > 0), rate, 1.0).clamp(0.0, 50.0)
         direction = (grad + decay * param).clamp(-10.0, 10.0)
         if group["momentum"]:
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
-            else:
-                state["momentum_buffer"] = direction
-            direction = state["momentum_buffer"]
+            before = state.get("momentum_buffer")
+            direction = direction if before is None else before.mul_(group["momentum"]).add_(direction)
+            state["momentum_buffer"] = direction
         param.sub_(direction * (group["lr"] * rate))
 
 
@@ -208,20 +159,11 @@ class CAME(WholeParameterOptimizer):
     eps: added to squared gradients and to squared instabilities. betas: of the update, the squares, the instability.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | None = None,
-        eps: Betas = (1e-30, 1e-16),
-        clip_threshold: float = 1.0,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        weight_decay: float = 0.0,
-    ) -> None:
-        if lr is None:
+    @arguments("self params lr=None eps=(1e-30,1e-16) clip_threshold=1.0 betas=(0.9,0.999,0.9999) weight_decay=0.0")
+    def __init__(self, params: Any, **options: Any) -> None:
+        if options["lr"] is None:
             raise ValueError("CAME needs a learning rate; pass lr=2e-4, say")
-        _check(self, lr=lr, clip_threshold=clip_threshold, weight_decay=weight_decay)
-        options = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "betas": betas}
-        super().__init__(params, {**options, "weight_decay": weight_decay})
+        super().__init__(params, **options)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """One parameter's step; squares are kept by rows and columns of the last two dimensions."""
@@ -242,24 +184,9 @@ class CAME(WholeParameterOptimizer):
 def _inverse_root(state: dict[str, Any], name: str, squares: Tensor, beta: float) -> Tensor:
     """1 / sqrt of the moving average of squares; of matrices, from the averages of rows and of columns."""
     if squares.dim() < 2:
-        average = state.setdefault(name, torch.zeros_like(squares)).lerp_(squares, 1 - beta)
-        return average.rsqrt()
+        return state.setdefault(name, torch.zeros_like(squares)).lerp_(squares, 1 - beta).rsqrt()
     rows, columns = squares.mean(-1), squares.mean(-2)
     rows = state.setdefault(f"{name}_row", torch.zeros_like(rows)).lerp_(rows, 1 - beta)
     columns = state.setdefault(f"{name}_col", torch.zeros_like(columns)).lerp_(columns, 1 - beta)
     by_row = (rows / rows.mean(-1, keepdim=True)).rsqrt()
     return by_row.unsqueeze(-1) * columns.rsqrt().unsqueeze(-2)
-
-
-def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
-    """Where torch has one for the parameters' device; it takes the flag of the groups."""
-    for group in optimizer.param_groups:
-        params: list[Tensor] = group["params"]
-        if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):
-            group.update(fused=True, foreach=False)
-
-
-def _check(optimizer: object, **numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value >= 0:
-            raise ValueError(f"{type(optimizer).__name__}: {name} is {value!r}; it must not be negative")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,18 +13,22 @@ FORMAT = "[%(asctime)s] %(name)s - %(levelname)s: %(message)s (%(filename)s:%(li
 
 
 class DistributedLogger:
-    """The logger of a name, at first from level INFO on. `ranks` of a message: those that log it; None for all."""
+    """The logger of a name, at first from level INFO on. `info`, `warning`, `debug`, `error`: (message, ranks=None)."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
         if not self._logger.hasHandlers():
             self._logger.setLevel(logging.INFO)
-            self._logger.addHandler(_formatted(logging.StreamHandler()))
+            self._add(logging.StreamHandler())
 
-    @staticmethod
-    def get_instance(name: str) -> DistributedLogger:
+    def _add(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        self._logger.addHandler(handler)
+
+    @classmethod
+    def get_instance(cls, name: str) -> DistributedLogger:
         """The logger of a name; several objects of one name are one logger."""
-        return DistributedLogger(name)
+        return cls(name)
 
     @property
     def rank(self) -> int:
@@ -41,42 +46,24 @@ class DistributedLogger:
         name = f"rank_{self.rank}.log" if suffix is None else f"rank_{self.rank}_{suffix}.log"
         handler = logging.FileHandler(directory / name, mode)
         handler.setLevel(level)
-        self._logger.addHandler(_formatted(handler))
+        self._add(handler)
 
-    def info(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log with level INFO."""
-        self._log(logging.INFO, message, ranks)
-
-    def warning(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log with level WARNING."""
-        self._log(logging.WARNING, message, ranks)
-
-    def debug(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log with level DEBUG."""
-        self._log(logging.DEBUG, message, ranks)
-
-    def error(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log with level ERROR."""
-        self._log(logging.ERROR, message, ranks)
-
-    def _log(self, level: int, message: str, ranks: Sequence[int] | None) -> None:
+    def _log(self, level: int, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Log on the ranks that are named; None for all."""
         if ranks is None or self.rank in ranks:
             self._logger.log(level, "%s", message, stacklevel=3)
+
+    info, warning = partialmethod(_log, logging.INFO), partialmethod(_log, logging.WARNING)
+    debug, error = partialmethod(_log, logging.DEBUG), partialmethod(_log, logging.ERROR)
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
     """The logger of a name."""
-    return DistributedLogger.get_instance(name)
+    return DistributedLogger(name)
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("colossalai",)) -> None:
     """Log only warnings and errors of those loggers that there are: the ones in `include`, or all but `exclude`."""
-    names = list(logging.root.manager.loggerDict) if include is None else list(include)
-    for name in names:
+    for name in list(logging.root.manager.loggerDict) if include is None else include:
         if name not in exclude:
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _formatted(handler: logging.Handler) -> logging.Handler:
-    handler.setFormatter(logging.Formatter(FORMAT))
-    return handler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,36 +12,41 @@ import torch
 import torch.distributed as dist
 
 from core.booster.accelerator import devices_here
+from core.compat.arguments import arguments
 from core.compat.colossalai.rank_logger import get_dist_logger
 
-Config = Mapping[str, Any]
-TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
-SLURM = {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "world_size": "SLURM_NPROCS"}
-OPENMPI = {
-    "rank": "OMPI_COMM_WORLD_RANK",
-    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "world_size": "OMPI_COMM_WORLD_SIZE",
+# Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
+PLACES = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NPROCS"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
 }
+_HOW = "backend=None seed=1024 verbose=True * config=None"
 
 
+@arguments("rank world_size host port backend=None local_rank=None seed=1024 verbose=True * config=None")
 def launch(
     rank: int,
     world_size: int,
     host: str,
     port: int,
-    backend: str | None = None,
-    local_rank: int | None = None,
-    seed: int = 1024,
-    verbose: bool = True,
-    *,
-    config: Config | None = None,
+    backend: Any,
+    local_rank: Any,
+    seed: int,
+    verbose: bool,
+    config: Any,
 ) -> None:
     """Start the default group, choose this rank's device, and seed Python, NumPy and torch alike on every rank.
 
     backend: None for the device's own, which is 'nccl' on GPUs and 'gloo' on CPUs. A group that is started already is
     kept. config: of old versions; only an empty one. Collective. Raises ValueError for a config with settings.
     """
-    _refuse_config(config)
+    if config:
+        raise ValueError(
+            f"launch got a config with {', '.join(map(str, config))}, which nothing here would read; pass these "
+            "settings to a plugin of the Booster, to core.gradient_handler.build_gradient_handler, or to "
+            "core.gradient_accumulation.accumulate_gradient, and leave the config out"
+        )
     logger = get_dist_logger()
     if dist.is_initialized():
         place = (dist.get_rank(), dist.get_world_size())
@@ -69,47 +74,29 @@ def launch(
         logger.info(f"torch.distributed {how}; world size {world_size}, seed {seed}", ranks=[0])
 
 
-def launch_from_torch(
-    backend: str | Config | None = None, seed: int = 1024, verbose: bool = True, *, config: Config | None = None
-) -> None:
+@arguments(_HOW)
+def launch_from_torch(backend: Any, config: Any, **how: Any) -> None:
     """`launch` with the place that torchrun gave this process. Collective."""
     if isinstance(backend, Mapping):  # old versions have the config first
         backend, config = None, backend
     if dist.is_initialized() and "RANK" not in os.environ:
-        place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        launch(**place, host="", port=0, seed=seed, verbose=verbose, config=config)
+        launch(dist.get_rank(), dist.get_world_size(), "", 0, config=config, **how)
         return
-    place = _place(TORCHRUN, "torchrun")
-    host, port = _variable("MASTER_ADDR", "torchrun"), _variable("MASTER_PORT", "torchrun")
-    launch(**place, host=host, port=int(port), backend=backend, seed=seed, verbose=verbose, config=config)
+    host, port = (_variable(name, "torchrun") for name in PLACES["torchrun"][3:])
+    launch(host=host, port=int(port), backend=backend, config=config, **how, **_place("torchrun"))
 
 
-def launch_from_slurm(
-    host: str,
-    port: int,
-    backend: str | None = None,
-    seed: int = 1024,
-    verbose: bool = True,
-    *,
-    config: Config | None = None,
-) -> None:
-    """`launch` with the place that SLURM's srun gave this process. Collective."""
-    place = _place(SLURM, "srun")
-    launch(**place, host=host, port=port, backend=backend, seed=seed, verbose=verbose, config=config)
+def _launcher(name: str, launcher: str, whose: str) -> Callable[..., None]:
+    def start(**given: Any) -> None:
+        launch(**given, **_place(launcher))
+
+    start.__qualname__ = start.__name__ = name
+    start.__doc__ = f"`launch` with the place that {whose} gave this process. Collective."
+    return arguments(f"host port {_HOW}")(start)
 
 
-def launch_from_openmpi(
-    host: str,
-    port: int,
-    backend: str | None = None,
-    seed: int = 1024,
-    verbose: bool = True,
-    *,
-    config: Config | None = None,
-) -> None:
-    """`launch` with the place that Open MPI's mpirun gave this process. Collective."""
-    place = _place(OPENMPI, "mpirun")
-    launch(**place, host=host, port=port, backend=backend, seed=seed, verbose=verbose, config=config)
+launch_from_slurm = _launcher("launch_from_slurm", "srun", "SLURM's srun")
+launch_from_openmpi = _launcher("launch_from_openmpi", "mpirun", "Open MPI's mpirun")
 
 
 def set_seed(seed: int) -> None:
@@ -119,20 +106,12 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _place(names: Mapping[str, str], launcher: str) -> dict[str, int]:
-    return {argument: int(_variable(name, launcher)) for argument, name in names.items()}
+def _place(launcher: str) -> dict[str, int]:
+    words = zip(("rank", "local_rank", "world_size"), PLACES[launcher], strict=False)
+    return {argument: int(_variable(name, launcher)) for argument, name in words}
 
 
 def _variable(name: str, launcher: str) -> str:
     if name not in os.environ:
         raise RuntimeError(f"{name} is not set; start the program with {launcher}, which sets it for each process")
     return os.environ[name]
-
-
-def _refuse_config(config: Config | None) -> None:
-    if config:
-        raise ValueError(
-            f"launch got a config with {', '.join(map(str, config))}, which nothing here would read; pass these "
-            "settings to a plugin of the Booster, to core.gradient_handler.build_gradient_handler, or to "
-            "core.gradient_accumulation.accumulate_gradient, and leave the config out"
-        )

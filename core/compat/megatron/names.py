@@ -1,156 +1,127 @@
-"""Where Megatron Core's names are here. The rows become what core.compat.install.Surface says.
+"""Where Megatron Core's names are here: lines that core.compat.install.read_rows explains, and aliases of modules.
 
-A row is a module path below megatron.core, a module that has the names, and the names. A line that is indented belongs
-to the row before. '.x' lies in this package's faces; '@path' stands for all names of another row's module; '-' is the
-package itself.
+A word that begins with '.' is a module of this package's faces.
 """
 
 from __future__ import annotations
 
-ROWS = """
-- | .wrapper | DistributedDataParallel
-- | .configs | ModelParallelConfig
-- | .timers | Timers
-- | .tools | is_torch_min_version
+from core.compat.install import read_rows
 
-parallel_state | .groups | initialize_model_parallel is_unitialized RankGenerator get_data_parallel_group
+MODULES = read_rows(
+    """
+- .wrapper DistributedDataParallel .configs ModelParallelConfig .timers Timers .tools is_torch_min_version
+parallel_state .groups initialize_model_parallel is_unitialized RankGenerator get_data_parallel_group
     get_data_parallel_world_size get_data_parallel_rank
-parallel_state | core.parallel_state | * get_nccl_options default_embedding_ranks default_position_embedding_ranks
-process_groups_config | core.process_groups | ProcessGroupCollection
-hyper_comm_grid | .groups | HyperCommGrid
+    core.parallel_state * get_nccl_options default_embedding_ranks default_position_embedding_ranks
+process_groups_config core.process_groups ProcessGroupCollection
+hyper_comm_grid .groups HyperCommGrid
+model_parallel_config .configs ModelParallelConfig
 
-model_parallel_config | .configs | ModelParallelConfig
-transformer.transformer_config | .configs | TransformerConfig
-distributed | .wrapper | DistributedDataParallel
-distributed | .configs | DistributedDataParallelConfig
-distributed | core.distributed | finalize_model_grads
-distributed.distributed_data_parallel | .wrapper | DistributedDataParallel
-distributed.distributed_data_parallel_config | .configs | DistributedDataParallelConfig
-distributed.finalize_model_grads | core.distributed | finalize_model_grads
-
-optimizer | .optimizer | get_megatron_optimizer DistributedOptimizer
-optimizer | core.optimizer | get_standard_config_overrides
-optimizer | @optimizer.optimizer @optimizer.optimizer_config |
-optimizer.optimizer | core.optimizer | MegatronOptimizer ChainedOptimizer MixedPrecisionOptimizer=ReplicatedOptimizer
+distributed @distributed.distributed_data_parallel @distributed.distributed_data_parallel_config
+    @distributed.finalize_model_grads
+distributed.distributed_data_parallel .wrapper DistributedDataParallel
+distributed.distributed_data_parallel_config .configs DistributedDataParallelConfig
+distributed.finalize_model_grads core.distributed finalize_model_grads
+optimizer .optimizer get_megatron_optimizer core.optimizer get_standard_config_overrides
+    @optimizer.optimizer @optimizer.optimizer_config @optimizer.distrib_optimizer
+optimizer.optimizer core.optimizer MegatronOptimizer ChainedOptimizer MixedPrecisionOptimizer=ReplicatedOptimizer
     Float16OptimizerWithFloat16Params=ReplicatedOptimizer FP32Optimizer=ReplicatedOptimizer
-optimizer.optimizer_config | .configs | OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig
-optimizer.optimizer_config | core.optimizer | ParamKey ParamPredicate ParamWithNamePredicate ParamGroupOverride
-optimizer.distrib_optimizer | .optimizer | DistributedOptimizer
-optimizer.grad_scaler | core.optimizer.loss_scaler | MegatronGradScaler=LossScaler
-    ConstantGradScaler=ConstantLossScaler DynamicGradScaler=DynamicLossScaler
-optimizer_param_scheduler | core.optimizer | OptimizerParamScheduler get_canonical_lr_for_logging ParamGroupOverride
+optimizer.optimizer_config .configs OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig
+    core.optimizer ParamKey ParamPredicate ParamWithNamePredicate ParamGroupOverride
+optimizer.distrib_optimizer .optimizer DistributedOptimizer
+optimizer.grad_scaler core.optimizer.loss_scaler MegatronGradScaler=LossScaler ConstantGradScaler=ConstantLossScaler
+    DynamicGradScaler=DynamicLossScaler
+optimizer_param_scheduler core.optimizer OptimizerParamScheduler get_canonical_lr_for_logging ParamGroupOverride
 
-tensor_parallel | @tensor_parallel.layers @tensor_parallel.mappings @tensor_parallel.random @tensor_parallel.data |
-tensor_parallel | @tensor_parallel.cross_entropy @tensor_parallel.utils |
-tensor_parallel.layers | .layers | ColumnParallelLinear RowParallelLinear copy_tensor_model_parallel_attributes
+tensor_parallel @tensor_parallel.layers @tensor_parallel.mappings @tensor_parallel.random @tensor_parallel.data
+    @tensor_parallel.cross_entropy @tensor_parallel.utils
+tensor_parallel.layers .layers ColumnParallelLinear RowParallelLinear copy_tensor_model_parallel_attributes
     linear_with_grad_accumulation_and_async_allreduce set_defaults_if_not_set_tensor_model_parallel_attributes
     param_is_not_tensor_parallel_duplicate
-tensor_parallel.layers | core.tensor_parallel | VocabParallelEmbedding set_tensor_model_parallel_attributes
-tensor_parallel.mappings | .layers | gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
+    core.tensor_parallel VocabParallelEmbedding set_tensor_model_parallel_attributes
+tensor_parallel.mappings .layers gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
     all_to_all all_gather_last_dim_from_tensor_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
-tensor_parallel.mappings | core.tensor_parallel | copy_to_tensor_model_parallel_region
-    reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region
-    gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region
-tensor_parallel.random | .layers | model_parallel_cuda_manual_seed get_cuda_rng_tracker initialize_rng_tracker
+    core.tensor_parallel copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
+    scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region
+    scatter_to_sequence_parallel_region
+tensor_parallel.random .layers model_parallel_cuda_manual_seed get_cuda_rng_tracker initialize_rng_tracker
     get_all_rng_states get_expert_parallel_rng_tracker_name get_data_parallel_rng_tracker_name
-tensor_parallel.random | core.tensor_parallel | checkpoint CudaRNGStatesTracker
-tensor_parallel.cross_entropy | .layers | vocab_parallel_cross_entropy
-tensor_parallel.data | .layers | broadcast_data
-tensor_parallel.utils | .layers | split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
+    core.tensor_parallel checkpoint CudaRNGStatesTracker
+tensor_parallel.cross_entropy .layers vocab_parallel_cross_entropy
+tensor_parallel.data .layers broadcast_data
+tensor_parallel.utils .layers split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
     VocabUtility
 
-pipeline_parallel | @pipeline_parallel.schedules |
-pipeline_parallel.schedules | .schedules | get_forward_backward_func forward_backward_no_pipelining=forward_backward
+pipeline_parallel @pipeline_parallel.schedules
+pipeline_parallel.schedules .schedules get_forward_backward_func forward_backward_no_pipelining=forward_backward
     forward_backward_pipelining_with_interleaving=forward_backward
     forward_backward_pipelining_without_interleaving=forward_backward
-pipeline_parallel.utils | .groups | is_pp_first_stage is_pp_last_stage is_vp_first_stage is_vp_last_stage
+pipeline_parallel.utils .groups is_pp_first_stage is_pp_last_stage is_vp_first_stage is_vp_last_stage
     get_pp_first_rank get_pp_last_rank get_pp_next_rank get_pp_prev_rank
 
-models.gpt | .gpt | GPTModel
-models.gpt.gpt_model | .gpt | GPTModel
-models.gpt.gpt_layer_specs | .gpt | get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec
+models.gpt @models.gpt.gpt_model
+models.gpt.gpt_model .gpt GPTModel
+models.gpt.gpt_layer_specs .specs get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec
     get_gpt_decoder_block_spec get_gpt_decoder_layer_specs=get_gpt_decoder_block_spec
-models.common.language_module.language_module | .modules | LanguageModule=MegatronModule
-transformer | .configs | TransformerConfig
-transformer | .modules | MegatronModule ModuleSpec build_module
-transformer.module | .modules | MegatronModule Float16Module param_is_not_shared
-transformer.spec_utils | .modules | ModuleSpec build_module get_module import_module
-transformer.identity_op | .modules | IdentityOp IdentityFuncOp
-transformer.enums | .enums | ModelType LayerType AttnType AttnMaskType AttnBackend
-transformer.transformer_layer | .gpt | get_transformer_layer_offset
-transformer.transformer_layer | core.transformer.transformer_layer | TransformerLayer
-transformer.transformer_block | .gpt | get_num_layers_to_build
-transformer.transformer_block | core.transformer.transformer_block | TransformerBlock
-transformer.attention | core.transformer.attention | SelfAttention
-transformer.mlp | core.transformer.mlp | MLP
-transformer.moe.moe_layer | core.moe | MoELayer
-transformer.moe.router | core.moe | TopKRouter Router=TopKRouter
-transformer.moe.experts | core.moe | SequentialMLP=Experts GroupedMLP=Experts TEGroupedMLP=Experts
-transformer.moe.shared_experts | core.moe | SharedExpertMLP=SharedExpert
-transformer.moe.token_dispatcher | core.moe | MoEAllGatherTokenDispatcher=AllGatherTokenDispatcher
+models.common.language_module.language_module .modules LanguageModule=MegatronModule
+transformer @transformer.transformer_config .modules MegatronModule ModuleSpec build_module
+transformer.transformer_config .configs TransformerConfig
+transformer.module .modules MegatronModule Float16Module param_is_not_shared
+transformer.spec_utils .modules ModuleSpec build_module get_module import_module
+transformer.identity_op .modules IdentityOp IdentityFuncOp
+transformer.enums .enums ModelType LayerType AttnType AttnMaskType AttnBackend
+transformer.transformer_layer .specs get_transformer_layer_offset core.transformer.transformer_layer TransformerLayer
+transformer.transformer_block .specs get_num_layers_to_build core.transformer.transformer_block TransformerBlock
+transformer.attention core.transformer.attention SelfAttention
+transformer.mlp core.transformer.mlp MLP
+transformer.moe.moe_layer core.moe MoELayer
+transformer.moe.router core.moe TopKRouter Router=TopKRouter
+transformer.moe.experts core.moe SequentialMLP=Experts GroupedMLP=Experts TEGroupedMLP=Experts
+transformer.moe.shared_experts core.moe SharedExpertMLP=SharedExpert
+transformer.moe.token_dispatcher core.moe MoEAllGatherTokenDispatcher=AllGatherTokenDispatcher
     MoEAlltoAllTokenDispatcher=AllToAllTokenDispatcher
-transformer.moe.moe_utils | core.moe | MoEAuxLossAutoScaler
-transformer.moe.moe_utils | .tools | get_default_pg_collection
+transformer.moe.moe_utils core.moe MoEAuxLossAutoScaler .tools get_default_pg_collection
 
-dist_checkpointing | @dist_checkpointing.serialization |
-dist_checkpointing | .checkpoint | check_is_distributed_checkpoint
-dist_checkpointing | .sharded | ShardedTensor ShardedObject LocalNonpersistentObject
-dist_checkpointing.mapping | .sharded | ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject
+dist_checkpointing @dist_checkpointing.serialization .checkpoint check_is_distributed_checkpoint
+    .sharded ShardedTensor ShardedObject LocalNonpersistentObject
+dist_checkpointing.mapping .sharded ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject
     StateDict CommonStateDict=StateDict ShardedStateDict=StateDict ReplicaId is_main_replica apply_factories
-dist_checkpointing.serialization | .checkpoint | save load load_common_state_dict load_tensors_metadata
+dist_checkpointing.serialization .checkpoint save load load_common_state_dict load_tensors_metadata
     load_sharded_metadata=load_tensors_metadata load_plain_tensors load_content_metadata
-dist_checkpointing.serialization | .sharded | get_default_save_sharded_strategy get_default_load_sharded_strategy
-dist_checkpointing.strategies.fully_parallel | .sharded | FullyParallelSaveStrategyWrapper=Strategy
+    .sharded get_default_save_sharded_strategy=Strategy get_default_load_sharded_strategy=Strategy
+dist_checkpointing.strategies.fully_parallel .sharded FullyParallelSaveStrategyWrapper=Strategy
     FullyParallelLoadStrategyWrapper=Strategy
-dist_checkpointing.strategies.torch | .sharded | TorchDistSaveShardedStrategy=Strategy
+dist_checkpointing.strategies.torch .sharded TorchDistSaveShardedStrategy=Strategy
     TorchDistLoadShardedStrategy=Strategy
-dist_checkpointing.validation | .sharded | StrictHandling parse_strict_flag
-dist_checkpointing.core | .checkpoint | CheckpointingException=CheckpointError check_is_distributed_checkpoint
-dist_checkpointing.utils | .sharded | add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
-dist_checkpointing.dict_utils | .sharded | merge nested_values
+dist_checkpointing.validation .sharded StrictHandling parse_strict_flag=StrictHandling
+dist_checkpointing.core core.checkpoint CheckpointingException=CheckpointError
+    .checkpoint check_is_distributed_checkpoint
+dist_checkpointing.utils .sharded add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
+dist_checkpointing.dict_utils .sharded merge nested_values=leaves_of
 
-enums | .enums | ModelType Fp8Recipe
-timers | .timers | Timers Timer
-packed_seq_params | .gpt | PackedSeqParams
-num_microbatches_calculator | .microbatches | *
-utils | .tools | *
-utils | .groups | get_pg_size get_pg_rank get_pg_src_rank
-utils | .modules | get_attr_wrapped_model get_model_config get_model_type get_model_xattn unwrap_model
-utils | core.memory_buffer | GlobalMemoryBuffer
-"""
-
-
-def read_rows(text: str) -> dict[str, dict[str, str]]:
-    """Module path -> {source: names}."""
-    found: dict[str, dict[str, str]] = {}
-    included: list[tuple[str, str]] = []
-    for line in text.replace("\n    ", " ").splitlines():
-        if not line:
-            continue
-        path, source, names = (part.strip() for part in line.split("|"))
-        module = found.setdefault("" if path == "-" else path, {})
-        if source.startswith("@"):
-            included += [(path, other[1:]) for other in source.split()]
-        else:
-            module[f".faces{source}" if source.startswith(".") else source] = names
-    for path, other in included:
-        for source, names in found[other].items():
-            found[path][source] = f"{found[path].get(source, '')} {names}"
-    return found
-
-
-MODULES = read_rows(ROWS)
-
+enums .enums ModelType Fp8Recipe
+timers .timers Timers Timer
+packed_seq_params .gpt PackedSeqParams
+num_microbatches_calculator .microbatches *
+utils .tools * .groups get_pg_size get_pg_rank get_pg_src_rank core.memory_buffer GlobalMemoryBuffer
+    .modules get_attr_wrapped_model get_model_config get_model_type get_model_xattn unwrap_model
+""",
+    ".faces",
+)
 ALIASES = {"mpu": "parallel_state"}
+_FSDP = (
+    "use DistributedDataParallel with use_megatron_fsdp=True and data_parallel_sharding_strategy='optim_grads_params'"
+)
+_GENERATE = "core.generate samples from a trained GPT; serve with an inference engine"
 
 # A name, or the package that it is in -> what to do instead.
 ABSENT = {
     "datasets": "read tokens with core.training.token_file, or write an iterator of dictionaries of tensors",
     "tokenizers": "use a tokenizer of its own package (tokenizers, transformers); core.training reads token files",
-    "inference": "core.generate samples from a trained GPT; serve with an inference engine",
-    "inference_params": "core.generate samples from a trained GPT",
+    "inference": _GENERATE,
+    "inference_params": _GENERATE,
     "export": "convert checkpoints with python -m core.convert, and export from there",
-    "extensions": "TransformerEngine's layers are not wrapped; the layers of core.compat.megatron.tensor_parallel and "
+    "extensions": "TransformerEngine's layers are not wrapped; the layers of tensor_parallel and "
     "get_gpt_layer_local_spec() take their place",
     "fusions": "the unfused functions of torch give the same numbers; torch.compile fuses them",
     "ssm": "state-space layers are not here; a model of your own can be wrapped in DistributedDataParallel",
@@ -163,10 +134,8 @@ ABSENT = {
     "transformer.transformer_config.MLATransformerConfig": "multi-latent attention is not built; core.hugging_face "
     "splits a transformers model that has it",
     "transformer.moe.router_replay": "routing is not replayed; the router's choices are what its forward returns",
-    "distributed.fsdp": "use DistributedDataParallelConfig(use_megatron_fsdp=True, "
-    "data_parallel_sharding_strategy='optim_grads_params')",
-    "distributed.FullyShardedDataParallel": "use DistributedDataParallel with use_megatron_fsdp=True and "
-    "data_parallel_sharding_strategy='optim_grads_params' in its config",
+    "distributed.fsdp": _FSDP,
+    "distributed.FullyShardedDataParallel": _FSDP,
     "distributed.TorchFullyShardedDataParallel": "core.booster.plugin.TorchFSDPPlugin wraps torch's FSDP2",
     "distributed.param_and_grad_buffer": "model.grad_buffers are the buffers, model.describe() prints them",
     "dist_checkpointing.strategies": "checkpoints have one format here; save and load without this strategy",

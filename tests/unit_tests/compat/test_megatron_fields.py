@@ -117,7 +117,7 @@ def read_by_code() -> set[str]:
     folders = [ROOT / "core" / folder for folder in MODEL_PARTS]
     faces = ROOT / "core" / "compat" / "megatron" / "faces"
     files = [path for folder in folders for path in folder.rglob("*.py") if not path.name.endswith("_config.py")]
-    files += [faces / f"{name}.py" for name in ("schedules", "gpt", "optimizer", "modules")]
+    files += [faces / f"{name}.py" for name in ("schedules", "gpt", "optimizer", "modules", "specs")]
     return {name for path in files for name in names_read(ast.parse(Path(path).read_text()))}
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import core.compat.megatron as mcore
-from core.compat.megatron.faces import gpt, groups, microbatches
+from core.compat.megatron.faces import gpt, groups, microbatches, specs
 from core.compat.megatron.faces.configs import TransformerConfig
 from tests.unit_tests.ranks import ranks
 
@@ -73,7 +73,7 @@ def test_losses_and_gradients_of_a_gpt_are_stocks(rank: int, world: int, case: i
         stock(".parallel_state").initialize_model_parallel(1, 1)
         mcore.mpu.initialize_model_parallel(1, 1)
         common, reference = stocks_gpt(options, **shape)
-        spec = gpt.get_gpt_layer_local_spec(normalization=shape.get("normalization"))
+        spec = specs.get_gpt_layer_local_spec(normalization=shape.get("normalization"))
         model = gpt.GPTModel(TransformerConfig(**common), spec, 64, 16, **options)
         weights = dict(reference.named_parameters())
         assert {name: p.shape for name, p in model.named_parameters()} == {name: p.shape for name, p in weights.items()}

@@ -42,7 +42,6 @@ from core.compat.megatron.faces.sharded import (
     leaves_of,
     map_leaves,
     merge,
-    parse_strict_flag,
 )
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 
@@ -205,7 +204,7 @@ def load(
     Tensors are new ones: nothing of the model changes until it loads them. An optimizer's state is put in place here.
     With a strict that returns mismatches: (tree, keys of the file not asked for, keys asked for and not in it).
     """
-    ranks, how = Ranks(process_group), parse_strict_flag(strict)
+    ranks, how = Ranks(process_group), StrictHandling(strict)
     directory = find_intact(checkpoint_dir, group=process_group)
     reader = directory.reader()
     metadata = reader.read_metadata()

@@ -5,7 +5,6 @@ Ours are made from them where they are used (`ours()`), so a field counts as it 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,42 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.compat.megatron.faces import fields as rows
-from core.compat.megatron.faces.enums import AttnBackend
+from core.compat.arguments import is_one_of
+from core.compat.megatron.faces.fields import Rule, rules_of
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig as OurTransformerConfig
 
-
-@dataclass(frozen=True)
-class Rule:
-    """A field that nothing obeys: its defaults, what to tell a user, and True if another value is an error."""
-
-    defaults: tuple[Any, ...]
-    sentence: str
-    refused: bool
-
-
-def read_rules(refused: rows.Rows, hints: rows.Rows) -> dict[str, Rule]:
-    """Field -> rule, from rows of `core.compat.megatron.faces.fields`."""
-    return {
-        name: Rule(defaults, sentence, is_refused)
-        for table, is_refused in ((refused, True), (hints, False))
-        for sentence, words in table.items()
-        for name, defaults in map(_parse, words.split())
-    }
-
-
-def _parse(word: str) -> tuple[str, tuple[Any, ...]]:
-    name, _, text = word.partition("=")
-    values = [ast.literal_eval(part) for part in text.split("|")]
-    if name == "attention_backend":
-        values = [AttnBackend.auto]
-    elif name.endswith("_dtype"):
-        values = [getattr(torch, value) if isinstance(value, str) else value for value in values]
-    return name, tuple(values)
+# Left out where ours is made: 16-bit weights come from Float16Module as well as from params_dtype, and callbacks are
+# read from Megatron's configuration itself.
+SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
+CALLBACKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+# Megatron gives these to GPTModel; a gated activation has two fields there.
+OF_GPT = ("vocab_size", "max_sequence_length", "position_embedding_type", "rotary_base", "activation")
 
 
 class _Written:
@@ -61,7 +38,7 @@ class _Written:
 
     def __setattr__(self, name: str, value: Any) -> None:
         rule = self.rules.get(name)
-        if rule is not None and not any(value is default or value == default for default in rule.defaults):
+        if rule is not None and not is_one_of(value, rule.defaults):
             text = f"{type(self).__name__}.{name}={value!r} {{}}: {rule.sentence}"
             if rule.refused:
                 raise ValueError(text.format(f"is not supported; leave it at {rule.defaults[0]!r}"))
@@ -74,35 +51,24 @@ class _Written:
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
-def _base(name: str, parent: type, rules: Mapping[str, Rule], ours: Any, *without: str) -> Any:
+def _base(parent: type, name: str, ours: Any, *without: str) -> Any:
     """A dataclass of the fields of ours, with their defaults, and of those that nothing obeys."""
-    known = {found.name for found in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else set()
-    made = [
-        (found.name, Any, _field(found.default, found.default_factory))
-        for found in dataclasses.fields(ours)
-        if found.name not in {*rules, *known, *without}
-    ]
-    made += [(key, Any, _field(rule.defaults[0], dataclasses.MISSING)) for key, rule in rules.items()]
+    rules = rules_of(name)
+    inherited = {found.name for found in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else set()
+    kept = [found for found in dataclasses.fields(ours) if found.name not in {*rules, *inherited, *without}]
+    made = [(key, Any, _default(rule.defaults[0])) for key, rule in rules.items()]
+    made += [(f.name, Any, field(default=f.default, default_factory=f.default_factory)) for f in kept]
     space = {"rules": {**getattr(parent, "rules", {}), **rules}, "__module__": __name__}
-    return dataclasses.make_dataclass(name, made, bases=(parent,), namespace=space)
+    return dataclasses.make_dataclass(f"_{name}", made, bases=(parent,), namespace=space)
 
 
-def _field(default: Any, factory: Any) -> Any:
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default))
-    return field(default=default) if factory is dataclasses.MISSING else field(default_factory=factory)
+def _default(value: Any) -> Any:
+    return field(default_factory=lambda: list(value)) if isinstance(value, list) else field(default=value)
 
 
-_DDP: Any = _base("_DDP", _Written, read_rules(rows.DDP_REFUSED, rows.DDP_HINTS), OurDDPConfig)
-_Optimizer: Any = _base(
-    "_Optimizer", _Written, read_rules(rows.OPTIMIZER_REFUSED, rows.OPTIMIZER_HINTS), OurOptimizerConfig
-)
-_ModelParallel: Any = _base(
-    "_ModelParallel",
-    _Written,
-    read_rules(rows.MODEL_PARALLEL_REFUSED, rows.MODEL_PARALLEL_HINTS),
-    OurModelParallelConfig,
-)
+_DDP: Any = _base(_Written, "DistributedDataParallelConfig", OurDDPConfig)
+_Optimizer: Any = _base(_Written, "OptimizerConfig", OurOptimizerConfig)
+_ModelParallel: Any = _base(_Written, "ModelParallelConfig", OurModelParallelConfig)
 
 
 @dataclass
@@ -148,9 +114,7 @@ class OptimizerConfig(_Optimizer):
         return OurOptimizerConfig(**{**given, "muon_nesterov": self.muon_nesterov or self.muon_use_nesterov})
 
 
-@dataclass
-class AdamOptimizerConfig(OptimizerConfig):
-    """OptimizerConfig of Adam."""
+AdamOptimizerConfig = OptimizerConfig
 
 
 @dataclass
@@ -174,29 +138,16 @@ class ModelParallelConfig(_ModelParallel):
     barrier_with_L1_time: bool = True
 
     def __post_init__(self) -> None:
-        filled: Any = self
+        filled: Any = self  # most fields are inherited from dataclasses that are made from tables
         if filled.expert_tensor_parallel_size is None:
             filled.expert_tensor_parallel_size = filled.tensor_model_parallel_size
         if filled.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
             self.pipeline_dtype = filled.params_dtype
-        OurModelParallelConfig(**self.same_fields(OurModelParallelConfig, *SIZE_FREE))
+        OurModelParallelConfig(**filled.same_fields(OurModelParallelConfig, *SIZE_FREE))
 
 
-# Left out where ours is made: 16-bit weights come from Float16Module as well as from params_dtype, and callbacks are
-# read from Megatron's configuration itself.
-SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
-# Megatron gives these to GPTModel; a gated activation has two fields there.
-OF_GPT = (
-    *("vocab_size", "max_sequence_length", "position_embedding_type", "rotary_base"),
-    "share_embeddings_and_output_weights",
-)
 _Transformer: Any = _base(
-    "_Transformer",
-    ModelParallelConfig,
-    read_rules(rows.TRANSFORMER_REFUSED, rows.TRANSFORMER_HINTS),
-    OurTransformerConfig,
-    "activation",
-    *OF_GPT,
+    ModelParallelConfig, "TransformerConfig", OurTransformerConfig, *OF_GPT, "share_embeddings_and_output_weights"
 )
 
 
@@ -227,7 +178,7 @@ class TransformerConfig(_Transformer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        filled: Any = self  # most fields are inherited from dataclasses that are made from tables
+        filled: Any = self
         if self.num_attention_heads and filled.kv_channels is None:
             filled.kv_channels = self.hidden_size // self.num_attention_heads
         filled.num_query_groups = filled.num_query_groups or self.num_attention_heads
@@ -244,20 +195,20 @@ class TransformerConfig(_Transformer):
         """
         for problem in self._problems():
             raise ValueError(f"TransformerConfig: {problem}")
-        given = self.same_fields(OurTransformerConfig, *SIZE_FREE, "recompute_num_layers")
-        for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"):
-            given.pop(name)
+        given = self.same_fields(OurTransformerConfig, *SIZE_FREE, *CALLBACKS, "recompute_num_layers")
         given["activation"] = "swiglu" if self.gated_linear_unit else "gelu"
-        given["cp_comm_type"] = self._one_of(self.cp_comm_type) or "p2p"
+        comm = self.cp_comm_type
+        given["cp_comm_type"] = (comm[0] if isinstance(comm, list) else comm) or "p2p"
         if self.recompute_granularity == "full" and self.recompute_method == "block":
             given["recompute_num_layers"] = self.recompute_num_layers
         return OurTransformerConfig(**given, **model)
 
     def _problems(self) -> Iterator[str]:
         if (self.gated_linear_unit, self.activation_func) not in ((False, F.gelu), (True, F.silu)):
+            name = getattr(self.activation_func, "__name__", repr(self.activation_func))
             yield (
-                f"gated_linear_unit={self.gated_linear_unit} with activation_func={_name_of(self.activation_func)} is "
-                "not built; use False with torch.nn.functional.gelu, or True with torch.nn.functional.silu"
+                f"gated_linear_unit={self.gated_linear_unit} with activation_func={name} is not built; use False with "
+                "torch.nn.functional.gelu, or True with torch.nn.functional.silu"
             )
         if not all(isinstance(method, _Normal) for method in (self.init_method, self.output_layer_init_method)):
             yield (
@@ -273,14 +224,7 @@ class TransformerConfig(_Transformer):
         if isinstance(self.cp_comm_type, list) and len(set(self.cp_comm_type)) != 1:
             yield f"cp_comm_type is {self.cp_comm_type}; it must be one for all layers"
         if not isinstance(self.moe_router_load_balancing_type, str):
-            yield (
-                f"moe_router_load_balancing_type is {self.moe_router_load_balancing_type}; there is one auxiliary loss "
-                "at a time, give its name"
-            )
-
-    @staticmethod
-    def _one_of(value: Any) -> Any:
-        return value[0] if isinstance(value, list) else value
+            yield f"moe_router_load_balancing_type is {self.moe_router_load_balancing_type}; give one auxiliary loss"
 
 
 @dataclass(frozen=True)
@@ -291,7 +235,3 @@ class _Normal:
 
     def __call__(self, weight: Tensor) -> Any:
         return normal_init(self.std)(weight)
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__name__", repr(function))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,76 +12,95 @@ from torch import Tensor, nn
 
 from core import agree
 from core import tensor_parallel as ours
+from core.compat.arguments import arguments
 from core.moe.exchange import all_to_all_rows
 from core.tensor_parallel import mappings
 from core.tensor_parallel.mappings import divide, group_rank, group_size, resolve_groups
 from core.tensor_parallel.random import DATA_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM, RNGState
 
+_DEFERRED = "pipeline schedules with split backward put weight gradients off"
+_SHARDED = "data_parallel_sharding_strategy='optim_grads_params' shards weights"
+_STREAMS = "one tracker has all random streams, and no CUDA graph is captured"
+_ROWS = "all ranks hold equally many rows; core.moe.exchange moves unequal numbers"
+ADVICE = {
+    "keep_master_weight_for_test": "core.tensor_parallel.tensor_parallel_join puts the slices together",
+    "grad_output_buffer": _DEFERRED,
+    "embedding_activation_buffer": _DEFERRED,
+    "wgrad_deferral_limit": _DEFERRED,
+    "disable_grad_reduce": "the input's gradient is a sum over the group",
+    "output_dtype": "cast the output",
+    **dict.fromkeys(("gtp_remat_size", "gtp_remat_rank", "egtp_remat_rank"), _SHARDED),
+    **dict.fromkeys(("gtp_remat_world_size", "egtp_remat_world_size"), _SHARDED),
+    **dict.fromkeys(
+        ("use_te_rng_tracker", "te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng"), _STREAMS
+    ),
+    **dict.fromkeys(("output_split_sizes", "input_split_sizes"), _ROWS),
+    "use_global_buffer": "torch keeps the memory",
+    "use_nccl_stream": "the exchange is waited for where its rows are read",
+}
 
-def _refuse(where: str, arguments: Mapping[str, Any]) -> None:
-    """ValueError for an argument that is set: it is None, False, 0 or 1 where it is left out."""
-    for name, value in arguments.items():
-        if value is not None and value is not False and value not in (0, 1):
-            raise ValueError(f"{where}({name}={value!r}) is not supported; leave it out")
-        if value is True:
-            raise ValueError(f"{where}({name}=True) is not supported; leave it out")
+
+def _group(given: dist.ProcessGroup | None, kind: str = "tp") -> Any:
+    return getattr(resolve_groups(None), kind) if given is None else given
+
+
+def _build(layer: Any, build: Any, is_expert: bool, group: Any, given: dict[str, Any]) -> None:
+    """Make a layer. An expert's is split over 'expt_tp', and drawn from a stream that differs over 'ep'."""
+    if not is_expert:
+        build(**given, tp_group=group)
+        layer.is_expert = False
+        return
+    group, tracker = _group(group, "expt_tp"), ours.get_rng_tracker()
+    split = group_size(group) > 1
+    if split and (given.get("gather_output") or (given["bias"] and "input_is_parallel" in given)):
+        raise ValueError(
+            f"{type(layer).__name__}(is_expert=True) over {group_size(group)} ranks exchanges nothing, so it has no "
+            "gather_output and no bias behind a sum; gather, or add the bias, where the tokens come back"
+        )
+    with tracker.fork(EXPERT_PARALLEL_STREAM) if EXPERT_PARALLEL_STREAM in tracker else contextlib.nullcontext():
+        build(**given, tp_group=group)
+    layer.is_expert = True
+    for param in layer.parameters(recurse=False):
+        param.allreduce = False
+
+
+def _multiply(layer: Any, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """An expert's product, without communication: tokens come, and sums go, with the dispatcher."""
+    output = ours.linear_with_grad_accumulation_and_async_allreduce(
+        input_,
+        layer.weight if weight is None else weight,
+        None if layer.skip_bias_add else layer.bias,
+        gradient_accumulation_fusion=layer.config.gradient_accumulation_fusion,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=layer.tp_group,
+    )
+    return output, layer.bias if layer.skip_bias_add else None
 
 
 class ColumnParallelLinear(ours.ColumnParallelLinear):
     """core.tensor_parallel.ColumnParallelLinear, which says what its arguments do.
 
-    tp_comm_buffer_name: names a buffer of TransformerEngine and has no part. is_expert: must be False, core.moe has
-    experts. keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, disable_grad_reduce,
-    output_dtype: must be left out.
+    is_expert: slices are over 'expt_tp' and nothing is exchanged, which the tokens' dispatcher does; gradients are
+    reduced over 'expt_dp' alone. tp_comm_buffer_name: names a buffer of TransformerEngine and has no part.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Any,
-        bias: bool = True,
-        gather_output: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False,
-        skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[Tensor] | None = None,
-        grad_output_buffer: list[Tensor] | None = None,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
-        output_dtype: torch.dtype | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        name: str | None = None,
-    ) -> None:
-        refused: dict[str, Any] = {"keep_master_weight_for_test": keep_master_weight_for_test, "is_expert": is_expert}
-        refused |= {"disable_grad_reduce": disable_grad_reduce, "output_dtype": output_dtype}
-        refused |= {
-            "grad_output_buffer": grad_output_buffer,
-            "embedding_activation_buffer": embedding_activation_buffer,
-        }
-        _refuse("ColumnParallelLinear", refused)
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            gather_output=gather_output,
-            stride=stride,
-            skip_bias_add=skip_bias_add,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_group=tp_group,
-            name=name,
-        )
+    @arguments(
+        "self input_size output_size * config init_method bias=True gather_output=False stride=1 "
+        "!keep_master_weight_for_test=False skip_bias_add=False skip_weight_param_allocation=False "
+        "!embedding_activation_buffer=None !grad_output_buffer=None is_expert=False -tp_comm_buffer_name=None "
+        "!disable_grad_reduce=False !output_dtype=None tp_group=None name=None",
+        ADVICE,
+    )
+    def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
+        _build(self, super().__init__, is_expert, tp_group, given)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(output, bias if it was not added). runtime_gather_output: in place of the constructor's gather_output."""
+        if self.is_expert:
+            return _multiply(self, input_, weight)
         output, bias = super().forward(input_, weight)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers is self.gather_output or self.tp_size == 1:
@@ -93,130 +113,66 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
 class RowParallelLinear(ours.RowParallelLinear):
     """core.tensor_parallel.RowParallelLinear; the further arguments as in ColumnParallelLinear."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Any,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        name: str | None = None,
-    ) -> None:
-        refused = {"keep_master_weight_for_test": keep_master_weight_for_test, "is_expert": is_expert}
-        _refuse("RowParallelLinear", refused)
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            stride=stride,
-            tp_group=tp_group,
-            name=name,
-        )
-
-
-def linear_with_grad_accumulation_and_async_allreduce(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: list[Tensor] | None = None,
-    wgrad_deferral_limit: int | None = 0,
-    tp_group: dist.ProcessGroup | None = None,
-    gtp_remat_size: int = 1,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """core.tensor_parallel's; grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype are refused."""
-    refused = {"grad_output_buffer": grad_output_buffer, "wgrad_deferral_limit": wgrad_deferral_limit}
-    _refuse("linear_with_grad...", {**refused, "gtp_remat_size": gtp_remat_size, "output_dtype": output_dtype})
-    return ours.linear_with_grad_accumulation_and_async_allreduce(
-        input,
-        weight,
-        bias,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        allreduce_dgrad=allreduce_dgrad,
-        sequence_parallel=sequence_parallel,
-        tp_group=resolve_groups(None).tp if tp_group is None else tp_group,
+    @arguments(
+        "self input_size output_size * config init_method bias=True input_is_parallel=True skip_bias_add=False "
+        "stride=1 !keep_master_weight_for_test=False is_expert=False -tp_comm_buffer_name=None tp_group=None name=None",
+        ADVICE,
     )
+    def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
+        _build(self, super().__init__, is_expert, tp_group, given)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, bias if it was not added)."""
+        return _multiply(self, input_) if self.is_expert else super().forward(input_)
+
+
+@arguments(
+    "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel !grad_output_buffer=None "
+    "!wgrad_deferral_limit=0|None tp_group=None !gtp_remat_size=1 !output_dtype=None",
+    ADVICE,
+)
+def linear_with_grad_accumulation_and_async_allreduce(*, tp_group: Any, **given: Any) -> Tensor:
+    """core.tensor_parallel's, in the tensor-parallel group unless another is given."""
+    return ours.linear_with_grad_accumulation_and_async_allreduce(**given, tp_group=_group(tp_group))
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor,
-    target: Tensor,
-    label_smoothing: float = 0.0,
-    tp_group: dist.ProcessGroup | None = None,
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Tensor:
     """core.tensor_parallel's, for a vocabulary of equal parts without padding, as Megatron reads the logits.
 
     Logits that were gathered cannot be told from a rank's part: pass vocab_size to ours, which finds them out.
     """
-    group = resolve_groups(None).tp if tp_group is None else tp_group
+    group = _group(tp_group)
     size = vocab_parallel_logits.shape[-1] * group_size(group)
     return ours.vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, group, vocab_size=size)
 
 
 # -- mappings --------------------------------------------------------------------------------------------------------
 
-
-def gather_from_sequence_parallel_region(
-    input_: Tensor,
-    tensor_parallel_output_grad: bool = True,
-    group: dist.ProcessGroup | None = None,
-    output_split_sizes: Sequence[int] | None = None,
-    use_global_buffer: bool = False,
-) -> Tensor:
-    """core.tensor_parallel's; rows of unequal number and a global buffer are refused."""
-    refused = {"output_split_sizes": output_split_sizes, "use_global_buffer": use_global_buffer}
-    _refuse("gather_from_sequence_parallel_region", refused)
-    return ours.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad, group)
+gather_from_sequence_parallel_region = arguments(
+    "input_ tensor_parallel_output_grad=True group=None !output_split_sizes=None !use_global_buffer=False", ADVICE
+)(ours.gather_from_sequence_parallel_region)
+reduce_scatter_to_sequence_parallel_region = arguments(
+    "input_ group=None !input_split_sizes=None !use_global_buffer=False", ADVICE
+)(ours.reduce_scatter_to_sequence_parallel_region)
 
 
-def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor,
-    group: dist.ProcessGroup | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    use_global_buffer: bool = False,
-) -> Tensor:
-    """core.tensor_parallel's; rows of unequal number and a global buffer are refused."""
-    refused = {"input_split_sizes": input_split_sizes, "use_global_buffer": use_global_buffer}
-    _refuse("reduce_scatter_to_sequence_parallel_region", refused)
-    return ours.reduce_scatter_to_sequence_parallel_region(input_, group)
-
-
-def all_to_all(
-    group: dist.ProcessGroup,
-    input_: Tensor,
-    output_split_sizes_: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    use_nccl_stream: bool = False,
-) -> Tensor:
+@arguments("group input_ output_split_sizes_=None input_split_sizes=None !use_nccl_stream=False", ADVICE)
+def all_to_all(group: Any, input_: Tensor, output_split_sizes_: Any, input_split_sizes: Any) -> Tensor:
     """Rows to every rank of a group and from it; equal parts where no sizes are given. Differentiable. Collective."""
-    _refuse("all_to_all", {"use_nccl_stream": use_nccl_stream})
     size = group_size(group)
     even = [divide(input_.shape[0], size, "rows of all_to_all over the group")] * size if not input_split_sizes else []
     return all_to_all_rows(input_, input_split_sizes or even, output_split_sizes_ or even, group)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     """[..., n] of every rank as [..., n * size]; in backward the gradients of the ranks' uses add up."""
     first = input_.movedim(-1, 0).contiguous()
     return ours.gather_from_sequence_parallel_region(first, True, group).movedim(0, -1).contiguous()
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     """This rank's [..., n] of the sum of [..., n * size]."""
     first = input_.movedim(-1, 0).contiguous()
     return ours.reduce_scatter_to_sequence_parallel_region(first, group).movedim(0, -1).contiguous()
@@ -237,43 +193,27 @@ class _Places:
         return resolve_groups(None).rank(name) if said is None else said
 
 
-def model_parallel_cuda_manual_seed(
-    seed: int,
-    te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None,
-    ep_rank: int | None = None,
-    etp_rank: int | None = None,
-    force_reset_rng: bool = False,
-    **more: Any,
-) -> None:
+@arguments(
+    "seed !te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False tp_rank=None ep_rank=None "
+    "etp_rank=None -force_reset_rng=False !gtp_remat_rank=None|0 !egtp_remat_rank=None|0 !gtp_remat_world_size=None|1 "
+    "!egtp_remat_world_size=None|1",
+    ADVICE,
+)
+def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_rank: Any) -> None:
     """core.tensor_parallel.model_parallel_manual_seed; the streams begin anew in any case."""
-    refused = {"te_rng_tracker": te_rng_tracker, "inference_rng_tracker": inference_rng_tracker}
-    _refuse("model_parallel_cuda_manual_seed", {**refused, "use_cudagraphable_rng": use_cudagraphable_rng, **more})
     places: Any = _Places(tp=tp_rank, ep=ep_rank, expt_tp=etp_rank)
     ours.model_parallel_manual_seed(seed, places)
 
 
-def get_cuda_rng_tracker(
-    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
-) -> ours.RNGStatesTracker:
-    """The random streams of this process."""
-    refused = {"use_te_rng_tracker": use_te_rng_tracker, "inference_rng_tracker": inference_rng_tracker}
-    _refuse("get_cuda_rng_tracker", {**refused, "use_cudagraphable_rng": use_cudagraphable_rng})
-    return ours.get_rng_tracker()
+_TRACKER = "!use_te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False"
+get_cuda_rng_tracker = arguments(_TRACKER, ADVICE)(ours.get_rng_tracker)
 
 
-def initialize_rng_tracker(
-    use_te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    force_reset: bool = False,
-) -> None:
+@arguments(f"{_TRACKER} force_reset=False", ADVICE)
+def initialize_rng_tracker(force_reset: bool) -> None:
     """Forget all streams with force_reset; there is one tracker from the start."""
-    tracker = get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if force_reset:
-        tracker.reset()
+        ours.get_rng_tracker().reset()
 
 
 def get_all_rng_states() -> dict[str, RNGState]:
@@ -298,23 +238,19 @@ def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
     """Equal parts of the last dimension."""
-    size = divide(tensor.shape[-1], num_partitions, "last dimension over num_partitions")
-    parts = tensor.split(size, dim=-1)
+    parts = tensor.split(divide(tensor.shape[-1], num_partitions, "last dimension over num_partitions"), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
-def split_tensor_into_1d_equal_chunks(
-    tensor: Tensor, new_buffer: bool = False, tp_group: dist.ProcessGroup | None = None
-) -> Tensor:
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Any = None) -> Tensor:
     """This rank's part of the flattened tensor; a copy with new_buffer."""
-    group = resolve_groups(None).tp if tp_group is None else tp_group
-    part = tensor.view(-1).chunk(group_size(group))[group_rank(group)]
+    part = tensor.view(-1).chunk(group_size(_group(tp_group)))[group_rank(_group(tp_group))]
     return part.clone() if new_buffer else part
 
 
-def gather_split_1d_tensor(tensor: Tensor, tp_group: dist.ProcessGroup | None = None) -> Tensor:
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Any = None) -> Tensor:
     """The parts of all ranks of a group, one after the other."""
-    group = resolve_groups(None).tp if tp_group is None else tp_group
+    group = _group(tp_group)
     return tensor if group_size(group) == 1 else mappings.gather_first(tensor, group)
 
 
@@ -342,7 +278,7 @@ def broadcast_data(
 
     data: read on the first rank alone. ValueError, on all ranks, for a tensor of another dtype.
     """
-    group = resolve_groups(None).tp if tp_group is None else tp_group
+    group = _group(tp_group)
     given: Any = data if group_rank(group) == 0 else None
     table = None if given is None else {key: (tuple(given[key].shape), given[key].dtype) for key in keys}
     tables = agree.gather(table, [] if group is None else [group], "broadcast_data")
@@ -361,21 +297,23 @@ def broadcast_data(
     return sent
 
 
+_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+
+
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Say of a tensor that it is split as another one."""
-    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+    for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Say of a tensor that it is not split, unless something is said already."""
-    for name, value in {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}.items():
+    for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def param_is_not_tensor_parallel_duplicate(param: nn.Parameter, tp_group: Any = None) -> bool:
     """True on the ranks that count a parameter in a norm: all that hold a slice of it, or the first."""
-    group = resolve_groups(None).tp if tp_group is None else tp_group
-    return bool(getattr(param, "tensor_model_parallel", False)) or group_rank(group) == 0
+    return bool(getattr(param, "tensor_model_parallel", False)) or group_rank(_group(tp_group)) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from core.compat.arguments import arguments
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ class NumMicroBatchesCalculator:
     micro_batch_size: int
     data_parallel_size: int
     decrease: bool = False
-    rampup: tuple[int, int, int] | None = None
+    rampup: Sequence[int] | None = None
     current_global_batch_size: int = 0
     current_running_global_batch_size: int = 0
     num_micro_batches: int = 0
@@ -37,15 +39,10 @@ class NumMicroBatchesCalculator:
                 )
         self.update(0, consistency_check=False)
 
-    @property
-    def micro_batch_times_data_parallel_size(self) -> int:
-        """Samples of one microbatch of all data ranks."""
-        return self.micro_batch_size * self.data_parallel_size
-
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Set the batch for a number of samples seen."""
         self.current_global_batch_size = self._batch_at(consumed_samples)
-        share = self.micro_batch_times_data_parallel_size
+        share = self.micro_batch_size * self.data_parallel_size  # samples of one microbatch of all data ranks
         exact = self.current_global_batch_size % share == 0
         if not exact and not self.decrease and (consistency_check or self.rampup is None):
             raise ValueError(
@@ -67,10 +64,6 @@ class NumMicroBatchesCalculator:
         done = int(consumed_samples / (samples / steps)) if samples else steps
         return min(first + done * increment, self.global_batch_size)
 
-    def get(self) -> int:
-        """Microbatches of a step."""
-        return self.num_micro_batches
-
 
 _of_the_job: list[NumMicroBatchesCalculator] = []  # none or one
 
@@ -81,38 +74,37 @@ def _the() -> NumMicroBatchesCalculator:
     return _of_the_job[0]
 
 
-def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
+_INIT = arguments(
+    "rank rampup_batch_size=None global_batch_size=None micro_batch_size=None data_parallel_size=None "
+    "decrease_batch_size_if_needed>decrease=False !step_batch_size_schedule=None -seq_length=None",
+    {"step_batch_size_schedule": "use rampup_batch_size, or reconfigure the calculator at each step"},
+)
+
+
+@_INIT
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int | None,
+    micro_batch_size: int | None,
+    data_parallel_size: int | None,
+    decrease: bool,
+) -> None:
+    """Make the job's calculator anew."""
+    if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
+        raise ValueError("give global_batch_size, micro_batch_size and data_parallel_size")
+    rampup = None if rampup_batch_size is None else [int(number) for number in rampup_batch_size]
+    made = NumMicroBatchesCalculator(global_batch_size, micro_batch_size, data_parallel_size, decrease, rampup)
+    _of_the_job[:] = [made]
+    if rank == 0:
+        logger.info("%d microbatches a step", made.num_micro_batches)
+
+
+def init_num_microbatches_calculator(*args: object, **kwargs: object) -> None:
     """`reconfigure_num_microbatches_calculator` for the first time; RuntimeError where there is a calculator."""
     if _of_the_job:
         raise RuntimeError("there is a microbatch calculator already; call reconfigure_num_microbatches_calculator")
     reconfigure_num_microbatches_calculator(*args, **kwargs)
-
-
-def reconfigure_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Make the job's calculator anew."""
-    if step_batch_size_schedule is not None:
-        raise ValueError("step_batch_size_schedule is not supported; use rampup_batch_size, or init again at each step")
-    if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
-        raise ValueError("give global_batch_size, micro_batch_size and data_parallel_size")
-    rampup = None
-    if rampup_batch_size is not None:
-        first, increment, samples = map(int, rampup_batch_size)
-        rampup = (first, increment, samples)
-    made = NumMicroBatchesCalculator(
-        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rampup
-    )
-    _of_the_job[:] = [made]
-    if rank == 0:
-        logger.info("%d microbatches a step", made.get())
 
 
 def destroy_num_microbatches_calculator() -> None:
@@ -127,7 +119,7 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
 
 def get_num_microbatches() -> int:
     """Microbatches of a step."""
-    return _the().get()
+    return _the().num_micro_batches
 
 
 def get_micro_batch_size() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from core import parallel_state
 
@@ -76,13 +77,7 @@ class Float16Module(MegatronModule):
 
 def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
     """Tensors of one dtype in another, also in tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return value.to(after) if value.dtype == before else value
-    if isinstance(value, dict):
-        return {name: _cast(part, before, after) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(part, before, after) for part in value)
-    return value
+    return tree_map(lambda part: part.to(after) if isinstance(part, Tensor) and part.dtype == before else part, value)
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
@@ -120,13 +115,16 @@ def get_model_xattn(model: Any) -> bool:
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
     """What is inside all wrappers, or inside those of the types `module_instances`; of a list, a list."""
+    if isinstance(model, list):
+        return [unwrap_model(part, module_instances) for part in model]
+    while isinstance(model, module_instances) if module_instances else hasattr(model, "module"):
+        model = model.module
+    return model
 
-    def inner(part: Any) -> Any:
-        while isinstance(part, module_instances) if module_instances else hasattr(part, "module"):
-            part = part.module
-        return part
 
-    return [inner(part) for part in model] if isinstance(model, list) else inner(model)
+def param_is_not_shared(param: Tensor) -> bool:
+    """False for the copy of a tied weight, which norms leave out."""
+    return not getattr(param, "shared", False)
 
 
 # -- specs -----------------------------------------------------------------------------------------------------------
@@ -147,8 +145,7 @@ class ModuleSpec:
 
 def import_module(module_path: tuple[str, str]) -> Any:
     """The object (module, name)."""
-    path, name = module_path
-    return getattr(importlib.import_module(path), name)
+    return getattr(importlib.import_module(module_path[0]), module_path[1])
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
@@ -164,8 +161,7 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         return found
     if isinstance(spec_or_module, ModuleSpec):
         kwargs = {**spec_or_module.params, **kwargs}
-        if spec_or_module.submodules is not None:
-            kwargs["submodules"] = spec_or_module.submodules
+        kwargs |= {} if spec_or_module.submodules is None else {"submodules": spec_or_module.submodules}
     return found(*args, **kwargs)
 
 
@@ -186,8 +182,3 @@ class IdentityFuncOp(IdentityOp):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The function."""
         return super().forward
-
-
-def param_is_not_shared(param: Tensor) -> bool:
-    """False for the copy of a tied weight, which norms leave out."""
-    return not getattr(param, "shared", False)

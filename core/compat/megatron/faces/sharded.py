@@ -58,18 +58,9 @@ class ShardedTensor:
         whole = list(shape)
         for axis, place, parts in rank_offsets:
             offset[axis], whole[axis], fragments[axis] = place * shape[axis], parts * shape[axis], parts
-        return cls(
-            key,
-            data,
-            data.dtype,
-            tuple(data.shape),
-            tuple(whole),
-            tuple(offset),
-            tuple(fragments),
-            replica_id,
-            prepend_axis_num,
-            **init_kwargs,
-        )
+        more = {**init_kwargs, "replica_id": replica_id, "prepend_axis_num": prepend_axis_num}
+        local = tuple(data.shape)
+        return cls(key, data, data.dtype, local, tuple(whole), tuple(offset), tuple(fragments), **more)
 
     def piece(self, data: Tensor) -> Piece:
         """The box of the file that `data` is written to or read from."""
@@ -150,32 +141,13 @@ class Strategy:
     def __init__(self, *unused: Any, **also_unused: Any) -> None: ...
 
 
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> Strategy:
-    """The one way to save."""
-    return Strategy()
-
-
-def get_default_load_sharded_strategy(checkpoint_dir: Any = None) -> Strategy:
-    """The one way to load."""
-    return Strategy()
-
-
 class StrictHandling(enum.Enum):
     """What to do where a checkpoint lacks what is asked for ('unexpected') or has more ('missing')."""
 
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    LOG_UNEXPECTED = "log_unexpected"
-    LOG_ALL = "log_all"
-    RAISE_UNEXPECTED = "raise_unexpected"
-    RAISE_ALL = "raise_all"
-    RETURN_UNEXPECTED = "return_unexpected"
-    RETURN_ALL = "return_all"
-    IGNORE_ALL = "ignore_all"
-
-
-def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """The enumeration's member of a name."""
-    return StrictHandling(strict)
+    ASSUME_OK_UNEXPECTED, IGNORE_ALL = "assume_ok_unexpected", "ignore_all"
+    LOG_UNEXPECTED, LOG_ALL = "log_unexpected", "log_all"
+    RAISE_UNEXPECTED, RAISE_ALL = "raise_unexpected", "raise_all"
+    RETURN_UNEXPECTED, RETURN_ALL = "return_unexpected", "return_all"
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -217,22 +189,20 @@ def apply_factories(sharded_state_dict: StateDict) -> None:
     sharded_state_dict.update(built)
 
 
-def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str, str]) -> None:
-    """Change the beginning of the leaves' keys, by the first row that fits."""
+def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str, str], strict: bool = False) -> None:
+    """Change the beginning of the leaves' keys, by the first row that fits. strict: ValueError where none does."""
     for leaf in leaves_of(sharded_state_dict):
         if isinstance(leaf, (ShardedTensor, ShardedObject, ShardedTensorFactory)):
             old = next((old for old in prefix_map if leaf.key.startswith(old)), None)
             if old is not None:
                 leaf.key = prefix_map[old] + leaf.key[len(old) :]
+            elif strict:
+                raise ValueError(f"key {leaf.key!r} does not begin with {' or '.join(map(repr, prefix_map))}")
 
 
 def replace_prefix_for_sharding(sharded_state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
     """Change the beginning of every leaf's key. ValueError for a key that does not begin with `old_prefix`."""
-    for leaf in leaves_of(sharded_state_dict):
-        if isinstance(leaf, (ShardedTensor, ShardedObject, ShardedTensorFactory)):
-            if not leaf.key.startswith(old_prefix):
-                raise ValueError(f"key {leaf.key!r} does not begin with {old_prefix!r}")
-            leaf.key = new_prefix + leaf.key[len(old_prefix) :]
+    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix}, strict=True)
 
 
 def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
@@ -247,8 +217,3 @@ def merge(x1: Any, x2: Any) -> Any:
             x1[key] = merge(x1[key], value) if key in x1 else value
         return x1
     return x2
-
-
-def nested_values(tree: Any) -> list[Any]:
-    """The leaves of a tree of dictionaries and lists."""
-    return leaves_of(tree)

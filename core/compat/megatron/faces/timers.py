@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from core import agree
+from core.compat.arguments import arguments
 
 LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
 
@@ -24,20 +25,18 @@ class Timer:
 
     def start(self, barrier: bool = False) -> None:
         """Begin; RuntimeError if it runs. barrier: all ranks begin together."""
-        if self.silent:
-            return
-        if self.begun is not None:
-            raise RuntimeError(f"timer {self.name!r} has already been started")
-        self.begun = self._now(barrier)
+        if not self.silent:
+            if self.begun is not None:
+                raise RuntimeError(f"timer {self.name!r} has already been started")
+            self.begun = self._now(barrier)
 
     def stop(self, barrier: bool = False) -> None:
         """End; RuntimeError if it does not run."""
-        if self.silent:
-            return
-        if self.begun is None:
-            raise RuntimeError(f"timer {self.name!r} is not started")
-        self.seconds += self._now(barrier) - self.begun
-        self.begun = None
+        if not self.silent:
+            if self.begun is None:
+                raise RuntimeError(f"timer {self.name!r} is not started")
+            self.seconds += self._now(barrier) - self.begun
+            self.begun = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Seconds so far; a running timer goes on."""
@@ -77,14 +76,11 @@ class Timers:
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of a name; log_level: of a new one, by default the highest."""
-        if name not in self.timers:
-            level = LEVELS[-1] if log_level is None else log_level
-            self.timers[name] = Timer(name, silent=level > self.log_level)
-        return self.timers[name]
+        level = LEVELS[-1] if log_level is None else log_level
+        return self.timers.setdefault(name, Timer(name, silent=level > self.log_level))
 
-    def get_all_timers_string(
-        self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
-    ) -> str | None:
+    @arguments("self names=None normalizer=1.0 reset=True -barrier=False")
+    def get_all_timers_string(self, names: Sequence[str] | None, normalizer: float, reset: bool) -> str | None:
         """A line for each timer with a time, in ms over `normalizer`; None where there is none. Collective."""
         lines = []
         for name, times in self._of_all_ranks(names, normalizer, reset).items():
@@ -95,29 +91,16 @@ class Timers:
                 lines.append(f"    {name}: {text} ms")
         return "\n".join([f"times over ranks ({self.log_option}):", *lines]) if lines else None
 
-    def log(
-        self,
-        names: Sequence[str] | None = None,
-        rank: int | None = None,
-        normalizer: float = 1.0,
-        reset: bool = True,
-        barrier: bool = False,
-    ) -> None:
+    @arguments("self names=None rank=None normalizer=1.0 reset=True -barrier=False")
+    def log(self, names: Sequence[str] | None, rank: int | None, normalizer: float, reset: bool) -> None:
         """Print the times on one rank, the last by default. Collective."""
         text = self.get_all_timers_string(names, normalizer, reset)
         here, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)
         if text is not None and here == (last if rank is None else rank):
             print(text, flush=True)
 
-    def write(
-        self,
-        names: Sequence[str],
-        writer: Any,
-        iteration: int,
-        normalizer: float = 1.0,
-        reset: bool = True,
-        barrier: bool = False,
-    ) -> None:
+    @arguments("self names writer iteration normalizer=1.0 reset=True -barrier=False")
+    def write(self, names: Sequence[str], writer: Any, iteration: int, normalizer: float, reset: bool) -> None:
         """writer.add_scalar(name-time, largest of the ranks in s, iteration). Collective."""
         for name, times in self._of_all_ranks(names, normalizer, reset).items():
             if writer is not None:

@@ -11,32 +11,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.agree import SyncError
+from core.compat.arguments import arguments
 from core.context_parallel import get_batch_on_this_cp_rank as our_batch_on_this_cp_rank
 from core.distributed import DistributedDataParallel
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.initialization import normal_init as normal_init
-from core.tensor_parallel.mappings import divide as our_divide
-from core.tensor_parallel.mappings import resolve_groups
+from core.tensor_parallel import initialization, mappings
 
 
 def divide(numerator: int, denominator: int) -> int:
     """numerator / denominator; ValueError where it is not whole."""
-    return our_divide(numerator, denominator, "divide")
+    return mappings.divide(numerator, denominator, "divide")
 
 
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """ValueError where numerator / denominator is not whole."""
-    divide(numerator, denominator)
+ensure_divisibility = divide
 
 
 def init_method_normal(sigma: float) -> Callable[[Tensor], object]:
     """Draws from a normal distribution around zero."""
-    return normal_init(sigma)
+    return initialization.normal_init(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], object]:
     """The same with sigma / sqrt(multiplier * num_layers), for what writes to the residual stream."""
-    return normal_init(sigma / (multiplier * num_layers) ** 0.5)
+    return initialization.normal_init(sigma / (multiplier * num_layers) ** 0.5)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
@@ -46,18 +43,13 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """True if torch is at least of this version; above it without check_equality."""
-    found, asked = (_numbers(text) for text in (torch.__version__, version))
-    return found >= asked if check_equality else found > asked
+    found, asked = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0]), version
+    return bool(found >= asked if check_equality else found > asked)
 
 
 def get_torch_version() -> str:
     """torch's version."""
     return str(torch.__version__)
-
-
-def _numbers(version: str) -> list[int]:
-    parts = version.partition("+")[0].split(".")
-    return [int("".join(c for c in part if c.isdigit()) or 0) for part in (*parts, "0", "0")[:3]]
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
@@ -77,14 +69,20 @@ def get_tensor_model_parallel_group_if_none(
     """The group given, or that of the tensors, or of the experts' tensors."""
     if tp_group is not None or not dist.is_initialized():
         return tp_group
-    return getattr(resolve_groups(None), "expt_tp" if is_expert else "tp")
+    return getattr(get_default_pg_collection(), "expt_tp" if is_expert else "tp")
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None, **more: Any) -> dict[str, Any]:
-    """core.context_parallel.get_batch_on_this_cp_rank. ValueError for hybrid context parallelism."""
-    if any(more.values()):
-        raise ValueError(f"get_batch_on_this_cp_rank({', '.join(more)}) is not supported: {more}; leave it out")
-    return our_batch_on_this_cp_rank(batch, cp_group)
+_RING = ("is_hybrid_cp", "hybrid_cp_group_func", "use_per_sequence_balancing", "local_cp_size")
+
+
+@arguments(
+    "batch cp_group=None !is_hybrid_cp=False !hybrid_cp_group_func=None !use_per_sequence_balancing=False "
+    "!local_cp_size=None|1",
+    dict.fromkeys(_RING, "one ring of context_parallel_size is what there is"),
+)
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+    """core.context_parallel.get_batch_on_this_cp_rank. cp_group: or False, 0.19's is_hybrid_cp in its place."""
+    return our_batch_on_this_cp_rank(batch, cp_group or None)
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
@@ -102,4 +100,4 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
 
 def get_default_pg_collection() -> ProcessGroups:
     """The groups of parallel_state."""
-    return resolve_groups(None)
+    return mappings.resolve_groups(None)

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
+from core.compat.arguments import arguments
 from core.compat.megatron.faces import configs
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
-from core.process_groups import ProcessGroups
+
+
+def refusal(sentence: str) -> Callable[..., None]:
+    """A method that is not here: NotImplementedError with the sentence."""
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(sentence)
+
+    return refused
 
 
 class DistributedDataParallel(OurWrapper):
     """core.distributed.DistributedDataParallel, which takes Megatron's configurations too.
 
-    ddp_config is read once, when the model is wrapped; `self.ddp_config` is what was made of it. full_param_layout must
-    be None: the layout follows from the model. A gather is over when the optimizer's step returns, so that the hooks
-    before a forward have nothing to wait for, enabled or not.
+    ddp_config is read once, when the model is wrapped; `self.ddp_config` is what was made of it. A gather is over when
+    the optimizer's step returns, so that the hooks before a forward have nothing to wait for, enabled or not.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        ddp_config: Any = None,
-        module: nn.Module | None = None,
-        disable_bucketing: bool = False,
-        pg_collection: ProcessGroups | None = None,
-        full_param_layout: Any = None,
-    ) -> None:
-        if full_param_layout is not None:
-            raise ValueError("full_param_layout is not supported: the layout follows from the model; leave it out")
-        if isinstance(ddp_config, configs.DistributedDataParallelConfig):
-            ddp_config = ddp_config.ours()
-        super().__init__(config, ddp_config, module, disable_bucketing, pg_collection)
+    @arguments(
+        "self config ddp_config=None module=None disable_bucketing=False pg_collection=None !full_param_layout=None",
+        {"full_param_layout": "the layout follows from the model"},
+    )
+    def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
+        ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
+        super().__init__(config, ours, **given)
 
     @property
     def bucket_groups(self) -> list[Bucket]:
@@ -46,25 +46,19 @@ class DistributedDataParallel(OurWrapper):
         return [bucket for buffer in self.expert_parallel_buffers for bucket in buffer.buckets]
 
     def enable_forward_pre_hook(self) -> None:
-        """Nothing: parameters are whole before every forward."""
+        """Nothing: parameters are whole before every forward, and no gather is dispatched by one."""
+
+    reset_param_sync_dispatch_state = free_overlap_buffers = enable_forward_pre_hook
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Complete the parameters, which is all that a program can wait for. Collective where a gather is under way."""
         self.finish_param_sync()
 
-    def reset_param_sync_dispatch_state(self) -> None:
-        """Nothing: no gather is dispatched by a forward."""
-
-    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Refused: the memory of a buffer stays as long as its wrapper."""
-        raise NotImplementedError(
-            "offload_grad_buffers frees the gradient memory between training phases, which is not built; delete the "
-            "wrapper and the optimizer, and load them again from a checkpoint, or shard more: "
-            "data_parallel_sharding_strategy='optim_grads_params'"
-        )
-
-    restore_grad_buffers = offload_grad_buffers
-    free_overlap_buffers = enable_forward_pre_hook
+    offload_grad_buffers = restore_grad_buffers = refusal(
+        "offload_grad_buffers frees the gradient memory between training phases, which is not built; delete the "
+        "wrapper and the optimizer, and load them again from a checkpoint, or shard more: "
+        "data_parallel_sharding_strategy='optim_grads_params'"
+    )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
