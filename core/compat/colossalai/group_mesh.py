@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from core.compat.grid import groups_along, new_groups
+from core.hyper_comm_grid import groups_along, new_groups
 
 Coordinate = tuple[int, ...]
 

@@ -23,127 +23,74 @@ def plain(optimizer: Any) -> Any:
 
 
 class FormulaLR(lr_scheduler.LRScheduler):
-    """A schedule with `lr_at(step, base)`, in which step 0 follows a linear warm-up from base / warmup_steps.
-
-    Raises ValueError for an option outside its bounds.
-    """
+    """A schedule whose `formula` follows a linear warm-up from base / warmup_steps. ValueError for a bad option."""
 
     late = 0  # how many steps later than the last one of the warm-up the base rate is reached
 
     def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **o: Any) -> None:
-        kind = type(self).__name__
-        if not 0 <= warmup_steps < total_steps:
-            raise ValueError(
-                f"{kind}: total_steps is {total_steps} and warmup_steps {warmup_steps}; expected 0 <= warmup_steps < "
-                "total_steps"
-            )
-        if not 0 <= o.get("pct_start", 0) <= 1:
-            raise ValueError(f"{kind}: pct_start is {o['pct_start']}; expected a share of the steps")
-        if o.get("end_lr", 0) < 0:
-            raise ValueError(f"{kind}: end_lr is {o['end_lr']}; a learning rate is not negative")
-        if "milestones" in o and not o["milestones"]:
-            raise ValueError(f"{kind} needs milestones: the steps at which the rate falls")
         self.options, self.total_steps, self.warmup_steps = o, total_steps, warmup_steps
         self.after_warmup = total_steps - warmup_steps
+        for wrong, what in (
+            (not 0 <= warmup_steps < total_steps, f"warmup_steps is {warmup_steps}, total_steps {total_steps}; it is"
+             " at least 0 and less than total_steps"),
+            (not 0 <= o.get("pct_start", 0) <= 1, f"pct_start is {o.get('pct_start')}; it is a share of the steps"),
+            (o.get("end_lr", 0) < 0, f"end_lr is {o.get('end_lr')}; a learning rate is not negative"),
+            (not o.get("milestones", True), "give milestones: the steps at which the rate falls"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(f"{type(self).__name__}: {what}")
         super().__init__(plain(optimizer), last_epoch)
 
-    def lr_at(self, step: int, base: float) -> float:
+    def formula(self, step: int, base: float) -> float:
         """The rate of a step, counted from the end of the warm-up."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
         """The rate of each group at this step."""
         step, warm = self.last_epoch - self.warmup_steps, (self.last_epoch + 1) / (self.warmup_steps + self.late or 1)
-        return [self.lr_at(step, base) if step >= 0 else base * warm for base in self.base_lrs]
-
-    def cosine(self, share: float, base: float) -> float:
-        """Half a cosine, from the base rate to eta_min."""
-        end = self.options.get("eta_min", 0.0)
-        return float(end + (base - end) * (1 + math.cos(math.pi * share)) / 2)
+        return [float(self.formula(step, base)) if step >= 0 else base * warm for base in self.base_lrs]
 
 
-class CosineAnnealingWarmupLR(FormulaLR):
-    """eta_min + (base - eta_min) * (1 + cos(pi * step / steps)) / 2, after a warm-up."""
-
-    __init__ = arguments("self optimizer total_steps warmup_steps=0 eta_min=0.0 last_epoch=-1")(FormulaLR.__init__)
-
-    def lr_at(self, step: int, base: float) -> float:
-        """The cosine."""
-        return self.cosine(step / self.after_warmup, base)
+def _cosine(self: FormulaLR, step: int, base: float) -> float:
+    """Flat for the share pct_start of the steps, then half a cosine from the base rate to eta_min."""
+    flat, end = int(self.after_warmup * self.options.get("pct_start", 0.0)), self.options.get("eta_min", 0.0)
+    share = (step - flat) / max(1, self.after_warmup - flat)
+    return base if step < flat else float(end + (base - end) * (1 + math.cos(math.pi * share)) / 2)
 
 
-class FlatAnnealingWarmupLR(FormulaLR):
-    """After a warm-up the base rate for the share pct_start of the steps; then half a cosine to eta_min."""
-
-    __init__ = arguments("self optimizer total_steps warmup_steps=0 pct_start=0.72 eta_min=0 last_epoch=-1")(
-        FormulaLR.__init__
-    )
-
-    def lr_at(self, step: int, base: float) -> float:
-        """The base rate, then the cosine."""
-        flat = int(self.after_warmup * self.options["pct_start"])
-        return base if step < flat else self.cosine((step - flat) / max(1, self.after_warmup - flat), base)
+def _linear(self: FormulaLR, step: int, base: float) -> float:
+    """Linear to 0 at total_steps, where it stays; the warm-up reaches the base rate one step later."""
+    return base * max(0.0, 1 - step / self.after_warmup)
 
 
-class LinearWarmupLR(FormulaLR):
-    """base * (step + 1) / (warmup_steps + 1) in the warm-up, then linear to 0, where it stays after total_steps."""
-
-    late = 1
-    __init__ = arguments("self optimizer total_steps warmup_steps=0 last_epoch=-1")(FormulaLR.__init__)
-
-    def lr_at(self, step: int, base: float) -> float:
-        """The share of steps that are left."""
-        return base * max(0.0, 1 - step / self.after_warmup)
+def _multistep(self: FormulaLR, step: int, base: float) -> Any:
+    """The base rate times gamma for each milestone that is reached. Milestones count all steps."""
+    reached = sorted(milestone for milestone in self.options["milestones"] if milestone >= self.warmup_steps)
+    return base * self.options["gamma"] ** bisect_right(reached, step + self.warmup_steps)
 
 
-class MultiStepWarmupLR(FormulaLR):
-    """The base rate times gamma for each milestone that is reached, after a warm-up. Milestones count all steps."""
-
-    __init__ = arguments("self optimizer total_steps warmup_steps=0 milestones=None gamma=0.1 last_epoch=-1")(
-        FormulaLR.__init__
-    )
-
-    def lr_at(self, step: int, base: float) -> float:
-        """A power of gamma."""
-        reached = sorted(milestone for milestone in self.options["milestones"] if milestone >= self.warmup_steps)
-        return float(base * self.options["gamma"] ** bisect_right(reached, step + self.warmup_steps))
+def _polynomial(self: FormulaLR, step: int, base: float) -> Any:
+    """end_lr + (base - end_lr) * (share of steps that are left) ** power."""
+    left, end = 1 - min(step, self.after_warmup) / self.after_warmup, self.options["end_lr"]
+    return end + (base - end) * left ** self.options["power"]
 
 
-class PolynomialWarmupLR(FormulaLR):
-    """end_lr + (base - end_lr) * (share of steps that are left) ** power, after a warm-up."""
-
-    __init__ = arguments("self optimizer total_steps warmup_steps=0 end_lr=0.0001 power=1.0 last_epoch=-1")(
-        FormulaLR.__init__
-    )
-
-    def lr_at(self, step: int, base: float) -> float:
-        """The power."""
-        left, end = 1 - min(step, self.after_warmup) / self.after_warmup, self.options["end_lr"]
-        return float(end + (base - end) * left ** self.options["power"])
+def _schedule(name: str, row: str, formula: Any, late: int = 0) -> Any:
+    """A schedule of a formula, with the arguments of a row behind (optimizer, total_steps)."""
+    taken = arguments(f"self optimizer total_steps {row} last_epoch=-1")(FormulaLR.__init__)
+    space = {"__init__": taken, "formula": formula, "late": late, "__doc__": formula.__doc__, "__module__": __name__}
+    return type(name, (FormulaLR,), space)
 
 
-class CosineAnnealingLR(CosineAnnealingWarmupLR):
-    """The cosine without a warm-up."""
-
-    __init__ = arguments("self optimizer total_steps eta_min=0 last_epoch=-1")(FormulaLR.__init__)
-
-
-class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """The base rate for a share of the steps, then half a cosine to 0."""
-
-    __init__ = arguments("self optimizer total_steps pct_start=0.72 last_epoch=-1")(FormulaLR.__init__)
-
-
-class MultiStepLR(MultiStepWarmupLR):
-    """A factor at each milestone."""
-
-    __init__ = arguments("self optimizer total_steps milestones=None gamma=0.1 last_epoch=-1")(FormulaLR.__init__)
-
-
-class PolynomialLR(PolynomialWarmupLR):
-    """A power of the share of steps that are left."""
-
-    __init__ = arguments("self optimizer total_steps end_lr=0.0001 power=1.0 last_epoch=-1")(FormulaLR.__init__)
+CosineAnnealingLR = _schedule("CosineAnnealingLR", "eta_min=0", _cosine)
+CosineAnnealingWarmupLR = _schedule("CosineAnnealingWarmupLR", "warmup_steps=0 eta_min=0.0", _cosine)
+FlatAnnealingLR = _schedule("FlatAnnealingLR", "pct_start=0.72", _cosine)
+FlatAnnealingWarmupLR = _schedule("FlatAnnealingWarmupLR", "warmup_steps=0 pct_start=0.72 eta_min=0", _cosine)
+LinearWarmupLR = _schedule("LinearWarmupLR", "warmup_steps=0", _linear, late=1)
+MultiStepLR = _schedule("MultiStepLR", "milestones=None gamma=0.1", _multistep)
+MultiStepWarmupLR = _schedule("MultiStepWarmupLR", "warmup_steps=0 milestones=None gamma=0.1", _multistep)
+PolynomialLR = _schedule("PolynomialLR", "end_lr=0.0001 power=1.0", _polynomial)
+PolynomialWarmupLR = _schedule("PolynomialWarmupLR", "warmup_steps=0 end_lr=0.0001 power=1.0", _polynomial)
 
 
 def _of_torch(kind: Any, row: str) -> Any:

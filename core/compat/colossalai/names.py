@@ -58,7 +58,7 @@ booster.mixed_precision core.booster.mixed_precision * FP16_Apex_MixedPrecision=
     FP16_Torch_MixedPrecision=FP16TorchMixedPrecision FP32_MixedPrecision=FP32MixedPrecision
     BF16_MixedPrecision=BF16MixedPrecision FP8_MixedPrecision=FP8MixedPrecision
 shardformer core.booster.plugin GradientCheckpointConfig PipelineGradientCheckpointConfig
-    .shardformer ShardConfig ShardFormer
+    .shard_former ShardConfig ShardFormer
 shardformer.shard @shardformer
 shardformer.policies.base_policy core.hugging_face Policy
 checkpoint_io core.booster.checkpoint_io *

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -48,13 +48,16 @@ class DistributedLogger:
         handler.setLevel(level)
         self._add(handler)
 
-    def _log(self, level: int, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log on the ranks that are named; None for all."""
-        if ranks is None or self.rank in ranks:
-            self._logger.log(level, "%s", message, stacklevel=3)
+    @staticmethod
+    def _at(level: int) -> Any:
+        def log(self: DistributedLogger, message: str, ranks: Sequence[int] | None = None) -> None:
+            """Log on the ranks that are named; None for all."""
+            if ranks is None or self.rank in ranks:
+                self._logger.log(level, "%s", message, stacklevel=2)
 
-    info, warning = partialmethod(_log, logging.INFO), partialmethod(_log, logging.WARNING)
-    debug, error = partialmethod(_log, logging.DEBUG), partialmethod(_log, logging.ERROR)
+        return log
+
+    info, warning, debug, error = map(_at, (logging.INFO, logging.WARNING, logging.DEBUG, logging.ERROR))
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:

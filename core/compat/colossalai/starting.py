@@ -82,8 +82,9 @@ def launch_from_torch(backend: Any, config: Any, **how: Any) -> None:
     if dist.is_initialized() and "RANK" not in os.environ:
         launch(dist.get_rank(), dist.get_world_size(), "", 0, config=config, **how)
         return
+    place = _place("torchrun")
     host, port = (_variable(name, "torchrun") for name in PLACES["torchrun"][3:])
-    launch(host=host, port=int(port), backend=backend, config=config, **how, **_place("torchrun"))
+    launch(host=host, port=int(port), backend=backend, config=config, **how, **place)
 
 
 def _launcher(name: str, launcher: str, whose: str) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import core.compat.megatron as mcore
-from core import parallel_state
+from core import hyper_comm_grid, parallel_state
 from core.compat.megatron.faces import gpt, groups, layers, microbatches, modules, specs
 from core.compat.megatron.faces.configs import ModelParallelConfig, TransformerConfig
 from core.compat.megatron.faces.timers import Timers
@@ -27,20 +27,20 @@ SHAPE: dict[str, Any] = dict(
 
 
 def test_rank_generator_numbers_ranks_as_the_order_says() -> None:
-    dense = groups.RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-cp-ep-dp-pp")
+    dense = hyper_comm_grid.RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-cp-ep-dp-pp")
     assert dense.get_ranks("tp")[:2] == [[0, 1], [2, 3]]
     assert dense.get_ranks("dp")[:3] == [[0, 2], [1, 3], [4, 6]]
     assert dense.get_ranks("pp")[:2] == [[0, 4, 8, 12], [1, 5, 9, 13]]
     assert dense.get_ranks("tp-dp") == RankGrid(16, tp=2, pp=4).groups("tp-dp")
-    experts = groups.RankGenerator(tp=1, ep=2, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp", rank_offset=8)
+    experts = hyper_comm_grid.RankGenerator(tp=1, ep=2, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp", rank_offset=8)
     assert experts.get_ranks("ep") == [[8, 9], [10, 11]] and experts.get_ranks("dp") == [[8, 10], [9, 11]]
     with pytest.raises(ValueError, match="make a grid for each"):
-        groups.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
+        hyper_comm_grid.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
 
 
 @ranks(4)
 def test_hyper_comm_grid_makes_the_groups_of_a_rank_grid(rank: int, world: int) -> None:
-    grid = groups.HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"])
+    grid = hyper_comm_grid.HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"])
     assert grid.get_rank_enum("tp") == [[0, 1], [2, 3]] and grid.get_rank_enum(["tp", "dp"]) == [[0, 1, 2, 3]]
     made = grid.create_pg("dp")
     assert dist.get_process_group_ranks(made) == [rank % 2, rank % 2 + 2] and grid.get_pg(["dp"]) is made
@@ -52,7 +52,7 @@ def test_hyper_comm_grid_makes_the_groups_of_a_rank_grid(rank: int, world: int) 
     with pytest.raises(KeyError, match="has not been created"):
         grid.get_pg("cp")
     with pytest.raises(RuntimeError, match="does not fit"):
-        groups.HyperCommGrid([8], ["tp"])
+        hyper_comm_grid.HyperCommGrid([8], ["tp"])
     grid.destroy()
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import core.compat.megatron as mcore
-from core.compat.megatron.faces import gpt, groups, microbatches, specs
+from core.compat.megatron.faces import gpt, microbatches, specs
 from core.compat.megatron.faces.configs import TransformerConfig
+from core.hyper_comm_grid import HyperCommGrid, RankGenerator
 from tests.unit_tests.ranks import ranks
 
 pytestmark = pytest.mark.nightly
@@ -168,13 +169,11 @@ def test_groups_of_ranks_are_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
         dict(tp=1, ep=1, dp=3, pp=2, cp=1),
     ):
         for order in ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp"):
-            mine, other = (kind(**sizes, order=order, rank_offset=3) for kind in (groups.RankGenerator, theirs))
+            mine, other = (kind(**sizes, order=order, rank_offset=3) for kind in (RankGenerator, theirs))
             for token in ("tp", "dp", "pp", "tp-dp", "tp-pp", "dp-pp"):
                 assert mine.get_ranks(token) == other.get_ranks(token), (sizes, order, token)
     monkeypatch.setenv("WORLD_SIZE", "12")
-    grids = [
-        kind([2, 3, 2], ["tp", "cp", "dp"]) for kind in (stock(".hyper_comm_grid").HyperCommGrid, groups.HyperCommGrid)
-    ]
+    grids = [kind([2, 3, 2], ["tp", "cp", "dp"]) for kind in (stock(".hyper_comm_grid").HyperCommGrid, HyperCommGrid)]
     for dims in ("tp", "cp", "dp", ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]):
         expected, found = (sorted(map(list, grid.get_rank_enum(dims))) for grid in grids)
         assert found == expected, dims
