@@ -10,25 +10,16 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.convert import parse_size
-from core.checkpoint.pieces import MODEL
-from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
+from core.checkpoint.transformers_files import CONFIG, read_transformers, write_transformers
 from core.generate import UNKNOWN, load_trained, words_of
 from core.models.gpt import GPTModel
-from core.models.transformers_layouts import (
-    DTYPES,
-    config_for_transformers,
-    config_from_transformers,
-    from_transformers,
-    to_transformers,
-)
+from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra
@@ -38,27 +29,7 @@ from core.training.token_file import TOKENIZER
 from core.training.tokenizer import END_OF_TEXT
 from core.transformer.transformer_config import TransformerConfig
 
-CONFIG = "config.json"
 BYTES = 256  # the vocabulary of a model that was trained on bytes
-
-
-class Weights:
-    """A state_dict as a source of whole tensors, for the writer of safetensors."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state = {f"{MODEL}.{name}": tensor for name, tensor in state.items()}
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.state
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        return self.state[key].nbytes
-
-    def read(self, key: str) -> Tensor:
-        """One tensor that shares memory with no other."""
-        return self.state[key].detach().clone()
 
 
 def is_of_transformers(place: Path) -> bool:
@@ -69,35 +40,30 @@ def is_of_transformers(place: Path) -> bool:
 def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: int) -> str:
     """Write the model of a run for transformers; what was written, in a sentence."""
     trained = load_trained(place, step)
-    config = config_for_transformers(trained.model.config)
     words = None if trained.tokenizer == UNKNOWN else words_of(place, trained)
-    if words is not None:
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id"), words.end)
-    state = to_transformers(trained.model.config, trained.model.state_dict())
-    files = write_safetensors(target, Weights(state), max_shard_bytes=shard_bytes)
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    more = {} if words is None else dict.fromkeys(("bos_token_id", "eos_token_id"), words.end)
+    config = trained.model.config
+    count, files = write_transformers(target, config, trained.model.state_dict(), more=more, shard_bytes=shard_bytes)
     if words is not None and words.tokenizer is not None:
         (target / TOKENIZER).write_text(words.tokenizer.tokenizer.to_str())
         named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
-    return f"{target}: {config['model_type']} of step {trained.step}, {len(state)} tensors in {len(files)} file(s)"
+    return f"{target}: {layout_of(config)} of step {trained.step}, {count} tensors in {files} file(s)"
 
 
 def bring_in(place: Path, target: Path) -> str:
     """Write a model of transformers as a checkpoint of step 0; what was written, in a sentence."""
-    theirs = config_from_transformers(json.loads((place / CONFIG).read_text()))
+    theirs, state = read_transformers(place)
     options = options_for(theirs)
-    files = SafetensorsFiles(place)
-    given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
     model = GPTModel(dataclasses.replace(theirs, perform_initialization=False))
-    model.load_state_dict(from_transformers(theirs, given))
+    model.load_state_dict(state)
     has_tokenizer = (place / TOKENIZER).is_file()
     tokenizer = TOKENIZER if has_tokenizer else "bytes" if theirs.vocab_size == BYTES else UNKNOWN
     configuration = {"model": dataclasses.asdict(options), "data": {"tokenizer": tokenizer}}
     report = save_checkpoint(target / CHECKPOINTS, 0, [model], configuration=configuration)
     if has_tokenizer:
         (target / TOKENIZER).write_bytes((place / TOKENIZER).read_bytes())
-    return f"{report.directory}: {len(given)} tensors"
+    return f"{report.directory}: {len(state)} tensors"
 
 
 def options_for(config: TransformerConfig) -> ModelOptions:

@@ -62,7 +62,7 @@ def index_of(manifest: Manifest) -> Metadata:
 def read_older_index(data: bytes) -> Metadata:
     """torch's own index. CheckpointDamaged for a pickle that names anything but the classes of one."""
     try:
-        index = _Unpickler(io.BytesIO(data)).load()
+        index = IndexUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # what a broken or hostile pickle raises is without end
         raise CheckpointDamaged(f".metadata is no index of tensors: {error}") from None
     if not isinstance(index, Metadata):
@@ -70,8 +70,11 @@ def read_older_index(data: bytes) -> Metadata:
     return index
 
 
-class _Unpickler(pickle.Unpickler):
+class IndexUnpickler(pickle.Unpickler):
+    """Makes the parts of an index; UnpicklingError for anything else."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """A class of an index, which runs no code."""
         if name in CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

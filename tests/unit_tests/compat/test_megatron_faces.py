@@ -108,6 +108,39 @@ def test_split_layers_and_loss_take_megatrons_arguments(rank: int, world: int) -
 
 
 @ranks(2)
+def test_an_experts_layers_exchange_nothing_and_reduce_over_their_copies(rank: int, world: int) -> None:
+    mcore.mpu.initialize_model_parallel(2, expert_model_parallel_size=1, expert_tensor_parallel_size=2)
+    layers.model_parallel_cuda_manual_seed(7)
+    config = ModelParallelConfig(tensor_model_parallel_size=2)
+    options: dict[str, Any] = dict(config=config, init_method=nn.init.normal_, is_expert=True, bias=False)
+    up, down = layers.ColumnParallelLinear(4, 6, **options), layers.RowParallelLinear(6, 4, **options)
+    tokens = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    part, _ = down(up(tokens)[0])
+    torch.testing.assert_close(part, tokens @ up.weight.T @ down.weight.T)
+    part.sum().backward()
+    torch.testing.assert_close(tokens.grad, (torch.ones(5, 4) @ down.weight @ up.weight).detach())
+    assert not up.weight.allreduce and not down.weight.allreduce
+    assert up.weight.shape == (3, 4) and up.tp_group is mcore.mpu.get_expert_tensor_parallel_group()
+    with pytest.raises(ValueError, match="no bias behind a sum"):
+        layers.RowParallelLinear(6, 4, **{**options, "bias": True})
+
+    mcore.mpu.destroy_model_parallel()
+    mcore.mpu.initialize_model_parallel(1, expert_model_parallel_size=2)
+    layers.model_parallel_cuda_manual_seed(7)
+    config = ModelParallelConfig(expert_model_parallel_size=2)
+    other = layers.ColumnParallelLinear(4, 6, config=config, init_method=nn.init.normal_, is_expert=True)
+    weights = [torch.empty_like(other.weight) for _ in range(2)]
+    dist.all_gather(weights, other.weight.detach())
+    assert not torch.equal(*weights), "experts of two ranks are drawn apart"
+    settings = mcore.distributed.DistributedDataParallelConfig()
+    model = mcore.DistributedDataParallel(config, settings, nn.Sequential(other))
+    other(torch.full((1, 4), float(rank + 1)))[0].sum().backward()
+    mcore.distributed.finalize_model_grads([model])
+    # The mean over the two data ranks' tokens: this expert saw its own alone.
+    assert torch.equal(other.weight.grad, torch.full((6, 4), (rank + 1) / 2))
+
+
+@ranks(2)
 def test_broadcast_data_gives_the_first_ranks_tensors(rank: int, world: int) -> None:
     mcore.mpu.initialize_model_parallel(2)
     data = {"tokens": torch.arange(6).view(2, 3), "mask": torch.ones(2, dtype=torch.int64)} if rank == 0 else None
@@ -133,6 +166,30 @@ def test_packed_documents_do_not_see_each_other() -> None:
         together = model(torch.cat([first, second], 1), counted, None, packed_seq_params=packed)
         apart = [model(part, torch.arange(part.shape[1]).unsqueeze(0), None) for part in (first, second)]
         torch.testing.assert_close(together, torch.cat(apart, 1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"cu_seqlens_kv": torch.tensor([0, 6, 12])}, r"cu_seqlens_kv is \[0, 6, 12\] and cu_seqlens_q \[0, 5, 12\]"),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 13])}, r"\[0, 5, 13\] for 12 tokens"),
+        ({"cu_seqlens_q": None}, "says where documents end"),
+        ({"qkv_format": "sbhd"}, "'sbhd'; documents of a row are 'thd'"),
+        ({"local_cp_size": 2}, "splits each document for itself"),
+    ],
+)
+def test_packed_documents_that_would_be_misread_are_refused(given: dict[str, Any], says: str) -> None:
+    fields = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 5, 12]), **given}
+    with pytest.raises(ValueError, match=f"packed_seq_params: .*{says}"):
+        new_gpt()(torch.zeros(1, 12, dtype=torch.long), None, None, packed_seq_params=gpt.PackedSeqParams(**fields))
+
+
+def test_padding_behind_packed_documents_changes_nothing_before_it() -> None:
+    model, row = new_gpt(position_embedding_type="rope"), torch.randint(32, (1, 9))
+    packed = gpt.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 4, 9]))
+    wide = torch.cat([row, torch.randint(32, (1, 3))], 1)
+    alone, padded = (model(tokens, None, None, packed_seq_params=packed) for tokens in (row, wide))
+    torch.testing.assert_close(padded[:, :9], alone, atol=1e-6, rtol=1e-5)
 
 
 def test_a_mask_that_is_not_causal_is_refused() -> None:

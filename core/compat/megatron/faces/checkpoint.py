@@ -1,16 +1,19 @@
 """dist_checkpointing over core.checkpoint: a tree of sharded tensors and plain values, durable and for any layout.
 
-A directory holds one checkpoint in the format of core.checkpoint, every byte of it verified when it is loaded.
+A directory holds one checkpoint in the format of core.checkpoint, every byte of it verified when it is loaded. Loading
+also reads what Megatron itself has written; see torch_dist.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from core.checkpoint import CheckpointError, CheckpointSaver, find_intact, load_
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
-from core.checkpoint.pieces import box_view, groups_of, module_of
+from core.checkpoint.pieces import Piece, box_view, groups_of, module_of
 from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, blob_keys, tensor_records
 from core.checkpoint.root_directory import list_committed
 from core.compat.megatron.faces.sharded import (
@@ -43,6 +46,7 @@ from core.compat.megatron.faces.sharded import (
     map_leaves,
     merge,
 )
+from core.compat.megatron.faces.torch_dist import MegatronReader, is_megatrons, pieces_in
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
@@ -138,8 +142,7 @@ def save(
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
-        with warnings.catch_warnings():  # torch's, that there is one process only
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with _quiet():
             dcp.save({}, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not ranks.started)
 
     try:
@@ -148,6 +151,13 @@ def save(
     except CheckpointException as failure:  # what the tree lacks, the same on all ranks
         rank, (reason, _) = min(failure.failures.items())
         raise CheckpointError(f"cannot save {checkpoint_dir}: rank {rank}: {reason}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():  # torch's, that there is one process only
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _built(leaf: Any) -> Iterable[Any]:
@@ -185,8 +195,40 @@ def _value(data: bytes, what: str) -> Any:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """True if there is a checkpoint that `save` has written; nothing is verified."""
-    return bool(list_committed(Path(checkpoint_dir)))
+    """True if there is a checkpoint that `save`, or Megatron, has written; nothing is verified."""
+    return bool(list_committed(Path(checkpoint_dir))) or is_megatrons(Path(checkpoint_dir))
+
+
+@dataclass
+class _Files:
+    """What a directory holds: tensors and blobs by key, and where a leaf's values are among them."""
+
+    reader: Any
+    records: Mapping[str, Any]
+    blobs: set[str]
+    pieces_of: Callable[[ShardedTensor, Tensor], list[Piece]]
+    objects: str  # before the key of an object
+    meta: Mapping[str, Any]
+
+    def common(self, blobs: Mapping[str, bytes]) -> Any:
+        """The plain values."""
+        return _value(blobs[COMMON], COMMON) if COMMON in blobs else self.reader.common()
+
+
+def _open(checkpoint_dir: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> _Files:
+    if Ranks(group).any(is_megatrons(Path(checkpoint_dir)) and not list_committed(Path(checkpoint_dir))):
+        reader = MegatronReader(str(checkpoint_dir))
+        index = reader.read_metadata()
+        records = tensor_records(index)
+        return _Files(reader, records, blob_keys(index), lambda leaf, data: pieces_in(leaf, data, records), "", {})
+    directory = find_intact(checkpoint_dir, group=group)
+    index = directory.reader().read_metadata()
+    records, blobs = tensor_records(index), blob_keys(index)
+
+    def pieces_of(leaf: ShardedTensor, data: Tensor) -> list[Piece]:
+        return [leaf.piece(data)] if leaf.key in records else []
+
+    return _Files(directory.reader(), records, blobs, pieces_of, f"{OBJECT}/", directory.meta)
 
 
 def load(
@@ -205,45 +247,52 @@ def load(
     With a strict that returns mismatches: (tree, keys of the file not asked for, keys asked for and not in it).
     """
     ranks, how = Ranks(process_group), StrictHandling(strict)
-    directory = find_intact(checkpoint_dir, group=process_group)
-    reader = directory.reader()
-    metadata = reader.read_metadata()
-    records, blobs = tensor_records(metadata), blob_keys(metadata)
+    files = _open(checkpoint_dir, process_group)
     tree = map_leaves(sharded_state_dict, lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf)
-    tensors = {id(leaf): leaf for leaf in leaves_of(tree) if isinstance(leaf, ShardedTensor)}
-    objects = {f"{OBJECT}/{leaf.unique_key}" for leaf in leaves_of(tree) if isinstance(leaf, ShardedObject)}
-    wanted = {leaf.key for leaf in tensors.values()} | objects
-    have = {*records, *blobs} - {COMMON}
-    everybody = set().union(*ranks.gather(wanted))
-    unexpected, missing = sorted(everybody - have), sorted(have - everybody)
+    leaves = leaves_of(tree)
+    staged = {id(leaf): (leaf, _like(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)}
+    pieces = {number: files.pieces_of(leaf, data) for number, (leaf, data) in staged.items()}
+    objects = {f"{files.objects}{leaf.unique_key}" for leaf in leaves if isinstance(leaf, ShardedObject)}
+    asked = objects | {piece.key for found in pieces.values() for piece in found}
+    lacking = {leaf.key for number, (leaf, _) in staged.items() if not pieces[number]} | objects - files.blobs
+    everybody = ranks.gather((asked, lacking))
+    unexpected = sorted(set().union(*(theirs for _, theirs in everybody)))
+    missing = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _ in everybody)))
+    if not files.objects:  # Megatron's layers keep a state of TransformerEngine's beside their weights
+        missing = [key for key in missing if "._extra_state/" not in key]
     ranks.agree(_refusal(how, unexpected, missing, checkpoint_dir))
-    ranks.agree(_shapes_differ(tensors.values(), records, checkpoint_dir))
+    flat = [piece for found in pieces.values() for piece in found]
+    ranks.agree(_shapes_differ(flat, files.records, checkpoint_dir))
+    optimizers = _optimizers(leaves)
+    if optimizers and not files.objects:
+        raise CheckpointError(
+            f"{checkpoint_dir} was written by Megatron, whose optimizer states are not read; leave the optimizer out "
+            "of the tree, and begin with the weights"
+        )
     if how in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED) and (unexpected or missing) and ranks.rank == 0:
         logger.warning(
-            "loading %s: asked for and not in it: %s; not asked for: %s", directory.path, unexpected, missing
+            "loading %s: asked for and not in it: %s; not asked for: %s", checkpoint_dir, unexpected, missing
         )
 
-    staged = {number: _like(leaf) for number, leaf in tensors.items() if leaf.key in have}
-    pieces = [tensors[number].piece(data) for number, data in staged.items()]
-    planner = PieceLoadPlanner(pieces, [COMMON, *sorted(objects & have)])
-    with warnings.catch_warnings():  # torch's, that there is one process only
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({}, storage_reader=reader, planner=planner, process_group=process_group, no_dist=not ranks.started)
-    for optimizer in _optimizers(leaves_of(tree)):
+    planner = PieceLoadPlanner(flat, sorted({COMMON, *objects} & files.blobs))
+    with _quiet():
+        dcp.load(
+            {}, storage_reader=files.reader, planner=planner, process_group=process_group, no_dist=not ranks.started
+        )
+    for optimizer in optimizers:
         load_checkpoint(_optimizer_root(checkpoint_dir), optimizer.model_chunks, optimizer, group=process_group)
 
     def found(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensor):
-            return staged.get(id(leaf), DROPPED)
+            return staged[id(leaf)][1] if pieces[id(leaf)] else DROPPED
         if isinstance(leaf, ShardedObject):
-            name = f"{OBJECT}/{leaf.unique_key}"
-            return _value(planner.blobs[name], name) if name in planner.blobs else DROPPED
+            blob = planner.blobs.get(f"{files.objects}{leaf.unique_key}")
+            return DROPPED if blob is None else _value(blob, leaf.unique_key)
         if isinstance(leaf, OptimizerState):
             return OptimizerState(leaf.optimizer, loaded=True)
         return leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf
 
-    loaded = _merge(sharded_state_dict, tree, found)
-    result = merge(_value(planner.blobs[COMMON], COMMON), loaded)
+    result = merge(files.common(planner.blobs), _merge(sharded_state_dict, tree, found))
     if how in (StrictHandling.RETURN_ALL, StrictHandling.RETURN_UNEXPECTED):
         return result, set(missing), set(unexpected)
     return result
@@ -279,13 +328,12 @@ def _refusal(how: StrictHandling, unexpected: list[str], missing: list[str], pla
     return None
 
 
-def _shapes_differ(tensors: Iterable[ShardedTensor], records: Mapping[str, Any], place: Any) -> str | None:
-    for leaf in tensors:
-        record = records.get(leaf.key)
-        if record is not None and tuple(record.size) != tuple(leaf.global_shape):
+def _shapes_differ(pieces: Iterable[Piece], records: Mapping[str, Any], place: Any) -> str | None:
+    for piece in pieces:
+        if tuple(records[piece.key].size) != tuple(piece.shape):
             return (
-                f"cannot load {place}: {leaf.key!r} is {list(record.size)} in it and {list(leaf.global_shape)} here; "
-                "build the model that was saved"
+                f"cannot load {place}: {piece.key!r} is {list(records[piece.key].size)} in it and {list(piece.shape)} "
+                "here; build the model that was saved"
             )
     return None
 
@@ -297,24 +345,27 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> Any:
 
 def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None) -> StateDict:
     """Every tensor of a checkpoint as a ShardedTensor without data. Collective over the default group."""
-    records = find_intact(checkpoint_dir).tensors
-    return {key: _whole(key, tuple(record.shape), getattr(torch, record.dtype)) for key, record in records.items()}
-
-
-def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:
-    return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape))
+    found: StateDict = {}
+    for key, record in _open(checkpoint_dir).records.items():
+        shape = tuple(record.size)
+        found[key] = ShardedTensor(key, None, record.properties.dtype, shape, shape, (0,) * len(shape))
+    return found
 
 
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     """Every tensor of a checkpoint, whole, on every rank. Collective over the default group."""
-    found: StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
-    return found
+    tensors = load_tensors_metadata(checkpoint_dir)
+    found: StateDict = load(tensors, checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
+    return {key: found[key] for key in tensors}
 
 
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> Any:
     """What `save` was given as content_metadata."""
+    if preloaded_state_dict is not None:
+        return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:
-        raise ValueError("content_metadata is in the checkpoint's manifest; pass checkpoint_dir")
-    return find_intact(checkpoint_dir).meta.get("content_metadata")
+        raise ValueError("content_metadata is in the checkpoint; pass checkpoint_dir")
+    files = _open(checkpoint_dir)
+    return files.meta.get("content_metadata") if files.objects else files.common({}).get("content_metadata")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from core.checkpoint.transformers_files import check_same_model, read_transformers, write_transformers
 from core.compat.arguments import arguments
 from core.compat.megatron.faces.modules import MegatronModule
 from core.compat.megatron.faces.specs import check_spec, layers_of_stage
@@ -132,6 +135,31 @@ class GPTModel(OurGPTModel, MegatronModule):
         if gathers and self.output_layer.tp_size > 1:
             output = gather_from_tensor_model_parallel_region(output, self.output_layer.tp_group)
         return rearrange(output, "s b v -> b s v").contiguous()
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model for Hugging Face's transformers, as llama, gpt2 or arcee. Of a whole model, in one process.
+
+        ValueError for a part of a model, and for what none of the layouts has.
+        """
+        self._check_whole("save_pretrained")
+        write_transformers(Path(directory), self.decoder.config, self.state_dict())
+
+    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Take the weights of a directory that transformers has written. Of a whole model, in one process.
+
+        ValueError for a part of a model, and for a config.json that tells another model than this.
+        """
+        self._check_whole("load_pretrained")
+        config, state = read_transformers(Path(directory))
+        check_same_model(self.decoder.config, config)
+        self.load_state_dict(state)
+
+    def _check_whole(self, what: str) -> None:
+        if not (self.pre_process and self.post_process and self.output_layer.tp_size == 1):
+            raise ValueError(
+                f"{what} is for a whole model, and this is a part of one; save with dist_checkpointing.save, and load "
+                "in one process, or the other way round: it loads at any layout"
+            )
 
 
 def check_causal(mask: Tensor | None) -> None:

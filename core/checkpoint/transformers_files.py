@@ -1,0 +1,82 @@
+"""A whole GPT as a directory of Hugging Face's transformers, and back: config.json and safetensors files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.pieces import MODEL
+from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
+from core.models.transformers_layouts import (
+    config_for_transformers,
+    config_from_transformers,
+    from_transformers,
+    to_transformers,
+)
+from core.transformer.transformer_config import TransformerConfig
+
+CONFIG = "config.json"
+SHARD_BYTES = 5 * 10**9
+# What two configurations of one model may differ in: how weights are kept while they are trained.
+FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "attention_dropout"}
+
+
+class Weights:
+    """A state_dict as a source of whole tensors, for the writer of safetensors."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = {f"{MODEL}.{name}": tensor for name, tensor in state.items()}
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self.state
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        return self.state[key].nbytes
+
+    def read(self, key: str) -> Tensor:
+        """One tensor that shares memory with no other."""
+        return self.state[key].detach().clone()
+
+
+def write_transformers(
+    target: Path,
+    config: TransformerConfig,
+    state: Mapping[str, Tensor],
+    *,
+    more: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[int, int]:
+    """Write a whole GPT's state_dict; returns the numbers of tensors and of files.
+
+    more: further entries of config.json. ValueError where no layout of transformers has what the config says.
+    """
+    entries = config_for_transformers(config) | dict(more or {})
+    theirs = to_transformers(config, state)
+    files = write_safetensors(target, Weights(theirs), max_shard_bytes=shard_bytes)
+    (target / CONFIG).write_text(json.dumps(entries, indent=2) + "\n")
+    return len(theirs), len(files)
+
+
+def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """The configuration and the state_dict of our GPT. ValueError names what our GPT has no counterpart for."""
+    config = config_from_transformers(json.loads((source / CONFIG).read_text()))
+    files = SafetensorsFiles(source)
+    given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
+    return config, from_transformers(config, given)
+
+
+def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None:
+    """ValueError, by the field's name, where two configurations do not compute the same."""
+    ours = config_from_transformers(config_for_transformers(ours))
+    for field in dataclasses.fields(TransformerConfig):
+        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name not in FREE and here != there and not isinstance(here, torch.dtype):
+            raise ValueError(f"{field.name} is {here!r} in the model and {there!r} in the files; build it as they say")
