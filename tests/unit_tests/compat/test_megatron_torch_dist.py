@@ -104,7 +104,9 @@ def test_weights_of_megatrons_files_come_into_slices(rank: int, world: int, tmp_
     assert set(plain) == set(tensors) and all(torch.equal(plain[name], tensor) for name, tensor in tensors.items())
 
 
-def test_what_cannot_be_read_of_megatrons_files_says_so(tmp_path: Path) -> None:
+@ranks(1)
+def test_what_cannot_be_read_of_megatrons_files_says_so(rank: int, world: int, tmp_path: Path) -> None:
+    mcore.mpu.initialize_model_parallel()
     tensors = theirs(False)
     del tensors["decoder.final_layernorm.weight"]
     write(tmp_path, tensors, {"content_metadata": {"kind": "theirs"}})
