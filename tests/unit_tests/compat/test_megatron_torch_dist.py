@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import pickle
 import warnings
 from pathlib import Path
@@ -133,3 +135,35 @@ def test_an_index_that_would_run_code_runs_none(tmp_path: Path, capsys: pytest.C
     with pytest.raises(CheckpointError, match="is no index"):
         MegatronReader(str(tmp_path)).read_metadata()
     assert capsys.readouterr().out == ""
+
+
+@ranks(2)
+def test_weights_of_slices_go_to_transformers_and_come_back(rank: int, world: int, tmp_path: Path) -> None:
+    directory = shared(tmp_path)
+    (directory / "checkpoint").mkdir(exist_ok=True)
+    mcore.mpu.initialize_model_parallel(2)
+    model = new_gpt(2)
+    with pytest.raises(ValueError, match="save_pretrained is for a whole model"):
+        model.save_pretrained(directory)
+    mcore.dist_checkpointing.save(model.sharded_state_dict(), directory / "checkpoint")
+    mcore.mpu.destroy_model_parallel()
+    mcore.mpu.initialize_model_parallel()
+    whole, again = new_gpt(), new_gpt()
+    whole.load_state_dict(mcore.dist_checkpointing.load(whole.sharded_state_dict(), directory / "checkpoint"))
+    if rank == 0:
+        whole.save_pretrained(directory / "llama")
+        with torch.no_grad():
+            for param in again.parameters():
+                param.zero_()
+        again.load_pretrained(directory / "llama")
+        for name, param in again.named_parameters():
+            assert torch.equal(param, whole.get_parameter(name)), name
+        again.decoder.config = dataclasses.replace(again.decoder.config, rotary_base=5.0)
+        with pytest.raises(ValueError, match="rotary_base is 5.0 in the model and 10000.0 in the files"):
+            again.load_pretrained(directory / "llama")
+        if importlib.util.find_spec("transformers") is not None:
+            from transformers import AutoModelForCausalLM
+
+            tokens = torch.arange(8).view(1, 8)
+            theirs = AutoModelForCausalLM.from_pretrained(directory / "llama")(tokens).logits
+            torch.testing.assert_close(whole(tokens, None, None), theirs, atol=1e-5, rtol=1e-4)
