@@ -11,7 +11,8 @@ MODULES = read_rows(
     """
 - .wrapper DistributedDataParallel .configs ModelParallelConfig .timers Timers .tools is_torch_min_version
 parallel_state .groups initialize_model_parallel is_unitialized get_data_parallel_group
-    get_data_parallel_world_size get_data_parallel_rank core.hyper_comm_grid RankGenerator
+    get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group
+    get_expert_data_parallel_world_size get_expert_data_parallel_rank core.hyper_comm_grid RankGenerator
     core.parallel_state * get_nccl_options default_embedding_ranks default_position_embedding_ranks
 process_groups_config core.process_groups ProcessGroupCollection
 hyper_comm_grid core.hyper_comm_grid HyperCommGrid

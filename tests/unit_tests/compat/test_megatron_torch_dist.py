@@ -158,7 +158,7 @@ def test_weights_of_slices_go_to_transformers_and_come_back(rank: int, world: in
         again.load_pretrained(directory / "llama")
         for name, param in again.named_parameters():
             assert torch.equal(param, whole.get_parameter(name)), name
-        again.decoder.config = dataclasses.replace(again.decoder.config, rotary_base=5.0)
+        again.our_config = dataclasses.replace(again.our_config, rotary_base=5.0)
         with pytest.raises(ValueError, match="rotary_base is 5.0 in the model and 10000.0 in the files"):
             again.load_pretrained(directory / "llama")
         if importlib.util.find_spec("transformers") is not None:

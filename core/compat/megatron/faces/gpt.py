@@ -94,7 +94,7 @@ class GPTModel(OurGPTModel, MegatronModule):
             post_process=post_process,
             layer_numbers=layers_of_stage(config, groups.rank("pp"), vp_stage),
         )
-        self.config = config
+        self.our_config, self.config = self.config, config
         self.vp_stage = vp_stage
         self.parallel_output = parallel_output
         self.position_embedding_type: str = model["position_embedding_type"]
@@ -142,7 +142,7 @@ class GPTModel(OurGPTModel, MegatronModule):
         ValueError for a part of a model, and for what none of the layouts has.
         """
         self._check_whole("save_pretrained")
-        write_transformers(Path(directory), self.decoder.config, self.state_dict())
+        write_transformers(Path(directory), self.our_config, self.state_dict())
 
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Take the weights of a directory that transformers has written. Of a whole model, in one process.
@@ -151,7 +151,7 @@ class GPTModel(OurGPTModel, MegatronModule):
         """
         self._check_whole("load_pretrained")
         config, state = read_transformers(Path(directory))
-        check_same_model(self.decoder.config, config)
+        check_same_model(self.our_config, config)
         self.load_state_dict(state)
 
     def _check_whole(self, what: str) -> None:

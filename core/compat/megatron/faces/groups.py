@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,12 @@ get_data_parallel_group = arguments(f"{_WHERE} -independent_all_gather=False -wi
 )
 get_data_parallel_world_size = arguments(f"{_WHERE} -with_gtp_remat=True")(parallel_state.get_data_parallel_world_size)
 get_data_parallel_rank = arguments(f"{_WHERE} -with_gtp_remat=True")(parallel_state.get_data_parallel_rank)
+_PARTIAL = "partial_expert_data_parallel=False -with_gtp_remat=True"
+get_expert_data_parallel_group = arguments(f"check_initialized=True {_PARTIAL}")(
+    parallel_state.get_expert_data_parallel_group
+)
+get_expert_data_parallel_world_size = arguments(_PARTIAL)(parallel_state.get_expert_data_parallel_world_size)
+get_expert_data_parallel_rank = arguments(_PARTIAL)(parallel_state.get_expert_data_parallel_rank)
 
 
 def is_unitialized() -> bool:
@@ -36,48 +43,26 @@ def is_unitialized() -> bool:
 # -- a place in a group; no group is one rank, and so is any group before torch.distributed is started ---------------
 
 
-def _ranks(group: Any) -> list[int]:
-    return [0] if group is None or not dist.is_initialized() else dist.get_process_group_ranks(group)
+def _place(group: Any) -> tuple[int, list[int]]:
+    """This rank's place in a group, and the global ranks of it."""
+    alone = group is None or not dist.is_initialized()
+    return (0, [0]) if alone else (group.rank(), dist.get_process_group_ranks(group))
 
 
-def get_pg_size(group: Any = None) -> int:
-    """Ranks of a group."""
-    return len(_ranks(group))
+def _of(argument: str, answer: Callable[[int, list[int]], Any]) -> Callable[..., Any]:
+    """A function of one group, from what is asked of (place, ranks)."""
+    return arguments(argument)(lambda group: answer(*_place(group)))
 
 
-def get_pg_rank(group: Any = None) -> int:
-    """This rank's place in a group."""
-    return 0 if group is None or not dist.is_initialized() else int(group.rank())
-
-
-def get_pg_src_rank(group: Any = None) -> int:
-    """The global rank of a group's first member."""
-    return _ranks(group)[0]
-
-
-def get_pp_last_rank(pp_group: Any) -> int:
-    """The global rank of the last stage."""
-    return _ranks(pp_group)[-1]
-
-
-def get_pp_next_rank(pp_group: Any, step: int = 1) -> int:
-    """The global rank of the next stage; after the last one the first."""
-    return _ranks(pp_group)[(get_pg_rank(pp_group) + step) % get_pg_size(pp_group)]
-
-
-def get_pp_prev_rank(pp_group: Any) -> int:
-    """The global rank of the stage before; before the first one the last."""
-    return get_pp_next_rank(pp_group, -1)
-
-
-def is_pp_first_stage(pp_group: Any) -> bool:
-    """True on the first stage."""
-    return get_pg_rank(pp_group) == 0
-
-
-def is_pp_last_stage(pp_group: Any) -> bool:
-    """True on the last stage."""
-    return get_pg_rank(pp_group) == get_pg_size(pp_group) - 1
+get_pg_size = _of("group=None", lambda place, ranks: len(ranks))
+get_pg_rank = _of("group=None", lambda place, ranks: place)
+get_pg_src_rank = _of("group=None", lambda place, ranks: ranks[0])
+get_pp_first_rank = _of("pp_group>group", lambda place, ranks: ranks[0])
+get_pp_last_rank = _of("pp_group>group", lambda place, ranks: ranks[-1])
+get_pp_next_rank = _of("pp_group>group", lambda place, ranks: ranks[(place + 1) % len(ranks)])
+get_pp_prev_rank = _of("pp_group>group", lambda place, ranks: ranks[place - 1])
+is_pp_first_stage = _of("pp_group>group", lambda place, ranks: place == 0)
+is_pp_last_stage = _of("pp_group>group", lambda place, ranks: place == len(ranks) - 1)
 
 
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
@@ -88,6 +73,3 @@ def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
     """True for the last chunk of a rank, and for the only one."""
     return (vp_size or 1) <= 1 or vp_stage == (vp_size or 1) - 1
-
-
-get_pp_first_rank = get_pg_src_rank

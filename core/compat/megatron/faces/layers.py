@@ -29,6 +29,7 @@ ADVICE = {
     "wgrad_deferral_limit": _DEFERRED,
     "disable_grad_reduce": "the input's gradient is a sum over the group",
     "output_dtype": "cast the output",
+    "async_grad_allreduce": "its name is allreduce_dgrad now",
     **dict.fromkeys(("gtp_remat_size", "gtp_remat_rank", "egtp_remat_rank"), _SHARDED),
     **dict.fromkeys(("gtp_remat_world_size", "egtp_remat_world_size"), _SHARDED),
     **dict.fromkeys(
@@ -128,7 +129,7 @@ class RowParallelLinear(ours.RowParallelLinear):
 
 @arguments(
     "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel !grad_output_buffer=None "
-    "!wgrad_deferral_limit=0|None tp_group=None !gtp_remat_size=1 !output_dtype=None",
+    "!wgrad_deferral_limit=0|None !async_grad_allreduce=None tp_group=None !gtp_remat_size=1 !output_dtype=None",
     ADVICE,
 )
 def linear_with_grad_accumulation_and_async_allreduce(*, tp_group: Any, **given: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.compat.arguments import arguments
@@ -74,14 +74,11 @@ def _the() -> NumMicroBatchesCalculator:
     return _of_the_job[0]
 
 
-_INIT = arguments(
+@arguments(
     "rank rampup_batch_size=None global_batch_size=None micro_batch_size=None data_parallel_size=None "
     "decrease_batch_size_if_needed>decrease=False !step_batch_size_schedule=None -seq_length=None",
     {"step_batch_size_schedule": "use rampup_batch_size, or reconfigure the calculator at each step"},
 )
-
-
-@_INIT
 def reconfigure_num_microbatches_calculator(
     rank: int,
     rampup_batch_size: list[int] | None,
@@ -117,21 +114,11 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
     _the().update(consumed_samples, consistency_check, verbose)
 
 
-def get_num_microbatches() -> int:
-    """Microbatches of a step."""
-    return _the().num_micro_batches
+def _reader(name: str) -> Callable[[], int]:
+    return lambda: int(getattr(_the(), name))
 
 
-def get_micro_batch_size() -> int:
-    """Samples of a microbatch of one data rank."""
-    return _the().micro_batch_size
-
-
-def get_current_global_batch_size() -> int:
-    """Samples of a step."""
-    return _the().current_global_batch_size
-
-
-def get_current_running_global_batch_size() -> int:
-    """Samples of a step's microbatches."""
-    return _the().current_running_global_batch_size
+get_num_microbatches = _reader("num_micro_batches")
+get_micro_batch_size = _reader("micro_batch_size")
+get_current_global_batch_size = _reader("current_global_batch_size")
+get_current_running_global_batch_size = _reader("current_running_global_batch_size")
