@@ -14,6 +14,7 @@ EXTRAS = {
     "transformers": ["transformers", "safetensors"],
     "peft": ["peft", "safetensors"],
     "integrations": ["accelerate", "transformers", "lightning-fabric", "safetensors"],
+    "data": ["datasets"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],
     "docs": ["sphinx", "furo", "myst-parser"],

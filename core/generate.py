@@ -97,7 +97,10 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
     config = JobConfig(model=options, parallel=ParallelOptions(tp=1))
     model = GPTModel(transformer_config(config, check_vocabulary(counted, options, tp=1)))
     load_checkpoint(root, [model], step=found.step)
-    return Trained(model.eval(), options, found.step, saved.get("data", {}).get("tokenizer", UNKNOWN))
+    data = saved.get("data", {})
+    known = "bytes" if data.get("megatron") is None else UNKNOWN  # tokens that came without a tokenizer
+    tokenizer = data.get("tokenizer", UNKNOWN)
+    return Trained(model.eval(), options, found.step, known if tokenizer == "bytes" else tokenizer)
 
 
 def words_of(place: Path, trained: Trained, given: Path | None = None) -> Words:

@@ -139,7 +139,16 @@ class DataOptions:
 
     # files, or directories searched for *.txt, *.md and *.py; empty for the source of the Python standard library
     text: tuple[Path, ...] = ()
-    tokenizer: str = "bytes"  # 'bytes', 'bpe' (trained on the text), or the path of a tokenizers JSON file
+    megatron: Path | None = None  # NAME of Megatron's NAME.bin and NAME.idx: tokens that are made already
+    # of the package `datasets`: a directory of save_to_disk, a kind of file (json, csv, parquet, text) whose files are
+    # in --data.text, or a name on the hub
+    dataset: str | None = None
+    split: str = "train"  # of the data set
+    column: str = "text"  # of the data set's rows that is the text
+    documents: int | None = None  # the first so many rows of the data set; None for all
+    streaming: bool = False  # read the data set row by row, without a copy of it on disk
+    # 'bytes', 'bpe' (trained on the text), or the path of a tokenizers JSON file; of Megatron's tokens it is only kept
+    tokenizer: str = "bytes"
     bpe_vocab_size: int = 4096  # of the tokenizer 'bpe'
     validation_fraction: float = 0.02  # the share of the text, at its end, that is never trained on
     cache: Path = Path("runs/tokens")  # directory of the token files; one is made for each text and tokenizer

@@ -23,9 +23,10 @@ from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activat
 from core.rank_grid import size_options
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.checkpoints import JobCheckpoints, check_root
-from core.training.config import JobConfig, RunConfig
+from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
+from core.training.indexed_tokens import describe_indexed, open_indexed
 from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.output import output_is_gone
@@ -268,15 +269,23 @@ def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
 
 def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
     """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
-    name = prepared_by_one(lambda: prepare_token_file(config.data).name, prepares_data, config.data.cache)
-    path = config.data.cache / name
-    tokens = open_token_file(path, validation_fraction=config.data.validation_fraction)
+    data = config.data
+    name = prepared_by_one(lambda: prepare_tokens(data).name, prepares_data, data.cache)
+    if data.megatron is None:
+        tokens = open_token_file(data.cache / name, validation_fraction=data.validation_fraction)
+    else:
+        tokens = open_indexed(data.megatron, data.cache / name, validation_fraction=data.validation_fraction)
     if num_windows(tokens.train, config.model.sequence_length) == 0:
         raise ConfigError(
             f"the text has {len(tokens.train)} tokens to train on, and one window takes "
             f"--model.sequence-length {config.model.sequence_length} and a label; give more text or a shorter window"
         )
     return tokens
+
+
+def prepare_tokens(data: DataOptions) -> Path:
+    """Make the files of these options unless they are there; what is to be opened, without a suffix."""
+    return prepare_token_file(data) if data.megatron is None else describe_indexed(data.megatron, data.cache)
 
 
 def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path) -> str:

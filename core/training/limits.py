@@ -34,6 +34,7 @@ RANGES: dict[str, dict[str, Range]] = {
     "ddp": DDP_RANGES,
     "optimizer": {**OPTIMIZER_RANGES, "warmup_steps": whole(0, SIZE.high)},
     "data": {
+        "documents": SIZE,
         "bpe_vocab_size": whole(257, SIZE.high),  # 256 bytes and the end mark
         "validation_fraction": Range(Real, 0, 1, open_low=True, open_high=True),
     },

@@ -11,10 +11,12 @@ from typing import Any, Generic, TypeVar
 
 from core.interrupts import INTERRUPTED
 from core.training.checkpoints import after_restart, check_root
-from core.training.config import JobConfig, RunConfig
+from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import load_config
+from core.training.dataset_text import FILE_KINDS, open_dataset
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
+from core.training.indexed_tokens import read_index
 from core.training.launch import Launch, find_launch
 from core.training.memory import device_memory_bytes, host_memory_bytes
 from core.training.output import outputs_that_may_go
@@ -134,6 +136,8 @@ def check_room(config: JobConfig, ranks_here: int) -> None:
 def check_extras(config: JobConfig) -> None:
     """Find out now, not at the end of the run, whether what was asked for is installed."""
     check_logging(config)
+    if config.data.dataset is not None:
+        require_installed("datasets", f"--data.dataset {config.data.dataset}", "data")
     if config.data.tokenizer != "bytes":
         require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
 
@@ -164,10 +168,36 @@ def check_places(config: JobConfig) -> None:
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
     try:
-        if config.data.text:  # the standard library is there
-            open_text(config.data.text)
+        check_source(config.data)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def check_source(data: DataOptions) -> None:
+    """Find out whether the text or the tokens are there; OSError or ValueError by the option's name."""
+    given = [name for name in ("text", "megatron", "dataset") if getattr(data, name)]
+    if data.dataset in FILE_KINDS:
+        if not data.text:
+            raise ValueError(f"--data.dataset {data.dataset} reads files, and none are given; name them by --data.text")
+        given.remove("text")
+    if len(given) > 1:
+        raise ValueError(f"--data.{given[0]} and --data.{given[1]} both say what to train on; give one")
+    if data.dataset is None:
+        defaults = DataOptions()
+        for name in ("split", "column", "documents", "streaming"):
+            if getattr(data, name) != getattr(defaults, name):
+                raise ValueError(f"--data.{name} speaks of a data set, and none is given; add --data.dataset")
+    if data.megatron is not None:
+        if data.tokenizer == "bpe":
+            raise ValueError(
+                "--data.tokenizer bpe is trained on text, and --data.megatron gives tokens; leave it out, or give the "
+                "tokenizer.json that has made them, to be kept with the model"
+            )
+        read_index(data.megatron)
+    elif data.dataset is not None:
+        open_dataset(data)
+    elif data.text:  # the standard library is there
+        open_text(data.text)
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from core.training.config import DataOptions
+from core.training.dataset_text import DatasetText, open_dataset
 from core.training.text import Text, open_text
 from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
 
@@ -24,8 +25,8 @@ class TokenFileHeader:
     """What a token file holds; lies beside it as JSON."""
 
     text: str
-    files: int
-    text_bytes: int
+    files: int  # or documents
+    text_bytes: int  # 0 where the text is not known, only its tokens
     tokens: int
     vocab_size: int
     dtype: str
@@ -33,11 +34,24 @@ class TokenFileHeader:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text one token stands for, on average over the whole text; 1 for bytes but for the end marks."""
-        return self.text_bytes / self.tokens
+        """Bytes of text one token stands for, on average over the whole text; 1 for bytes but for the end marks.
+
+        1 where the text is not known.
+        """
+        return self.text_bytes / self.tokens if self.text_bytes else 1.0
+
+    @property
+    def loss_unit(self) -> str:
+        """What a mean loss over `bytes_per_token` is counted in."""
+        return "nats per byte" if self.text_bytes else "nats per token"
 
     def describe(self) -> str:
         """One line for the log."""
+        if not self.text_bytes:
+            return (
+                f"tokens: {self.text}, {self.files} documents, {self.tokens:,} tokens of {self.dtype} "
+                f"(vocabulary {self.vocab_size})"
+            )
         return (
             f"text: {self.text}, {self.files} files, {self.text_bytes:,} bytes -> {self.tokens:,} tokens "
             f"(vocabulary {self.vocab_size}, {self.bytes_per_token:.3f} bytes a token)"
@@ -58,7 +72,7 @@ def prepare_token_file(options: DataOptions) -> Path:
 
     Safe to call from several processes: files appear whole, under a name that their content decides.
     """
-    text = open_text(options.text)
+    text = source_of(options)
     text_digest = text.digest()
     tokenizer = make_tokenizer(options, text, text_digest)
     key = hashlib.sha256(f"{FORMAT}\0{text_digest}\0{tokenizer.identity}".encode()).hexdigest()[:16]
@@ -66,6 +80,11 @@ def prepare_token_file(options: DataOptions) -> Path:
     if not is_whole(path):
         write_token_file(path, text, tokenizer)
     return path
+
+
+def source_of(options: DataOptions) -> Text | DatasetText:
+    """The documents that the options name."""
+    return open_text(options.text) if options.dataset is None else open_dataset(options)
 
 
 def is_whole(path: Path) -> bool:
@@ -81,7 +100,7 @@ def is_whole(path: Path) -> bool:
     return digest.hexdigest() == header.digest
 
 
-def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokenizer:
+def make_tokenizer(options: DataOptions, text: Text | DatasetText, text_digest: str) -> Tokenizer:
     """The tokenizer the options name; a BPE is trained on the text once and kept in the cache."""
     if options.tokenizer == "bytes":
         return ByteTokenizer()
@@ -91,8 +110,8 @@ def make_tokenizer(options: DataOptions, text: Text, text_digest: str) -> Tokeni
     told = path.with_suffix(".sha256")  # of the tokenizer
     if not told.is_file() or not path.is_file() or _sha256(path) != told.read_bytes():
         tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
-        _write_whole(path, tokenizer.tokenizer.to_str().encode())
-        _write_whole(told, _sha256(path))
+        write_whole(path, tokenizer.tokenizer.to_str().encode())
+        write_whole(told, _sha256(path))
     return read_tokenizer(path)
 
 
@@ -102,8 +121,8 @@ def save_tokenizer(options: DataOptions, directory: Path) -> None:
         return
     path = Path(options.tokenizer)
     if options.tokenizer == "bpe":
-        path = _bpe_path(options, open_text(options.text).digest())
-    _write_whole(directory / TOKENIZER, path.read_bytes())
+        path = _bpe_path(options, source_of(options).digest())
+    write_whole(directory / TOKENIZER, path.read_bytes())
 
 
 def _bpe_path(options: DataOptions, text_digest: str) -> Path:
@@ -114,12 +133,12 @@ def _sha256(path: Path) -> bytes:
     return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
-def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
+def write_token_file(path: Path, text: Text | DatasetText, tokenizer: Tokenizer) -> None:
     """Tokenize `text` into `path`.tokens, and describe it in `path`.json."""
     dtype = next(kind for kind in ("uint8", "uint16", "uint32") if tokenizer.vocab_size <= np.iinfo(kind).max + 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    tokens = text_bytes = 0
+    tokens = text_bytes = documents = 0
     digest = hashlib.sha256(dtype.encode())
     try:
         with partial.open("wb") as file:
@@ -129,14 +148,15 @@ def write_token_file(path: Path, text: Text, tokenizer: Tokenizer) -> None:
                 digest.update(numbers.data)
                 tokens += len(numbers)
                 text_bytes += len(document)
+                documents += 1
     except BaseException:
         partial.unlink(missing_ok=True)  # it may be what fills the disk
         raise
     partial.replace(path.with_suffix(".tokens"))
     header = TokenFileHeader(
-        text.name, len(text.files), text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()
+        text.name, documents, text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()
     )
-    _write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
+    write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
 
 
 def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
@@ -148,8 +168,13 @@ def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
             f"{path.with_suffix('.tokens')} holds {len(tokens)} tokens and its header says {header.tokens}; "
             "delete both files to make them anew"
         )
-    cut = round(len(tokens) * (1 - validation_fraction))
-    return TokenFile(header, tokens[:cut], tokens[cut:])
+    return TokenFile(header, *cut_off(tokens, validation_fraction))
+
+
+def cut_off(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(what is trained on, the last `fraction`, which is not)."""
+    cut = round(len(tokens) * (1 - fraction))
+    return tokens[:cut], tokens[cut:]
 
 
 def window(tokens: np.ndarray, index: int, length: int) -> np.ndarray:
@@ -163,7 +188,7 @@ def num_windows(tokens: np.ndarray, length: int) -> int:
     return max(0, (len(tokens) - 1) // length)
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file that other processes see complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

@@ -190,6 +190,7 @@ class GptTrainer(Trainer):
         super().__init__(config, plan, chunks, optimizer, tokens, groups, device, scheduler=scheduler, windows=windows)
         self.runner = runner  # of the pipeline, where there is one
         self.tokens_per_unit = tokens.header.bytes_per_token
+        self.unit = tokens.header.loss_unit
 
     def run_batches(
         self, batches: Sequence[Batch], indices: np.ndarray, loss_scale: float, trace: StepTrace
