@@ -26,6 +26,7 @@ from benchmarks.gpu_steps import CONTROL, MODELS, PLAIN, Setting, WrongLosses, o
 from benchmarks.optimizer_arms import WrongWeights
 from benchmarks.report import add_json, machine, write_json
 from benchmarks.step_figures import flat, spread
+from core.training import mfu
 
 CHECKED_STEPS = 6
 CHECK_TOLERANCE = 1e-4  # of losses in fp32, one device against another
@@ -112,7 +113,7 @@ def own(run: Run) -> Found:
     flops = gpu_steps.step_flops(gpu_steps.matrix_numel(model), setting.workload)
     extra = {name: rates(flops, spread(flat(rounds)).median, run.peak) for name, rounds in seconds.items()}
     rows = rows_of(seconds, OWN, extra)
-    peak = f"{run.peak:g} TFLOP/s ({gpu_steps.PEAK_SOURCE}, or --peak-tflops)" if run.peak else "unknown: --peak-tflops"
+    peak = f"{run.peak:g} TFLOP/s ({mfu.PEAK_SOURCE}, or --peak-tflops)" if run.peak else "unknown: --peak-tflops"
     text = table(rows, f"core's GPT of {run.model}'s sizes, bf16")
     text += f"\n{flops / 1e12:.3f} TFLOP a step: 6 N + 12 L H Q T a token (PaLM, appendix B); the device's peak: {peak}"
     return text, {"flops": flops, "peak_tflops": run.peak, "rows": [asdict(row) for row in rows]}
@@ -231,7 +232,7 @@ def main(arguments: list[str]) -> int:
         model=options.model or ("gpt355m" if device.type == "cuda" else "test"),
         rounds=options.rounds,
         laps=options.laps,
-        peak=gpu_steps.peak_tflops(name, options.peak_tflops),
+        peak=mfu.peak_tflops(name, options.peak_tflops),
         dtypes=tuple(options.dtypes),
     )
     print(f"torch {torch.__version__}, {machine()}")

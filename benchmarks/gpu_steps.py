@@ -201,18 +201,6 @@ def check_control(got: Sequence[float], want: Sequence[float], tolerance: float)
 
 # -- floating point operations ----------------------------------------------------------------------------------------
 
-PEAK_SOURCE = "NVIDIA's data sheets, bf16 on tensor cores: half of what they give with sparsity"
-# By what is in the device's name, the longest that is; TFLOP/s.
-PEAKS = {"H200": 1979 / 2, "H100": 1979 / 2, "H100 PCIe": 1513 / 2, "A100": 624 / 2, "L40S": 733 / 2}
-
-
-def peak_tflops(device_name: str, given: float | None) -> float | None:
-    """What the device can do: as given, or from the table; None where neither knows."""
-    if given is not None:
-        return given
-    known = [name for name in PEAKS if name in device_name]
-    return PEAKS[max(known, key=len)] if known else None
-
 
 def matrix_numel(model: nn.Module) -> int:
     """Elements of all weights that tokens are multiplied by: linear layers and the output, no embedding and no bias."""

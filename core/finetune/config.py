@@ -28,8 +28,8 @@ class LoraOptions:
     """Adapters in place of all weights."""
 
     r: int | None = None  # the rank of the adapters; None trains all weights
-    alpha: int = 16
-    dropout: float = 0.0
+    alpha: int = 16  # the adapters' product is multiplied by alpha / r
+    dropout: float = 0.0  # of an adapter's input
     targets: tuple[str, ...] = ()  # names of linear layers; empty for all but the output layer
 
 
@@ -41,7 +41,7 @@ class TunedData:
     limit: int | None = None  # so many lines; None for all of a file, and for 100 files of the standard library
     packing: bool = True  # several documents in one window, each seeing itself alone
     validation_fraction: float = 0.05  # of the documents; they are not trained on
-    cache: Path = Path("runs/tokens")
+    cache: Path = Path("runs/tokens")  # directory of the windows; made once for each file and tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class TunedParallel:
     """How the ranks are divided."""
 
     dp: int | None = None  # None for what tp and pp leave; a number is compared with that
-    tp: int = 1
+    tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # stages of a pipeline, by the schedule 1F1B
     zero: Literal[0, 1, 2, 3] = 1  # shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too
-    timeout_minutes: int = 30
+    timeout_minutes: int = 30  # of a collective
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,6 @@ def load_config(argv: Sequence[str]) -> TuneConfig:
     """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults. ConfigError in one line."""
     files, flags = split_config_files(argv)
     about = "Fine-tune a checkpoint directory. Flags win over --config FILE.toml (may be repeated), files over the "
-    about += f"defaults below. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
+    about += f"defaults. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
     flags = spell_out(flags, {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"})
     return read_over(TuneConfig(), [(file, read_toml(file)) for file in files], flags, "core.finetune", about)

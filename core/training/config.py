@@ -191,9 +191,8 @@ class CheckpointOptions:
     resume: bool = False  # go on from the newest intact checkpoint in dir; where there is none, begin
     step: int | None = None  # go on from this one, and no other
     trust_foreign_files: bool = False  # read an index that is a pickle, as earlier versions saved it
-    schedule: Literal["same", "saved", "given"] = (
-        "same"  # of the learning rate; 'same' refuses one that is not the saved
-    )
+    # of the learning rate; 'same' refuses one that is not the saved
+    schedule: Literal["same", "saved", "given"] = "same"
 
 
 @dataclass(frozen=True)
@@ -203,6 +202,9 @@ class LoggingOptions:
     print_every: int = 10  # steps between printed lines where the output is not a terminal
     # programs that get each step's numbers too, in the order given
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    profile: bool = False  # write what torch's profiler sees of steps 3 to 5 on rank 0, with the names of their parts
+    # of one device, for the MFU in the step line; None for a table of devices, and no MFU where it has none
+    peak_tflops: float | None = None
     trace: bool = False  # write what every rank did in the last steps, for Perfetto, and draw it
     trace_steps: int = 5  # the last steps that the Perfetto trace holds
     plots: bool = True  # draw the loss and the time line of the last step

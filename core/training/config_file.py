@@ -20,6 +20,7 @@ from core.distributed.distributed_data_parallel_config import STRATEGIES, Distri
 from core.training.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
+from core.training.help_text import asks_for_help, help_text
 from core.training.limits import flag
 
 LONGEST_TOML = 1 << 20  # bytes
@@ -28,7 +29,11 @@ Config = TypeVar("Config")
 
 # Flags that stand for another one, by the names every user of parallel training knows.
 SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in (*AXIS_OPTIONS, "vpp", "schedule")}
-OTHER_NAMES = {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"}  # Python keeps `async` for itself
+OTHER_NAMES = {
+    **SHORT_FLAGS,
+    "--profile": "--logging.profile",
+    "--checkpoint.async": "--checkpoint.asynchronous",
+}  # Python keeps `async` for itself
 
 
 def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
@@ -40,7 +45,7 @@ def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig
     flags = spell_out(flags)
     tables = [read_toml(file) for file in files]
     default = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
-    about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults below. "
+    about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults. "
     about += f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on."
     return read_over(default, list(zip(files, tables, strict=True)), flags, prog, about)
 
@@ -52,12 +57,13 @@ def read_over(
     for file, table in tables:
         config = merge(config, table, str(file))
     tyro = require("tyro", "reading the command line")
-    refusal = io.StringIO()
+    refusal, shown = io.StringIO(), io.StringIO()
+    group = asks_for_help(flags)
     try:
-        with contextlib.redirect_stderr(refusal):
+        with contextlib.redirect_stderr(refusal), contextlib.redirect_stdout(shown):
             read: Config = tyro.cli(
                 type(config),
-                args=flags,
+                args=flags if group is None else ["--help"],
                 default=config,
                 prog=prog,
                 description=about,
@@ -66,6 +72,8 @@ def read_over(
     except SystemExit as error:
         if error.code:
             raise ConfigError(one_line(refusal.getvalue())) from None
+        if group is not None:
+            print(help_text(shown.getvalue(), config, prog, about, group))
         raise
     return read
 

@@ -70,7 +70,9 @@ def open_dataset(options: DataOptions) -> DatasetText:
 
 def _rows(datasets: Any, options: DataOptions) -> Any:
     name = str(options.dataset)
-    if Path(name).is_dir() and any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+    if Path(name).is_dir() and any(
+        (Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")
+    ):
         found = datasets.load_from_disk(name)
         if not isinstance(found, datasets.DatasetDict):
             return found.to_iterable_dataset() if options.streaming else found

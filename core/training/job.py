@@ -31,6 +31,7 @@ from core.training.launch import Launch
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
 from core.training.output import output_is_gone
 from core.training.plan import JobPlan
+from core.training.profile import profiler_of
 from core.training.reporter import GENERATE, Reporter
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
@@ -217,7 +218,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     validation_loss: float | None = None
     stopped = False
     started_s = time.perf_counter()
-    with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext():
+    profiler = None if reporter is None or not config.logging.profile else profiler_of(reporter.directory)
+    with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext(), profiler or nullcontext():
         while trainer.step < config.run.last_step and not stopped:
             if output_is_gone():
                 signals.request(signal.SIGPIPE)
@@ -225,6 +227,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             stopped = result.stop
             losses.append(result.loss)
             traces.append(result.trace)
+            if profiler is not None:
+                profiler.step()
             if reporter is not None:
                 reporter.end_step()
             validation_loss = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from core.distributed.distributed_data_parallel_config import RANGES as DDP_RANGES
-from core.number_ranges import Range, check_ranges, whole
+from core.number_ranges import POSITIVE, Range, check_ranges, whole
 from core.optimizer.optimizer_config import RANGES as OPTIMIZER_RANGES
 from core.training.config import AXIS_OPTIONS, RunConfig
 from core.training.errors import ConfigError
@@ -46,7 +46,7 @@ RANGES: dict[str, dict[str, Range]] = {
         **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # of one machine
     },
     "checkpoint": {"every": SIZE, "keep": SIZE, "step": whole(0, SIZE.high)},
-    "logging": {"print_every": SIZE, "trace_steps": SIZE},
+    "logging": {"print_every": SIZE, "trace_steps": SIZE, "peak_tflops": POSITIVE},
 }
 
 

@@ -39,10 +39,11 @@ def make_progress(steps: int, print_every: int, stream: TextIO | None = None) ->
 def line(record: StepRecord, steps: int, remaining_s: float) -> str:
     """'step 20/300  loss 2.914  |g| 0.52  81,920 tokens/s  exposed 3.1 ms  0:42 left'."""
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.2f}"
+    mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     validation = "" if record.validation_loss is None else f"  validation {record.validation_loss:.3f}"
     return (
         f"step {record.step}/{steps}  loss {record.loss:.3f}{validation}  |g| {norm}  "
-        f"{record.tokens_per_s:,.0f} tokens/s  exposed {record.exposed_ms:.1f} ms  {duration(remaining_s)} left"
+        f"{record.tokens_per_s:,.0f} tokens/s  {mfu}exposed {record.exposed_ms:.1f} ms  {duration(remaining_s)} left"
     )
 
 

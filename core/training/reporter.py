@@ -14,6 +14,7 @@ from types import TracebackType
 
 from core import parallel_state
 from core.training.config import RunConfig
+from core.training.mfu import peak_of
 from core.training.perfetto import write_trace
 from core.training.plan import BatchPlan
 from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
@@ -66,6 +67,11 @@ class Reporter:
         step_s = ended_s - self.step_started_s
         self.step_started_s = time.perf_counter()
         report = trainer.chunks[0].step_report()
+        tokens_per_s = self.plan.tokens_per_step / step_s
+        peak = peak_of(trainer.device, trainer.dtype, self.config.logging.peak_tflops)
+        mfu = None
+        if peak is not None and trainer.flops_per_token is not None:
+            mfu = trainer.flops_per_token * tokens_per_s / (self.plan.world_size * peak * 1e12)
         watch = parallel_state.get_rank_watch()
         record = StepRecord(
             step=trainer.step,
@@ -75,7 +81,7 @@ class Reporter:
             loss_scale=result.loss_scale,
             updated=result.updated,
             step_ms=1e3 * step_s,
-            tokens_per_s=self.plan.tokens_per_step / step_s,
+            tokens_per_s=tokens_per_s,
             exposed_ms=report.exposed_ms,
             hidden_share=report.hidden_share,
             bytes_sent=report.bytes_sent,
@@ -83,6 +89,7 @@ class Reporter:
             windows=trainer.sampler.consumed,
             elapsed_s=ended_s - self.started_s,
             validation_loss=validation_loss,
+            mfu=mfu,
             slow_ranks=() if watch is None else tuple(sorted(watch.stragglers.slow)),
         )
         self.last_trace = result.trace

@@ -32,6 +32,7 @@ class StepRecord:
     windows: int  # consumed since the start
     elapsed_s: float  # since the first step began
     validation_loss: float | None = None  # nats per byte, after the update; None where it was not taken
+    mfu: float | None = None  # of all devices; None where their peak is not known
     slow_ranks: tuple[int, ...] = ()  # stragglers, as the rank watch names them
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch.profiler import record_function
+
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.wire.collective_events import CollectiveEvent, resolve
 
@@ -37,7 +39,8 @@ class StepTrace:
         """Time the block."""
         start = time.perf_counter()
         try:
-            yield
+            with record_function(f"core::{name}"):  # in torch's profiler
+                yield
         finally:
             self.spans.append(Span(name, start, time.perf_counter()))
 

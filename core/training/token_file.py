@@ -153,9 +153,7 @@ def write_token_file(path: Path, text: Text | DatasetText, tokenizer: Tokenizer)
         partial.unlink(missing_ok=True)  # it may be what fills the disk
         raise
     partial.replace(path.with_suffix(".tokens"))
-    header = TokenFileHeader(
-        text.name, documents, text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest()
-    )
+    header = TokenFileHeader(text.name, documents, text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest())
     write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
 
 

@@ -19,6 +19,7 @@ from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.pipeline_parallel import PipelineRunner, gpt_activations
 from core.process_groups import ProcessGroups
 from core.training.config import JobConfig, RunConfig
+from core.training.mfu import flops_of_token
 from core.training.plan import BatchPlan, JobPlan
 from core.training.sampler import GlobalBatchSampler, microbatches
 from core.training.step_trace import Span, StepTrace
@@ -47,6 +48,8 @@ class Trainer:
     """
 
     unit = "nats per token"  # of the losses that are shown
+    flops_per_token: float | None = None  # operations, forward and backward; None where they are not counted
+    dtype = "float32"  # of the parameters
     tokens_per_unit = 1.0  # a loss that is shown is the mean of the tokens' losses over this
 
     def __init__(
@@ -191,6 +194,8 @@ class GptTrainer(Trainer):
         self.runner = runner  # of the pipeline, where there is one
         self.tokens_per_unit = tokens.header.bytes_per_token
         self.unit = tokens.header.loss_unit
+        self.flops_per_token = flops_of_token(config.model, config.model.vocab_size or tokens.header.vocab_size)
+        self.dtype = config.model.dtype
 
     def run_batches(
         self, batches: Sequence[Batch], indices: np.ndarray, loss_scale: float, trace: StepTrace

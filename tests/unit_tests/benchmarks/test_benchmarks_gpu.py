@@ -16,6 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu_clock import CudaWatch, Row, Watch, in_turns, rows_of, table
 from benchmarks.gpu_steps import CONTROL, MODELS, PLAIN, Setting, WrongLosses
 from benchmarks.optimizer_arms import CoreArm, WrongWeights
+from core.training import mfu
 from tests.unit_tests.torch_calls import added_in_place
 
 CPU = torch.device("cpu")
@@ -129,10 +130,10 @@ def test_a_tied_output_counts_as_a_matrix_and_the_embedding_does_not() -> None:
 
 
 def test_the_peak_is_the_given_one_or_that_of_the_longest_name_and_mfu_is_a_share_of_it() -> None:
-    assert gpu_steps.peak_tflops("NVIDIA H200", None) == 989.5
-    assert gpu_steps.peak_tflops("NVIDIA H100 PCIe", None) == 756.5
-    assert gpu_steps.peak_tflops("NVIDIA H200", 800.0) == 800.0
-    assert gpu_steps.peak_tflops("some other", None) is None
+    assert mfu.peak_tflops("NVIDIA H200", None) == 989.5
+    assert mfu.peak_tflops("NVIDIA H100 PCIe", None) == 756.5
+    assert mfu.peak_tflops("NVIDIA H200", 800.0) == 800.0
+    assert mfu.peak_tflops("some other", None) is None
     assert gpu.rates(4 * 10**12, 0.5, 16.0) == {"TFLOP/s": 8.0, "MFU": 0.5}
     assert gpu.rates(4 * 10**12, 0.5, None) == {"TFLOP/s": 8.0, "MFU": "-"}
 

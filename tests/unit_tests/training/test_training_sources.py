@@ -20,10 +20,37 @@ from core.training.main import main
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.training.training_reference import TINY, losses_on_ranks
 
-WORDS = "a quick brown fox jumps over the lazy dog and runs away from seventeen hungry wolves".split()
+WORDS = [
+    "a",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "runs",
+    "away",
+    "from",
+    "seventeen",
+    "hungry",
+    "wolves",
+]
 CODES = {"uint8": 1, "uint16": 8, "int32": 4, "int64": 5}
 STEPS = 4
-SHORT = [*TINY, "--tp", "1", "--run.steps", str(STEPS), "--optimizer.warmup-steps", "2", "--run.validation-windows", "4"]
+SHORT = [
+    *TINY,
+    "--tp",
+    "1",
+    "--run.steps",
+    str(STEPS),
+    "--optimizer.warmup-steps",
+    "2",
+    "--run.validation-windows",
+    "4",
+]
 SHORT += ["--model.vocab-size", "256"]  # whatever the largest token is
 
 
