@@ -28,7 +28,7 @@ def all_to_all_attention(
     check_heads(heads, groups, size)
     # [cp, s / cp, b, (heads + 2 groups) / cp, d]: one message a rank, with its queries, keys and values.
     by_heads = [rearrange(part, "s b (cp n) d -> cp s b n d", cp=size) for part in (query, key, value)]
-    mixed = rearrange(_exchange(torch.cat(by_heads, dim=3), group), "cp s b n d -> (cp s) b n d")
+    mixed = rearrange(exchange(torch.cat(by_heads, dim=3), group), "cp s b n d -> (cp s) b n d")
     mixed = rearrange(join_sequence(mixed, 0, size), "s b n d -> b n s d")
     query, key, value = mixed.split([heads // size, groups // size, groups // size], dim=1)
     output = F.scaled_dot_product_attention(
@@ -40,7 +40,7 @@ def all_to_all_attention(
         enable_gqa=heads != groups,
     )
     parts = rank_order(rearrange(output, "b n s d -> s b n d"), 0, size)
-    returned = _exchange(rearrange(parts, "(cp s) b n d -> cp s b n d", cp=size), group)
+    returned = exchange(rearrange(parts, "(cp s) b n d -> cp s b n d", cp=size), group)
     return rearrange(returned, "cp s b n d -> s b (cp n) d")
 
 
@@ -59,13 +59,14 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
     )
 
 
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...]: part r goes to rank r, and what rank r sent here becomes part r. Collective over the group."""
     exchanged: Tensor = _Exchange.apply(parts, group)
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """[cp, ...]: part r goes to rank r, and what rank r sent here becomes part r. Its own inverse, so its own dual."""
+    """Its own inverse, so its own dual."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from core.hugging_face.families import check_families, table
+from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import families, families_with_policy
 
 
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
         command.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
         command.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default: 1)")
+        command.add_argument("--sp", choices=MODES, help="sequence parallelism; the last two on 2 ranks of their own")
     options = parser.parse_args(arguments)
     if options.command == "families":
         verdicts = check_families(
@@ -36,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda verdict: print(verdict, file=sys.stderr, flush=True),
             pp=options.pp,
             ep=options.ep,
+            sp=options.sp,
         )
-        print(table(verdicts, options.tp, options.pp, options.ep))
+        print(table(verdicts, options.tp, options.pp, options.ep, options.sp))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
         names, values = _chosen(options.family)
@@ -45,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    verdicts = check_families(
-        names, options.tp, lambda verdict: print(verdict, flush=True), values, options.pp, options.ep
-    )
+    told = functools.partial(print, flush=True)
+    verdicts = check_families(names, options.tp, told, values, options.pp, options.ep, options.sp)
     return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
 
 

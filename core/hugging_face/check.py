@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face.plan import Plan, PlanError
+from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.slices import whole_of
 from core.hugging_face.split import REPORT, split_model
 from core.hugging_face.split_stages import split_stages
@@ -62,11 +63,19 @@ class InDouble(TorchFunctionMode):
 
 
 def check_on_rank(
-    name: str, kind: type, tp: int, overrides: Mapping[str, Any] | None = None, *, pp: int = 1, ep: int = 1
+    name: str,
+    kind: type,
+    tp: int,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    pp: int = 1,
+    ep: int = 1,
+    sp: str | None = None,
 ) -> Verdict:
-    """The verdict on a configuration class, on every rank alike. Collective over all `tp` x `pp` x `ep` ranks.
+    """The verdict on a configuration class, on every rank alike. Collective over all ranks: `ranks_of(tp, pp, ep, sp)`.
 
-    Ranks of `ep` have other tokens, unless there are stages, whose microbatches have.
+    Ranks of `ep` have other tokens, unless there are stages, whose microbatches have. sp: a mode of sequence
+    parallelism.
     """
     batches = pp if pp > 1 else ep
     torch.set_default_dtype(torch.float64)
@@ -84,17 +93,20 @@ def check_on_rank(
             if not _all_finite(expected, reference):
                 return Verdict(name, "not built", "the tiny copy's own output or gradients are not finite")
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+                own_ranks = ranks_of(1, 1, 1, sp)
+                parallel_state.initialize_model_parallel(
+                    tp, pp, context_parallel_size=own_ranks, expert_model_parallel_size=ep
+                )
             try:
                 if pp > 1:
-                    model, found = _pipeline(model, microbatches, inputs, pp)
+                    model, found = _pipeline(model, microbatches, inputs, pp, sp)
                 else:
-                    split_model(model, example=inputs)
+                    split_model(model, example=inputs, sequence_parallel=sp)
             except PlanError as error:
                 return Verdict(name, "refused", str(error))
             if pp == 1:
                 wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
-                mine = parallel_state.get_process_groups().rank("dp_cp")
+                mine = parallel_state.get_process_groups().rank("dp")
                 found, expected = [_backward(wrapped, microbatches[mine], mine)], [expected[mine]]
                 finalize_model_grads([wrapped])
     finally:
@@ -107,17 +119,24 @@ def check_on_rank(
     return Verdict(name, answer, why, worst[0], summed)
 
 
+def ranks_of(tp: int, pp: int, ep: int, sp: str | None) -> int:
+    """How many ranks a check takes: a mode over ranks of its own has two of them."""
+    return tp * pp * ep * (2 if sp in OVER_CONTEXT else 1)
+
+
 def _microbatch(inputs: dict[str, Any], number: int) -> dict[str, Any]:
     """The inputs with other tokens for each microbatch."""
     names = {"input_ids", "decoder_input_ids"} & inputs.keys()
     return {**inputs, **{name: inputs[name].roll(number, -1) for name in sorted(names)}}
 
 
-def _pipeline(model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int) -> tuple[Any, Any]:
+def _pipeline(
+    model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int, sp: str | None
+) -> tuple[Any, Any]:
     """This rank's stage after a step, and on the last stage what each microbatch gave."""
     layers = find_cut(model).count
     layout = PipelineLayout(tuple(layers // pp + (stage < layers % pp) for stage in range(pp)), pp)
-    (stage,) = split_stages(model, layout, example=inputs)
+    (stage,) = split_stages(model, layout, example=inputs, sequence_parallel=sp)
     found: list[Tensor] = []
 
     def forward_step(chunk: Any, number: int, hidden: Tensor | None) -> Tensor:

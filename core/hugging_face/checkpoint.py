@@ -87,6 +87,7 @@ def load_split(
     layout: PipelineLayout | None = None,
     device: torch.device | str = "cpu",
     parallel_output: bool = False,
+    sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
     **options: Any,
 ) -> Any:
@@ -106,13 +107,15 @@ def load_split(
         names = transformers.AutoConfig.from_pretrained(directory).architectures or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0])
 
+    outputs: dict[str, Any] = {"parallel_output": parallel_output, "sequence_parallel": sequence_parallel}
+
     def arguments_of(model: Any) -> dict[str, Any]:
-        return dict(example_of(model) if example is None else example)
+        return dict(example_of(model, groups) if example is None else example)
 
     if layout is None:
         model, plan = _load(directory, kind, policy, None, None, groups, options)
         model.to(device)
-        finish_split(model, plan, arguments_of(model), parallel_output=parallel_output, pg_collection=pg_collection)
+        finish_split(model, plan, arguments_of(model), pg_collection=groups, **outputs)
         return model
     failure: Exception | None = None
     stages: list[Any] = []
@@ -124,7 +127,7 @@ def load_split(
     except (PlanError, ValueError, OSError, RuntimeError) as error:
         failure = error
     agree.refuse(failure, None, f"loading {os.fspath(directory)!r}", PlanError)
-    finish_stages(stages, layout, plan, arguments_of(stages[0]), parallel_output=parallel_output, groups=groups)
+    finish_stages(stages, layout, plan, arguments_of(stages[0]), groups, **outputs)
     return stages
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from core.hugging_face.check import Verdict, check_on_rank
+from core.hugging_face.check import Verdict, check_on_rank, ranks_of
 from core.hugging_face.tiny import families, families_with_policy
 from core.verify.rank_pool import RankFailure, RankPool
 
@@ -18,14 +18,15 @@ def check_families(
     overrides: Mapping[str, Any] | None = None,
     pp: int = 1,
     ep: int = 1,
+    sp: str | None = None,
 ) -> list[Verdict]:
     """The verdicts on families (`family/ConfigClass`), one after another on processes of this machine."""
-    verdicts = []
-    with RankPool(tp * pp * ep) as pool:
+    verdicts, world = [], ranks_of(tp, pp, ep, sp)
+    with RankPool(world) as pool:
         for name in names:
             try:
-                arguments = (name, tp, dict(overrides or {}), pp, ep)
-                verdict: Verdict = pool.run(_on_rank, tp * pp * ep, arguments, limit_s=180.0)
+                arguments = (name, tp, dict(overrides or {}), pp, ep, sp)
+                verdict: Verdict = pool.run(_on_rank, world, arguments, limit_s=180.0)
             except RankFailure as error:
                 last = str(error).strip().splitlines()[-1]
                 verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
@@ -34,21 +35,22 @@ def check_families(
     return verdicts
 
 
-def _on_rank(name: str, tp: int, overrides: Mapping[str, Any], pp: int, ep: int) -> Verdict:
+def _on_rank(name: str, tp: int, overrides: Mapping[str, Any], pp: int, ep: int, sp: str | None) -> Verdict:
     import warnings
 
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides, pp=pp, ep=ep)
+    return check_on_rank(name, {**families(), **families_with_policy()}[name], tp, overrides, pp=pp, ep=ep, sp=sp)
 
 
-def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1) -> str:
+def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> str:
     """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
     verdicts = list(verdicts)
     counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
-    layout = f"tp {tp}" + (f", pp {pp}" if pp > 1 else "") + (f", ep {ep}" if ep > 1 else "")
+    layout = f"tp {tp}" + "".join(f", {name} {size}" for name, size in (("pp", pp), ("ep", ep)) if size > 1)
+    layout += f", {sp}" if sp else ""
     rows = [f"At {layout}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
     for verdict in verdicts:
         total, without = verdict.summed

@@ -85,7 +85,7 @@ def add_lora(
         module = adapted.get_submodule(module_name)
         split = plan.splits.get(f"{module_name}.weight")
         module.forward = SeamForward(module, seam, group, 0 if split is None else split.length)
-    arguments = dict(example_of(model) if example is None else example)
+    arguments = dict(example_of(model, resolve_groups(pg_collection)) if example is None else example)
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
     flow = watch(adapted, plan, arguments, split_ones)
     partial, unseen = declare_whole(parameters, plan, flow)

@@ -12,8 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Before = Literal["", "copy", "scatter", "vocabulary", "divide", "heads"]
-After = Literal["", "reduce", "gather", "copy tail", "select"]
+Before = Literal[
+    "", "copy", "scatter", "vocabulary", "divide", "heads", "split sequence", "join sequence", "gather sequence"
+]
+After = Literal["", "reduce", "gather", "copy tail", "select", "split sequence", "join sequence", "reduce sequence"]
+SEQUENCE = {
+    "split sequence": "whole; this rank's part of the sequence is taken",
+    "join sequence": "this rank's part of the sequence; all parts are joined",
+}
 BEFORE = {
     "": "as it is",
     "copy": "whole; its gradient is summed over tp",
@@ -21,6 +27,8 @@ BEFORE = {
     "vocabulary": "token ids; those of other ranks' rows give zero",
     "divide": "divided by tp",
     "heads": "what holds a value for each head is cut to this rank's heads",
+    "gather sequence": "this rank's part of the sequence; all parts are joined, and its gradient is summed over tp",
+    **SEQUENCE,
 }
 AFTER = {
     "": "as it is",
@@ -28,6 +36,8 @@ AFTER = {
     "gather": "gathered along the last dimension",
     "copy tail": "the gradient of its last features is summed over tp",
     "select": "computed whole; this rank's heads are taken of it",
+    "reduce sequence": "summed over tp, and this rank's part of the sequence is taken",
+    **SEQUENCE,
 }
 
 

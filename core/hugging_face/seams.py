@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.hugging_face.plan import PlanError, Seam
+from core.hugging_face.sequence_seams import ACTIONS, on_first_tensor, on_output, on_sequence
 from core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -54,6 +56,10 @@ class SeamForward:
         elif self.seam.before == "heads":
             names = self.seam.arguments
             kwargs = {key: self._own_heads(value) if key in names else value for key, value in kwargs.items()}
+        elif self.seam.before.endswith("sequence"):
+            args, kwargs = on_first_tensor(
+                partial(self._over_sequence, self.seam.before), self.seam.module, args, kwargs
+            )
         elif self.seam.before:
             first, *others = args or (None,)
             if not isinstance(first, Tensor):
@@ -84,6 +90,8 @@ class SeamForward:
 
     def _after(self, output: Any) -> Any:
         before = output
+        if self.seam.after.endswith("sequence"):
+            return on_output(partial(self._over_sequence, self.seam.after), self.seam.module, output)
         if self.seam.after == "reduce":
             output = reduce_from_tensor_model_parallel_region(output, self.group)
         elif self.seam.after == "gather":
@@ -103,6 +111,19 @@ class SeamForward:
             elif self.seam.before == "copy":
                 self.watch.leave_split(output)
         return output
+
+    def _over_sequence(self, action: str, value: Tensor) -> Tensor:
+        """Hidden states [..., s, h]: the whole sequence from this rank's part of it, or the other way."""
+        given = on_sequence(ACTIONS[action], value, self.group)
+        if self.watch is not None and action == "split sequence":
+            self.watch.cut(value, given)
+        elif self.watch is not None:
+            self.watch.leave(value, given)
+            if action == "gather sequence":
+                given = self.watch.enter(given, given)
+            elif action == "reduce sequence":
+                self.watch.cut(given, given)
+        return given
 
     def _selected(self, output: Tensor) -> Tensor:
         """Of [..., heads + shared ones], what this rank's queries use: its heads, or the one that it shares."""
@@ -139,7 +160,7 @@ class SeamForward:
     @contextmanager
     def _without_bias(self) -> Iterator[Tensor | None]:
         """A bias that is whole beside a split weight is hidden from the forward, and added once, after the sum."""
-        bias = self.module._parameters.get("bias") if self.seam.after == "reduce" else None
+        bias = self.module._parameters.get("bias") if self.seam.after.startswith("reduce") else None
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None
             return

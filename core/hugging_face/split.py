@@ -6,11 +6,14 @@ SeamForward. One forward on a small example then shows what each whole parameter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
@@ -19,13 +22,16 @@ from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.seams import SeamForward
+from core.hugging_face.sequence import OVER_CONTEXT, SequenceParallel
 from core.hugging_face.slices import slice_of
+from core.hugging_face.stages import list_of_layers
 from core.hugging_face.transformers_plans import read_plan
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from core.tensor_parallel.mappings import resolve_groups
 
 AGAIN = "The model has been cut; make it anew"
+OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
 EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
 REPORT = "split_report"  # the attribute of a split model that says how it was split
@@ -59,6 +65,7 @@ def split_model(
     *,
     example: Mapping[str, Any] | None = None,
     parallel_output: bool = False,
+    sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> SplitReport:
     """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
@@ -66,19 +73,28 @@ def split_model(
     model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
     default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
     all ranks; by default 8 token ids. It is run before and after the cut, without backward, and the outputs must be
-    equal. parallel_output: keep the logits split and compute the loss from the parts.
+    equal. parallel_output: keep the logits split and compute the loss from the parts. sequence_parallel: 'split_gather'
+    or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the context-parallel group; every rank of
+    it is given the whole sequence.
 
-    Collective over the tensor-parallel group. Raises PlanError on all of its ranks where sizes do not fit or the plan
+    Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
     cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
     """
     groups = resolve_groups(pg_collection)
     plan = prepare(model, plan, groups)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split instead")
-    arguments = dict(example_of(model) if example is None else example)
+    arguments = dict(example_of(model, groups) if example is None else example)
     before = _first_output(model, arguments) if groups.size("tp") * plan.ep > 1 else None
     cut_parameters(model, plan, groups)
-    report = finish_split(model, plan, arguments, parallel_output=parallel_output, pg_collection=pg_collection)
+    report = finish_split(
+        model,
+        plan,
+        arguments,
+        parallel_output=parallel_output,
+        sequence_parallel=sequence_parallel,
+        pg_collection=pg_collection,
+    )
     if before is not None and not parallel_output:
         refuse_other_output(plan, before, _first_output(model, arguments))
     return report
@@ -157,6 +173,7 @@ def finish_split(
     arguments: dict[str, Any],
     *,
     parallel_output: bool,
+    sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None,
 ) -> SplitReport:
     """Tags, seams, and the forward that decides the contracts of whole parameters."""
@@ -164,29 +181,56 @@ def finish_split(
     group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
     partial: set[str] = set()
     unseen: set[str] = set()
+    sequence: SequenceParallel | None = None
+    cut_to_the_end = parallel_output and sequence_parallel in OVER_CONTEXT
+    if sequence_parallel is not None:
+        sequence = SequenceParallel(sequence_parallel, groups, plan.family, local_logits=cut_to_the_end)
+        layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     tag_slices(parameters, plan, groups)
     for seam in plan.seams.values():
         if seam.style == EXPERTS_SEAM:
             modules[seam.module].forward = ExpertsForward(modules[seam.module], seam, groups)
+    if parallel_output and (tp > 1 or sequence is not None):
+        plan = use_parallel_loss(model, plan, group, sequence if cut_to_the_end else None)
     if tp > 1:
-        if parallel_output:
-            plan = use_parallel_loss(model, plan, group)
         for name, number in plan.numbers.items():
             owner, _, attribute = name.rpartition(".")
             setattr(modules[owner], attribute, number // tp)
-        for seam in plan.seams.values():
-            module = modules[seam.module]
-            if seam.style != EXPERTS_SEAM:
-                module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
+        place_seams(modules, plan, group)
+    if sequence is not None:
+        before = _first_output(model, arguments)  # over tensor parallelism alone
+        whole, plan = plan, sequence.cut_plan(model, plan, layers)
+        if plan is not whole:
+            place_seams(modules, plan, group, whole)
+    if tp > 1:
         flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
         partial, unseen = declare_whole(parameters, plan, flow)
-    if tp * plan.ep > 1 or "forward" in vars(model):  # a pipeline stage has a forward of its own
+    if sequence is not None:
+        sequence.attach(model, layers, tp)
+        with refusing_failures(plan, f"with {sequence_parallel!r}"):
+            after = _first_output(model, arguments)
+        after = sequence.join(after, -2) if sequence.local_logits else after
+        refuse_other_output(plan, before, after, f"under {sequence_parallel!r}", OTHER_TOKENS)
+    if tp * plan.ep > 1 or sequence is not None or "forward" in vars(model):  # a stage has a forward of its own
         refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
     report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report
+
+
+def place_seams(
+    modules: Mapping[str, nn.Module], plan: Plan, group: dist.ProcessGroup | None, before: Plan | None = None
+) -> None:
+    """Give modules the forwards of their seams. before: the plan that they have already, of which some seams change."""
+    known = {} if before is None else before.seams
+    for seam in plan.seams.values():
+        module = modules[seam.module]
+        if seam.style != EXPERTS_SEAM and seam != known.get(seam.module):
+            if seam.module in known:
+                del module.forward
+            module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
 
 
 def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
@@ -237,33 +281,28 @@ def _first_output(model: Any, arguments: dict[str, Any]) -> Tensor:
 
 def first_tensor(output: Any) -> Tensor:
     """The first tensor of what a model gives: its logits, or its last hidden state."""
+    if isinstance(output, Tensor):
+        return output
     values = output.values() if hasattr(output, "keys") else output
     return next(value for value in values if isinstance(value, Tensor))
 
 
-def refuse_other_output(plan: Plan, before: Tensor, after: Tensor) -> None:
+def refuse_other_output(
+    plan: Plan, before: Tensor, after: Tensor, how: str = "split over tp", why: str = "its plan is wrong"
+) -> None:
     """The split model computes what the whole one did, up to rounding, or its plan is wrong."""
     off = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
     if not off <= ROUNDING.get(before.dtype, 0.1):
         raise PlanError(
-            f"{plan.family}: split over tp, its output for the example is {off:.2g} away from that of the whole model "
-            "(relative to its norm), so its plan is wrong. " + AGAIN
+            f"{plan.family}: {how}, its output for the example is {off:.2g} away from that of the whole model "
+            f"(relative to its norm), so {why}. {AGAIN}"
         )
 
 
 def watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
     """One watched forward of a split model. PlanError, naming the module, where no contract can make it right."""
-    try:
+    with refusing_failures(plan, "once it is split", "A module there needs its whole width. "):
         flow = run_watched(model, split, arguments)
-    except PlanError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
-        text = str(error).strip().splitlines() or [""]
-        raise PlanError(
-            f"{plan.family}: its forward fails once it is split: {type(error).__name__}: {text[0]} (in module "
-            f"{where_it_failed(error)!r}). A module there needs its whole width, which its plan does not give it. "
-            + AGAIN
-        ) from error
     both = sorted(flow.partial & flow.complete)
     if flow.faults:
         more = f" (and {len(flow.faults) - 1} more places)" if len(flow.faults) > 1 else ""
@@ -274,6 +313,21 @@ def watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Para
             f"is neither whole nor a part of a sum over tp. {AGAIN}"
         )
     return flow
+
+
+@contextmanager
+def refusing_failures(plan: Plan, when: str, advice: str = "") -> Iterator[None]:
+    """A PlanError, naming the module, instead of an error of a model's own code."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        text = str(error).strip().splitlines() or [""]
+        raise PlanError(
+            f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module "
+            f"{where_it_failed(error)!r}). {advice}{AGAIN}"
+        ) from error
 
 
 def where_it_failed(error: BaseException) -> str:
@@ -287,13 +341,14 @@ def where_it_failed(error: BaseException) -> str:
     return place
 
 
-def example_of(model: Any) -> dict[str, Any]:
-    """A forward's arguments for a model of token ids: one sequence of 8."""
+def example_of(model: Any, groups: ProcessGroups) -> dict[str, Any]:
+    """A forward's arguments for a model of token ids: one sequence of 8, or more where more ranks may cut it."""
     if model.main_input_name != "input_ids":
         raise PlanError(
             f"{type(model).__name__} takes {model.main_input_name!r}; pass example= with the arguments of a small "
             "forward, equal on all ranks"
         )
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 8)
-    ids = torch.arange(8, device=model.device).unsqueeze(0) % vocabulary
+    length = math.lcm(8, groups.size("tp"), 2 * groups.size("cp"))
+    ids = torch.arange(length, device=model.device).unsqueeze(0) % vocabulary
     return {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})}

@@ -45,6 +45,7 @@ def split_stages(
     *,
     example: Mapping[str, Any] | None = None,
     parallel_output: bool = False,
+    sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> list[Any]:
     """This rank's stages of a transformers model, in the model's order, split over tensor parallelism too.
@@ -66,7 +67,7 @@ def split_stages(
         plan = prepare_stages(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
-        arguments = dict(example_of(model) if example is None else example)
+        arguments = dict(example_of(model, groups) if example is None else example)
         order, output = watch_order(model, arguments)
         before = None if parallel_output else first_tensor(output).detach()
         cut = find_cut(model, order)
@@ -80,7 +81,8 @@ def split_stages(
         failure = error
     agree.refuse(failure, None, CUT, PlanError)
     assert plan is not None, "a failure was refused"
-    finish_stages(chunks, layout, plan, arguments, parallel_output=parallel_output, groups=groups)
+    options: dict[str, Any] = {"parallel_output": parallel_output, "sequence_parallel": sequence_parallel}
+    finish_stages(chunks, layout, plan, arguments, groups, **options)
     if before is not None:
         _compare_output(chunks, layout, plan, arguments, before, groups)
     return chunks
@@ -139,9 +141,10 @@ def finish_stages(
     layout: PipelineLayout,
     plan: Plan,
     arguments: Mapping[str, Any],
+    groups: ProcessGroups,
     *,
     parallel_output: bool,
-    groups: ProcessGroups,
+    sequence_parallel: str | None = None,
 ) -> None:
     """Tags, seams and contracts of stages whose parameters are cut; and one forward of each. Collective."""
     failure: Exception | None = None
@@ -150,8 +153,14 @@ def finish_stages(
             stage = stage_of(chunk)
             given = {**arguments, **_received(chunk, arguments)}
             own = of_stage(plan, chunk)
-            last = stage.part.post_process
-            finish_split(chunk, own, given, parallel_output=parallel_output and last, pg_collection=groups)
+            finish_split(
+                chunk,
+                own,
+                given,
+                parallel_output=parallel_output and stage.part.post_process,
+                sequence_parallel=sequence_parallel,
+                pg_collection=groups,
+            )
             output = run_quietly(chunk, given)
             if bool((output if isinstance(output, Tensor) else first_tensor(output)).isnan().any()):
                 raise PlanError(

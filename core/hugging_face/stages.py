@@ -66,15 +66,7 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
     Raises PlanError for a model without one list of layers, and for parameters that lie on several stages.
     """
     family = f"{model.config.model_type} ({type(model).__name__})"
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
-    ]
-    outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
-    if len(outer) != 1:
-        found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
-        raise PlanError(f"{family}: a pipeline cuts a model at its one list of layers (nn.ModuleList); it has {found}")
+    layers = list_of_layers(model, f"{family}: a pipeline cuts a model at its")
     _refuse_router_loss(family, model)
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if getattr(model.config, name, 0.0):
@@ -82,7 +74,6 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
                 f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
                 f"certain layer; set {name}=0.0 in the config"
             )
-    layers = outer[0]
     names = list(dict(model.named_modules()))
     base = next(name for name, module in model.named_modules() if module is model.base_model)
     plan = getattr(model.config, "base_model_pp_plan", None) or {}
@@ -112,6 +103,20 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
         frozenset(),
     )
     return ModelCut(**{**vars(cut), "tied": frozenset(_tied(model, cut))})
+
+
+def list_of_layers(model: nn.Module, needs: str) -> str:
+    """The name of the one list of layers. PlanError, after what needs it, for a model that has none or several."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if len(outer) != 1:
+        found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
+        raise PlanError(f"{needs} one list of layers (nn.ModuleList); it has {found}")
+    return outer[0]
 
 
 def _refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:

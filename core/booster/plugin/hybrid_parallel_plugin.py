@@ -17,6 +17,7 @@ from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, Whole
 from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from core.booster.plugin.plugin_base import Boosted, PipelinePluginBase
+from core.booster.plugin.sequence_options import resolve_sequence
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stage_activations, stages_config
@@ -27,13 +28,12 @@ from core.pipeline_parallel import MicrobatchLoss, PipelineLayout, PipelineRunne
 from core.process_groups import ProcessGroups
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 # Option -> (its default, why no other value is taken).
 REFUSED: dict[str, tuple[Any, str]] = {
     "enable_all_optimization": (False, "modules stay as the family wrote them; set enable_flash_attention=True alone"),
     "enable_fused_normalization": (False, "modules stay as the family wrote them, and so do its norms"),
     "enable_jit_fused": (False, "modules stay as the family wrote them; compile the model with torch.compile yourself"),
-    "enable_sequence_overlap": (False, "there is no such overlap; the option went from ColossalAI too"),
+    "enable_sequence_overlap": (False, "a gather waits for its module; the option went from ColossalAI too"),
     "find_unused_parameters": (False, "parameters without a gradient are always found"),
     "check_reduction": (False, "the first step always compares the gradients of copies"),
     "gradient_as_bucket_view": (False, "gradients are always views of their buckets"),
@@ -42,14 +42,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "overlap_p2p": (True, "stages always send while they compute"),
     "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of tp_size"),
     "scheduler_nodes": (None, "the schedule of pp_style='zbv' is torch's"),
-    "inner_ring_size": (None, "it belongs to sequence_parallelism_mode='ring_attn', which is not here"),
 }
 
 
 class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
-    """Splits a transformers model over tp_size x pp_size ranks, and trains world / (tp_size * pp_size) replicas of it.
+    """Splits a transformers model over tp_size x pp_size x sp_size ranks, and trains replicas of it on the others.
 
-    tp_size, pp_size: tensor-parallel ranks and pipeline ranks. dp_outside: True if ranks of one replica are neighbours;
+    tp_size, pp_size: tensor-parallel ranks and pipeline ranks. enable_sequence_parallelism: cut the sequence as
+    sequence_parallelism_mode says: 'split_gather' (the default) or 'ring' over the tensor-parallel ranks, 'all_to_all'
+    or 'ring_attn' over sp_size ranks of their own. dp_outside: True if ranks of one replica are neighbours;
     False if those of one stage are. precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are.
     zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too (without
     stages only). parallel_output: leave logits split and compute a causal model's loss from the parts.
@@ -137,8 +138,10 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             use_fp8=use_fp8,
             extra_dp_size=1,
         )
+        self.sequence_parallel, self.sp_size = resolve_sequence(
+            enable_sequence_parallelism, sequence_parallelism_mode, tp_size, sp_size, inner_ring_size
+        )
         self._check_sizes(tp_size, pp_size)
-        self._check_sequence(enable_sequence_parallelism, sequence_parallelism_mode, sp_size)
         self._check_pipeline(pp_size, pp_style, num_model_chunks, num_microbatches, microbatch_size)
         self._check_zero(zero_stage, pp_size, cpu_offload, overlap_allgather)
         self._check_numbers({"ddp_bucket_cap_mb": ddp_bucket_cap_mb, "zero_bucket_size_in_m": zero_bucket_size_in_m})
@@ -154,8 +157,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             )
         if custom_policy is not None and not isinstance(custom_policy, Policy):
             raise ValueError(f"custom_policy is {custom_policy!r}; expected a core.hugging_face.Policy")
-        if use_fp8 and tp_size * pp_size > 1:
-            raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs tp_size=1 and pp_size=1")
+        if use_fp8 and tp_size * pp_size * self.sp_size > 1:
+            raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self.pp_style, self.num_model_chunks = pp_style, 2 if pp_style == "zbv" else num_model_chunks
         self.num_layers_per_stage = None if num_layers_per_stage is None else tuple(num_layers_per_stage)
@@ -165,7 +168,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         self.gradient_checkpoint_config = gradient_checkpoint_config
         self.broadcast_buffers = broadcast_buffers
         self.enable_flash_attention = enable_flash_attention
-        self.dp_outside = dp_outside
+        # The grid of experts has no cp, so stages can only be outermost beside it.
+        self.dp_outside = dp_outside and (self.sp_size == 1 or pp_size == 1)
         elements = ddp_bucket_cap_mb * MEGA / 4 if zero_stage == 0 else zero_bucket_size_in_m * MEGA
         self.bucket_size = max(1, int(elements))
         self.overlaps = overlap_communication, overlap_allgather
@@ -178,20 +182,11 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"HybridParallelPlugin: {name} is {size!r}; it is a number of ranks, at least 1")
-        if self.world_size % (tp_size * pp_size):
+        if self.world_size % (tp_size * pp_size * self.sp_size):
+            own_ranks = f" * sp_size {self.sp_size}" if self.sp_size > 1 else ""
             raise ValueError(
-                f"World size {self.world_size} is not divisible by tp_size {tp_size} * pp_size {pp_size}; sizes must "
-                "multiply to a divisor of the world"
-            )
-
-    def _check_sequence(self, enabled: bool, mode: str | None, sp_size: int | None) -> None:
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"sequence_parallelism_mode {mode!r} is none of {', '.join(MODES)}")
-        if enabled or mode is not None or sp_size not in (None, 1):
-            raise ValueError(
-                f"HybridParallelPlugin: sequence parallelism (enable_sequence_parallelism={enabled}, "
-                f"sequence_parallelism_mode={mode!r}, sp_size={sp_size}) of transformers models is not here yet; leave "
-                "it out, or use core.transformer's own GPT with sequence or context parallelism"
+                f"World size {self.world_size} is not divisible by tp_size {tp_size} * pp_size {pp_size}{own_ranks}; "
+                "sizes must multiply to a divisor of the world"
             )
 
     def _check_pipeline(
@@ -233,7 +228,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
 
     def support_lora(self) -> bool:
         """Adapters of models that are cut are made by core.hugging_face instead."""
-        return self.tp_size * self.pp_size == 1
+        return self.tp_size * self.pp_size * self.sp_size == 1
 
     def data_rank(self) -> int:
         """Which part of the data is this rank's: that of its replica of the model."""
@@ -250,17 +245,18 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
                 parallel_state.initialize_model_parallel(
                     self.tp_size,
                     self.pp_size,
+                    context_parallel_size=self.sp_size,
                     expert_model_parallel_size=self.ep_size,
                     order="tp-cp-ep-pp-dp" if self.dp_outside else "tp-cp-ep-dp-pp",
                     get_embedding_ranks=self._ends,
                 )
             groups = parallel_state.get_process_groups()
             found = {name: groups.size(name) for name in ("tp", "pp", "cp", "ep")}
-            if found != {"tp": self.tp_size, "pp": self.pp_size, "cp": 1, "ep": self.ep_size}:
+            if found != {"tp": self.tp_size, "pp": self.pp_size, "cp": self.sp_size, "ep": self.ep_size}:
                 raise ValueError(
                     f"parallel_state was initialized with {found}, and {self._name} with tp_size={self.tp_size}, "
-                    f"pp_size={self.pp_size}, ep_size={self.ep_size}; give both the same sizes, or let the plugin "
-                    "initialize it"
+                    f"pp_size={self.pp_size}, sp_size={self.sp_size} (cp), ep_size={self.ep_size}; give both the same "
+                    "sizes, or let the plugin initialize it"
                 )
             self._check_places(groups)
             self._groups = groups
@@ -417,14 +413,18 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
 
     def _cut(self, model: Any, layout: PipelineLayout | None, plan: Plan | None) -> list[Any]:
         """This rank's parts of the model."""
-        if self.tp_size * self.pp_size * self.ep_size == 1:
+        if self.tp_size * self.pp_size * self.ep_size * self.sp_size == 1:
             return [model]
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-        split_logits = self.parallel_output and self.tp_size > 1 and loss == "ForCausalLMLoss"
-        if layout is None:
-            split_model(model, plan, parallel_output=split_logits, pg_collection=self.groups())
-            return [model]
-        return split_stages(model, layout, plan, parallel_output=split_logits, pg_collection=self.groups())
+        options: dict[str, Any] = {
+            "parallel_output": self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss",
+            "sequence_parallel": self.sequence_parallel,
+            "pg_collection": self.groups(),
+        }
+        if layout is not None:
+            return split_stages(model, layout, plan, **options)
+        split_model(model, plan, **options)
+        return [model]
 
     # -- a pipeline's step --------------------------------------------------------------------------------------------
 

@@ -55,4 +55,9 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
                 f"ep_size {ep_size} does not divide the {replicas} replicas of the model (world {self.world_size} / "
                 f"tp_size {tp_size} / pp_size {pp_size})"
             )
+        if self.sequence_parallel is not None and ep_size > 1:
+            raise ValueError(
+                f"ep_size is {ep_size} with sequence_parallelism_mode={self.sequence_parallel!r}; experts over several "
+                "ranks are not here with a split sequence, so leave one of the two out"
+            )
         self.ep_size = ep_size

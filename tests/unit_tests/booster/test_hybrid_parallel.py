@@ -85,7 +85,7 @@ def check(
 ) -> None:
     max_norm = options.get("max_norm", 0.0)
     model = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
-    data_ranks = world // (tp * pp)
+    data_ranks = world // (tp * pp * options.get("sp_size", 1))
     reference = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
     start = {name: param.detach().clone() for name, param in reference.named_parameters()}
     expected, expected_norms = trained_alone(reference, data_ranks, max_norm)
@@ -106,10 +106,16 @@ def check(
         assert float((wanted - start.get(name, wanted)).abs().max()) > 1e-3 or name not in start
 
 
+def sequence(mode: str, **options: Any) -> dict[str, Any]:
+    return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **options}
+
+
 LAYOUTS = [
     (2, 1, {"zero_stage": 0}),
     (1, 2, {"zero_stage": 1, "max_norm": 0.5}),
     (1, 1, {"zero_stage": 2}),
+    (2, 1, sequence("split_gather", zero_stage=2)),
+    (1, 1, sequence("ring_attn", sp_size=2, zero_stage=1, max_norm=0.5)),
 ]
 
 
@@ -126,6 +132,10 @@ def test_two_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int,
         (2, 2, {"zero_stage": 0, "max_norm": 0.5}),
         (1, 2, {"zero_stage": 1, "dp_outside": False}),
         (2, 1, {"zero_stage": 2, "max_norm": 0.5, "parallel_output": False}),
+        (2, 2, sequence("ring", zero_stage=1, max_norm=0.5)),
+        (1, 1, sequence("all_to_all", sp_size=2, zero_stage=2, max_norm=0.5)),
+        (2, 1, sequence("all_to_all", sp_size=2, inner_ring_size=None, parallel_output=False)),
+        (1, 2, sequence("ring_attn", sp_size=2, inner_ring_size=2, zero_stage=1)),
     ],
 )
 def test_four_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int, options: dict[str, Any]) -> None:
@@ -162,6 +172,31 @@ def test_layouts_train_as_one_process(rank: int, world: int, family: str, tp: in
     }[family]
     micro = {"num_microbatches": 4} if pp > 1 else {}
     check(family, tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, values)
+
+
+@pytest.mark.nightly
+@ranks(8, timeout_s=180.0)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "options"),
+    [
+        (2, 1, sequence("split_gather", zero_stage=1)),
+        (4, 2, sequence("split_gather", zero_stage=0)),
+        (2, 2, sequence("ring", zero_stage=1, parallel_output=False)),
+        (1, 2, sequence("all_to_all", sp_size=2, zero_stage=1)),
+        (2, 1, sequence("all_to_all", sp_size=2, zero_stage=2)),
+        (1, 1, sequence("ring_attn", sp_size=2, zero_stage=2)),
+        (2, 2, sequence("ring_attn", sp_size=2, zero_stage=0)),
+    ],
+)
+def test_sequence_parallel_layouts_train_as_one_process(
+    rank: int, world: int, family: str, tp: int, pp: int, options: dict[str, Any]
+) -> None:
+    values: dict[str, Any] = {
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    }.get(family, {})
+    check(family, tp, pp, world, {"max_norm": 0.5, **options}, values)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
@@ -292,8 +327,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp_style": "zbv"}, "needs a pipeline"),
     ({"num_model_chunks": 2}, "num_model_chunks is 2 with pp_style='1f1b'"),
     ({"cpu_offload": True}, "cpu_offload=True is an option of ZeRO"),
-    ({"sp_size": 2}, "sequence parallelism"),
-    ({"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"}, "is not here yet"),
+    ({"sp_size": 2}, "sp_size=2 needs enable_sequence_parallelism=True"),
+    ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring' needs enable_sequence_parallelism=True"),
+    ({"inner_ring_size": 2}, "inner_ring_size=2 needs enable_sequence_parallelism=True"),
+    ({"enable_sequence_parallelism": True}, "'split_gather' is over the tensor-parallel ranks, and tp_size is 1"),
+    (sequence("ring", tp_size=2, sp_size=4), "sp_size is 4, and 'ring' takes the 2 tensor-parallel ranks"),
+    (sequence("all_to_all"), "'all_to_all' takes ranks of its own; sp_size is None"),
+    (sequence("all_to_all", sp_size=2, inner_ring_size=2), "inner_ring_size=2 asks for rings inside the ring"),
+    (sequence("ring_attn", sp_size=4), r"World size 2 is not divisible by tp_size 1 \* pp_size 1 \* sp_size 4"),
+    (sequence("ring_attn", sp_size=0), "sp_size is 0; it is a number of ranks"),
     ({"sequence_parallelism_mode": "sideways"}, "none of split_gather, ring, all_to_all, ring_attn"),
     ({"precision": "fp64"}, "precision 'fp64' is none of"),
     ({"custom_policy": "llama"}, "expected a core.hugging_face.Policy"),
@@ -312,7 +354,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "overlap_p2p": False,
             "make_vocab_size_divisible_by": 128,
             "scheduler_nodes": [],
-            "inner_ring_size": 2,
         }.items()
     ),
 ]
