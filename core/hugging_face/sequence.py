@@ -67,7 +67,7 @@ class SequenceParallel:
         return over_sequence(model, plan, layers) if self.mode in OVER_TENSOR else plan
 
     def attach(self, model: Any, layers: str, tp: int) -> None:
-        """Put the hooks into a model, or a stage. PlanError for heads that do not divide, and for other attention."""
+        """Put the hooks into a model, or a stage. PlanError for heads that do not divide."""
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         if self.mode in OVER_TENSOR:
@@ -78,13 +78,8 @@ class SequenceParallel:
                 f"{self.family}: 'all_to_all' gives each rank whole heads, and {heads} heads are not divisible by "
                 f"tp {tp} * {self.size} sequence-parallel ranks; use fewer ranks, or 'ring_attn'"
             )
-        name = register_attention(self.mode, self.group)
-        model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
-            raise PlanError(
-                f"{self.family} does not call its attention through transformers' registry, so {self.mode!r} cannot "
-                "exchange it; use 'split_gather'"
-            )
+        # A model that has attention of its own only logs a warning here; its output is other than before then.
+        model.set_attn_implementation(register_attention(self.mode, self.group))
         present = [model.get_submodule(place) for place in present_layers(model, layers)]
         for layer in present:
             layer.register_forward_pre_hook(partial(self.enter_layer, layer is present[0]), with_kwargs=True)

@@ -23,15 +23,15 @@ from core.tensor_parallel import mappings
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
-KNOWN = {**families(), **families_with_policy()}
 DOCUMENTS = (5, 1, 7, 3)  # no end lies at the end of a rank's part
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LENGTH = sum(DOCUMENTS)  # 16
 
 
 def verdict_on(family: str, tp: int = 1, pp: int = 1, sp: str = "split_gather", **values: Any) -> Verdict:
-    name = next(name for name in KNOWN if name.startswith(f"{family}/"))
-    return check_on_rank(name, KNOWN[name], tp, values, pp=pp, sp=sp)
+    import transformers
+
+    return check_on_rank(family, transformers.CONFIG_MAPPING[family], tp, values, pp=pp, sp=sp)
 
 
 @ranks(2)
@@ -317,6 +317,6 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence(rank: int, world: int) ->
 @pytest.mark.parametrize("sp", ["split_gather", "all_to_all", "ring_attn"])
 def test_no_family_is_silently_wrong(rank: int, world: int, sp: str) -> None:
     tp = 1 if sp in OVER_CONTEXT else 2
-    for name, kind in KNOWN.items():
+    for name, kind in {**families(), **families_with_policy()}.items():
         verdict = check_on_rank(name, kind, tp, sp=sp)
         assert verdict.answer != "wrong", verdict
