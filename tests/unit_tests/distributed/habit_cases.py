@@ -260,8 +260,10 @@ def draw(seed: int, world: int) -> Case:
         # Without mapped memory a gather is a collective, so ranks must use their parameters in one order.
         if case.shards_parameters and not case.options["share_host_memory"] and not case.same_uses:
             continue
-        # Refused in the backward of the rank whose bucket has left; where ranks use other parameters, the others wait.
-        if "a hook after accumulation" in case.habits and reduces_in_backward(case) and not case.uses_all:
+        # Refused in the backward of the rank whose bucket has left. Where ranks use other parameters, or had other
+        # numbers of backwards in the step before and so expect other numbers of gradients, the others wait.
+        same_launches = case.uses_all and not set(UNEQUAL) & set(case.backwards)
+        if "a hook after accumulation" in case.habits and reduces_in_backward(case) and not same_launches:
             continue
         return case
 
