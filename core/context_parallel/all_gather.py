@@ -20,7 +20,7 @@ def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
     """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = group.size(), group.rank()
     both = gather_from_sequence_parallel_region(torch.stack([key, value], dim=1), group=group)
     key, value = join_sequence(both, 0, size).unbind(dim=1)
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))

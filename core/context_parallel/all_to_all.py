@@ -23,7 +23,7 @@ def all_to_all_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
     """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
-    size = dist.get_world_size(group)
+    size = group.size()
     heads, groups = query.shape[2], key.shape[2]
     check_heads(heads, groups, size)
     # [cp, s / cp, b, (heads + 2 groups) / cp, d]: one message a rank, with its queries, keys and values.

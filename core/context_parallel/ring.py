@@ -48,11 +48,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, group: dist.ProcessGroup
     ) -> Tensor:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        size, rank = group.size(), group.rank()
         total = Accumulator(query)
         passing = torch.stack([key, value])
         for step in range(size):
-            incoming = _pass_on(passing, group) if step < size - 1 else None
+            incoming = pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size  # its own block first: there every query sees a key, itself
             block = ring_block(query.shape[2], rank, source)
             total.attend(block, query, *passing.unbind(0), *_documents(documents, size, rank, source))
@@ -68,12 +68,12 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, documents, result, lse = ctx.saved_tensors
         group, dtype = ctx.group, accumulate_dtype(query.dtype)
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        size, rank = group.size(), group.rank()
         grad_query = torch.zeros(query.shape, dtype=dtype, device=query.device)
         passing = torch.stack([key, value])
-        returning: _Passing | None = None  # the gradients of what is passing
+        returning: Passing | None = None  # the gradients of what is passing
         for step in range(size):
-            incoming = _pass_on(passing, group) if step < size - 1 else None
+            incoming = pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size
             block = ring_block(query.shape[2], rank, source)
             grads = torch.zeros(passing.shape, dtype=dtype, device=query.device)
@@ -82,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
             add_gradients(totals, block, grad, query, passing[0], passing[1], result, lse, *places)
             if returning is not None:
                 grads += returning.wait()
-            returning = _pass_on(grads, group)
+            returning = pass_on(grads, group)
             if incoming is not None:
                 passing = incoming.wait()
         assert returning is not None, "a ring has at least one rank"
@@ -100,7 +100,7 @@ def _documents(
 
 
 @dataclass(frozen=True, slots=True)
-class _Passing:
+class Passing:
     """A tensor on its way around the ring. Holds what is being sent, whose memory must live until it has left."""
 
     works: list[dist.Work]
@@ -115,9 +115,9 @@ class _Passing:
         return self.received
 
 
-def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Passing:
+def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Passing:
     """Send to the next rank of the group and receive from the one before; every rank passes on in the same order."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = group.size(), group.rank()
     received = torch.empty_like(tensor)
     works = dist.batch_isend_irecv(
         [
@@ -125,4 +125,4 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Passing:
             dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
         ]
     )
-    return _Passing(works, tensor, received, group)
+    return Passing(works, tensor, received, group)

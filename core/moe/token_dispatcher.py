@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from core.moe.exchange import all_to_all_rows, gather_rows, reduce_scatter_rows
 from core.process_groups import ProcessGroups
@@ -32,6 +33,36 @@ class Dispatched:
     received: Sequence[int] = ()
 
 
+class HostCounts:
+    """What the host has to know of the choices on the device: how many rows there are, and whose."""
+
+    def rows(self, choices: Tensor) -> tuple[Tensor, ...]:
+        """(expert, token) of each choice in [tokens, experts], sorted by expert."""
+        return choices.t().nonzero(as_tuple=True)
+
+    def lists(self, counts: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Rows sent to and received from each rank of 'ep', held by each rank of 'expt_tp', and of each local expert.
+
+        counts: [2 + expt_tp, ep, local experts] of rows that leave, that arrive, and that each rank of 'expt_tp' has.
+        """
+        counts = counts.cpu()  # the one wait for the device; sizes are the host's
+        sent, received, shared = counts[0].sum(dim=1), counts[1].sum(dim=1), counts[2:]
+        return sent.tolist(), received.tolist(), shared.sum(dim=(1, 2)).tolist(), shared.sum(dim=(0, 1)).tolist()
+
+    def of_ranks(self, rows: int, group: ProcessGroup, device: torch.device) -> list[int]:
+        """Every rank's number of rows. Collective."""
+        counts: list[int] = gather_first(torch.tensor([rows], device=device), group).tolist()
+        return counts
+
+    def of_experts(self, choices: Tensor) -> list[int]:
+        """The rows of each expert of [tokens, experts]."""
+        counts: list[int] = choices.sum(dim=0).tolist()
+        return counts
+
+
+HOST_COUNTS = HostCounts()  # the plan of a run, whose tensors have no values, puts even loads in its place
+
+
 class AllToAllTokenDispatcher:
     """Each chosen token travels to its expert's rank over 'ep'; the ranks of 'expt_tp' then share what they got."""
 
@@ -44,14 +75,12 @@ class AllToAllTokenDispatcher:
     def dispatch(self, hidden: Tensor, probs: Tensor, choices: Tensor) -> Dispatched:
         """[tokens, hidden] and what the router says to rows at their experts. Collective over 'ep' and 'expt_tp'."""
         local = self.num_experts // self.ep_size
-        expert_of_row, token_of_row = choices.t().nonzero(as_tuple=True)  # sorted by expert, so by rank too
+        expert_of_row, token_of_row = HOST_COUNTS.rows(choices)  # sorted by expert, so by rank too
         # How many rows: to each expert; from each rank of 'ep' to each of mine; the same on each rank of 'expt_tp'.
         leaving = choices.sum(dim=0).view(1, self.ep_size, local)
         arriving = leaving if self.ep is None else gather_first(leaving, self.ep)[:, self.ep_rank].unsqueeze(0)
         shared = arriving if self.expt_tp is None else gather_first(arriving, self.expt_tp)
-        counts = torch.cat([leaving, arriving, shared]).cpu()  # the one wait for the device; sizes are the host's
-        sent, received = counts[0].sum(dim=1).tolist(), counts[1].sum(dim=1).tolist()
-        rows_of_ranks = counts[2:].sum(dim=(1, 2)).tolist()
+        sent, received, rows_of_ranks, of_experts = HOST_COUNTS.lists(torch.cat([leaving, arriving, shared]))
 
         rows = all_to_all_rows(hidden.index_select(0, token_of_row), sent, received, self.ep)
         rows = gather_rows(rows, rows_of_ranks, self.expt_tp)
@@ -60,7 +89,7 @@ class AllToAllTokenDispatcher:
         order = expert_of_arrival.argsort(stable=True)
         return Dispatched(
             tokens=rows.index_select(0, order),
-            tokens_per_expert=counts[2:].sum(dim=(0, 1)).tolist(),
+            tokens_per_expert=of_experts,
             weights=probs[token_of_row, expert_of_row],
             token_of_row=token_of_row,
             num_tokens=hidden.shape[0],
@@ -92,15 +121,15 @@ class AllGatherTokenDispatcher:
         """[tokens, hidden] and what the router says to rows at their experts. Collective over 'tp_ep'."""
         rows_of_ranks = [hidden.shape[0]]
         if self.group is not None:
-            rows_of_ranks = gather_first(torch.tensor(rows_of_ranks, device=hidden.device), self.group).tolist()
+            rows_of_ranks = HOST_COUNTS.of_ranks(hidden.shape[0], self.group, hidden.device)
             hidden = gather_rows(hidden, rows_of_ranks, self.group)
             probs = gather_rows(probs, rows_of_ranks, self.group)
             choices = gather_rows(choices.to(torch.uint8), rows_of_ranks, self.group).bool()
         mine = choices[:, self.first : self.last]
-        expert_of_row, token_of_row = mine.t().nonzero(as_tuple=True)
+        expert_of_row, token_of_row = HOST_COUNTS.rows(mine)
         return Dispatched(
             tokens=hidden.index_select(0, token_of_row),
-            tokens_per_expert=mine.sum(dim=0).tolist(),
+            tokens_per_expert=HOST_COUNTS.of_experts(mine),
             weights=probs[token_of_row, expert_of_row + self.first],
             token_of_row=token_of_row,
             num_tokens=hidden.shape[0],

@@ -30,6 +30,7 @@ FLOORS = {
     "core.gradient_accumulation": 4,
     "core.gradient_handler": 4,
     "core.hugging_face": 4,
+    "core.plan": 4,
     "core.training": 4,
     "core.verify": 4,
     "core.compat": 4,

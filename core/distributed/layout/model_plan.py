@@ -122,6 +122,11 @@ def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) ->
     return f"intra_{data_group}", f"inter_{data_group}"
 
 
+def off_critical_path(groups: ProcessGroups) -> bool:
+    """True for a stage whose gradients are ready before those of the first stage; it needs one bucket a buffer."""
+    return groups.rank("pp") > 0
+
+
 def plan_model(
     module: nn.Module,
     config: Any,
@@ -130,10 +135,12 @@ def plan_model(
     *,
     one_bucket: bool,
     owned: Collection[int] = (),
+    without_memory: bool = False,
 ) -> ModelPlan:
     """Read contracts and lay out buffers. Local: raises ContractError or ValueError, touches nothing.
 
-    owned: ids of parameters that another wrapper reduces already.
+    owned: ids of parameters that another wrapper reduces already. without_memory: True to plan a model on the meta
+    device that is never wrapped; what only memory can show, such as two parameters that share it, is not looked for.
     """
     _check_options(config, ddp_config)
     modules = dict(module.named_modules())
@@ -146,14 +153,15 @@ def plan_model(
     first = next(iter(named.items()), None)
     for name, param in named.items():
         assert first is not None, "the model has a parameter, as `name` is one of them"
-        check_param(name, param, first)
+        if not without_memory:
+            check_param(name, param, first)
         if param.requires_grad and id(param) in owned:
             raise ValueError(
                 f"parameter {name!r} already belongs to another DistributedDataParallel, which would reduce it a "
                 "second time. Delete that wrapper first, or wrap the model once"
             )
         (params if param.requires_grad else frozen)[name] = param
-    shared = shared_params(modules, params, frozen)
+    shared = {} if without_memory else shared_params(modules, params, frozen)
     if shared and ddp_config.sharded:
         name, other = next(iter(shared.items()))
         raise ValueError(
@@ -176,9 +184,16 @@ def plan_model(
         _plan_layout(frozen_specs, ddp_config, groups, one_bucket),
         launch_order(layout, list(params)),
         _may_overlap(layout, ddp_config, groups),
-        control_device(groups.require("dp_cp")) if first is None else first[1].device,
+        _device(first, groups, without_memory),
         shared,
     )
+
+
+def _device(first: tuple[str, nn.Parameter] | None, groups: ProcessGroups, without_memory: bool) -> torch.device:
+    """Where the parameters are, or what a stage without parameters agrees on."""
+    if without_memory:
+        return torch.device("meta")
+    return control_device(groups.require("dp_cp")) if first is None else first[1].device
 
 
 def _check_options(config: Any, ddp_config: DistributedDataParallelConfig) -> None:

@@ -120,7 +120,7 @@ class BucketMasters:
         self.bucket = bucket
         self.needs_shape = needs_shape
         self.grad = bucket.owned_grad
-        self.shards = owned_shards(bucket, group_of)
+        self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in

@@ -66,7 +66,7 @@ def bytes_per_parameter(
     """
     residency = residency_of(strategy)
     shards = shard_ranks if residency.sharded else 1
-    moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in _moments(config)]
+    moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in moments_of(config)]
     return BytesPerParameter(
         parameters=param_dtype.itemsize / (1 if residency.keeps_params else shard_ranks),
         gradients=grad_dtype.itemsize / residency.kept_by(shard_ranks),
@@ -83,7 +83,7 @@ def scratch_bytes(
     if label(config.optimizer) == "adam" and steps_16_bits(config, param_dtype, grad_dtype, device):
         return 0
     dtype = _computed_in(param_dtype)
-    moments = sum(kept_dtype(key, config) is not None for key in _moments(config))
+    moments = sum(kept_dtype(key, config) is not None for key in moments_of(config))
     storage = storage_of(config, param_dtype)
     masters = storage in (ParameterStorage, RemainderStorage)
     tensors = moments + masters + (grad_dtype != dtype or storage is RemainderStorage)
@@ -94,8 +94,12 @@ def _computed_in(param_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(param_dtype, torch.float32)
 
 
-def _moments(config: OptimizerConfig) -> tuple[str, ...]:
-    name = label(config.optimizer)
+def moments_of(config: OptimizerConfig, algorithm: str | None = None) -> tuple[str, ...]:
+    """Names of what an algorithm keeps for each element; the configured one by default.
+
+    ValueError for an algorithm whose moments are not known here.
+    """
+    name = algorithm or label(config.optimizer)
     if name not in MOMENTS:
         raise ValueError(f"how many moments {name!r} keeps is not known here; known are {', '.join(MOMENTS)}")
     if name == "sgd" and config.sgd_momentum == 0:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.layout.param_layout import BucketLayout
 
 VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
 NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
@@ -53,13 +53,22 @@ class ParamShard(NamedTuple):
         return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
 
-def owned_shards(bucket: Bucket, group_of: Callable[[nn.Parameter], int]) -> list[ParamShard]:
-    """The parts of the bucket's parameters that this rank updates; empty ones are left out."""
-    low, high = bucket.shard_range
+def owned_shards(
+    layout: BucketLayout,
+    owned: tuple[int, int],
+    params: Sequence[nn.Parameter],
+    contracts: Sequence[GradientContract],
+    group_of: Callable[[nn.Parameter], int],
+) -> list[ParamShard]:
+    """The parts of a bucket's parameters that lie in `owned`, [start, end) of it; empty ones are left out.
+
+    params, contracts: in the order of the layout's slots.
+    """
+    low, high = owned
     shards = []
-    for slot, param, contract in zip(bucket.layout.slots, bucket.params, bucket.contracts, strict=True):
-        begin = slot.start - bucket.layout.start
-        start, end = max(begin, low), min(slot.end - bucket.layout.start, high)
+    for slot, param, contract in zip(layout.slots, params, contracts, strict=True):
+        begin = slot.start - layout.start
+        start, end = max(begin, low), min(slot.end - layout.start, high)
         if start < end:
             norm_group = getattr(param, NORM_GROUP, None)
             shards.append(

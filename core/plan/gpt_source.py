@@ -1,0 +1,102 @@
+"""Our GPT as a model to plan: its stages on the meta device, and the figures of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import FakeTensorMode
+
+from core.models.gpt import GPTModel
+from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activations
+from core.plan.planned_groups import PlannedGroups
+from core.plan.stand_ins import stand_ins
+from core.plan.step_figures import AFTER, BEFORE, PartFigures, watch_step
+from core.transformer.transformer_config import TransformerConfig
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind cost the same. number: of the first such layer. recomputed: True if all of it runs twice."""
+
+    number: int
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class GptSource:
+    """A GPT of `config`, whose microbatches are [micro_batch_size, sequence_length] tokens."""
+
+    config: TransformerConfig
+    micro_batch_size: int
+    sequence_length: int
+
+    def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
+        """The stages of the planned rank, on the meta device, as a job builds them."""
+        with torch.device("meta"):
+            return build_gpt_stages(replace(self.config, perform_initialization=False), layout, groups)
+
+    def sent_bytes(self) -> int:
+        """What one stage sends the next for a microbatch."""
+        return sum(tensor.nbytes for tensor in gpt_activations(self.config, self.micro_batch_size, self.sequence_length))
+
+    def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | LayerKind]:
+        """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""
+        spec = layout.stage(stage)
+        granularity, count = self.config.recompute_granularity, self.config.recompute_num_layers
+        recomputed = len(spec.layer_numbers) if count is None else count
+        kinds = [
+            self._kind(number, granularity == "full" and place < recomputed)
+            for place, number in enumerate(spec.layer_numbers)
+        ]
+        return [*[BEFORE] * spec.pre_process, *kinds, *[AFTER] * spec.post_process]
+
+    def _kind(self, number: int, recomputed: bool) -> LayerKind:
+        has_experts = self.config.is_moe_layer(number)
+        first = next(n for n in range(number + 1) if self.config.is_moe_layer(n) == has_experts)
+        return LayerKind(first, recomputed)
+
+    def figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
+        """The figures of the ends, and of the kinds of layers among `parts`."""
+        found: dict[str | LayerKind, PartFigures] = {}
+        kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
+        for recomputed in (False, True):
+            some = [kind for kind in kinds if kind.recomputed == recomputed]
+            if some or not (recomputed or found):
+                found |= self._watch(some, groups, recomputed)
+        return found
+
+    def _watch(
+        self, kinds: Sequence[LayerKind], groups: PlannedGroups, recomputed: bool
+    ) -> dict[str | LayerKind, PartFigures]:
+        config = replace(
+            self.config,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+            perform_initialization=False,
+            recompute_granularity=self.config.recompute_granularity if recomputed else self._without_full(),
+            recompute_num_layers=None,
+        )
+        shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
+        experts = config.num_moe_experts
+        chosen = 1.0 if experts is None else config.moe_router_topk / experts
+        with FakeTensorMode(), stand_ins(chosen):
+            model = GPTModel(config, groups, layer_numbers=[kind.number for kind in kinds])
+            tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+
+            def run() -> Tensor:
+                loss: Tensor = model(tokens, labels=labels).mean()
+                return loss
+
+            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger)
+        return {
+            BEFORE: figures[BEFORE],
+            AFTER: figures[AFTER],
+            **{kind: figures[str(place)] for place, kind in enumerate(kinds)},
+        }
+
+    def _without_full(self) -> str | None:
+        granularity = self.config.recompute_granularity
+        return None if granularity == "full" else granularity

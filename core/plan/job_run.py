@@ -1,0 +1,29 @@
+"""The main job's configuration as a run to plan."""
+
+from __future__ import annotations
+
+from core.plan.gpt_source import GptSource
+from core.plan.run_memory import Run
+from core.training.config import JobConfig
+from core.training.model_config import ddp_config, optimizer_config, transformer_config
+from core.training.plan import BYTES, plan_job
+from core.training.sizes import check_ranks, check_vocabulary
+
+
+def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
+    """What a configuration comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    plan = plan_job(config, world_size)
+    tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 1)
+    vocabulary = check_vocabulary(tokens, config.model, config.parallel.tp)
+    return Run(
+        GptSource(transformer_config(config, vocabulary), plan.micro_batch_size, config.model.sequence_length),
+        check_ranks(config.parallel, world_size),
+        plan.layout,
+        config.parallel.schedule_name,
+        plan.num_microbatches,
+        plan.tokens_per_step,
+        ddp_config(config),
+        optimizer_config(config.optimizer, config.model.dtype),
+        on_cpu,
+        one_host,
+    )

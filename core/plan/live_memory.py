@@ -1,0 +1,114 @@
+"""LiveMemory: bytes of tensors that are alive while a model runs on tensors without values.
+
+The model's own forward and backward run under torch's FakeTensorMode, in which every operator says what it would give
+and none computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer
+does. The work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# A public module of torch that has the class; the module that defines it has a private name.
+from torch.fx.experimental.proxy_tensor import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+FORWARD, BACKWARD = "forward", "backward"
+# Operators that torch's table of floating-point operations lists under the name of their GPU kernel.
+SAME_WORK = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": "aten._scaled_dot_product_flash_attention_backward",
+}
+FLOPS = {str(operator): count for operator, count in flop_registry.items()}
+
+
+class Place(NamedTuple):
+    """Where a step is: in the forward or backward of which part of the model."""
+
+    phase: str
+    part: str
+
+
+class Work(NamedTuple):
+    """One operator: floating-point operations, bytes read and written, and the dtype of its first result."""
+
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follows every storage that an operator makes until it is freed. Enter it inside a FakeTensorMode.
+
+    known: tensors that were there before, whose memory is not counted.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.place = Place(FORWARD, "")
+        self.live = 0
+        self.live_of: defaultdict[str, int] = defaultdict(int)  # by the part that made it
+        self.peak: defaultdict[Place, int] = defaultdict(int)
+        self.work: defaultdict[Place, Counter[Work]] = defaultdict(Counter)
+        self._followed: dict[int, Any] = {}  # by id of the storage, which lives as long as the entry
+        for tensor in known:
+            self._follow(tensor, counted=False)
+
+    def enter(self, phase: str, part: str) -> None:
+        """From now on `part` runs."""
+        self.place = Place(phase, part)
+        self.peak[self.place] = max(self.peak[self.place], self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_local_scalar_dense":  # no value is known; a check of values passes, a count is 0
+            return False if args[0].dtype == torch.bool else 0
+        result = func(*args, **(kwargs or {}))
+        made = [value for value in _tensors(result)]
+        for tensor in made:
+            self._follow(tensor)
+        self.peak[self.place] = max(self.peak[self.place], self.live)
+        if made and not func.is_view:
+            self._note_work(func, args, kwargs or {}, result, made)
+        return result
+
+    def _follow(self, tensor: Tensor, counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._followed:
+            return
+        nbytes, part = (storage.nbytes(), self.place.part) if counted else (0, "")
+
+        def forget(_: Any) -> None:
+            del self._followed[key]
+            self.live -= nbytes
+            self.live_of[part] -= nbytes
+
+        self._followed[key] = weakref.ref(storage, forget)
+        self.live += nbytes
+        self.live_of[part] += nbytes
+
+    def _note_work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[Tensor]) -> None:
+        name = str(func.overloadpacket)
+        count = FLOPS.get(SAME_WORK.get(name, name))
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        if flops and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
+            flops //= 2
+        read = sum(value.nbytes for value in _tensors((args, kwargs)))
+        self.work[self.place][Work(flops, read + sum(tensor.nbytes for tensor in made), made[0].dtype)] += 1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]

@@ -1,0 +1,70 @@
+"""plan_run: what a run of some configuration on some ranks would hold, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from core.plan.device import Device, read_device
+from core.plan.job_run import run_of_job
+from core.plan.report import gib, memory_table
+from core.plan.run_memory import RankMemory, Run, plan_memory
+from core.training.config import JobConfig
+from core.training.config_file import load_config
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A planned run. memories: one rank of each pipeline position."""
+
+    run: Run
+    device: Device
+    memories: list[RankMemory]
+
+    @property
+    def room(self) -> int:
+        """Bytes that one rank may use: its device, or its part of a machine's memory."""
+        if not self.device.is_host:
+            return self.device.memory_bytes
+        return self.device.memory_bytes // min(self.run.grid.world_size, self.device.ranks_per_machine)
+
+    @cached_property
+    def fullest(self) -> RankMemory:
+        """The rank that holds most."""
+        return max(self.memories, key=lambda memory: memory.peak)
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank has room."""
+        return self.fullest.peak <= self.room
+
+    def describe(self) -> str:
+        """The plan in words."""
+        fullest = self.fullest
+        verdict = (
+            f"fits: rank {fullest.rank} holds most, {gib(fullest.peak)} of {gib(self.room)}"
+            if self.fits
+            else f"does not fit: rank {fullest.rank} would hold {gib(fullest.peak)}, and has {gib(self.room)}"
+        )
+        device = f"{self.device.name}: {self.device.about}"
+        return "\n".join([device, memory_table(self.memories, self.room), verdict])
+
+
+def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = "h100") -> RunPlan:
+    """Plan a run of the main job. Local: no process group, and no memory for weights.
+
+    config: what the main job is told, or the path of a TOML file of it. ranks: of the whole job. device: a name of
+    `known_devices`, the path of a file that `calibrate` has written, or a Device.
+
+    Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.
+
+        plan = plan_run("configs/tiny.toml", ranks=4, device="laptop")
+        print(plan.describe())
+    """
+    if not isinstance(config, JobConfig):
+        config = load_config(["--config", str(config)])
+    found = read_device(device) if isinstance(device, str) else device
+    one_host = found.is_host and ranks <= found.ranks_per_machine
+    run = run_of_job(config, ranks, on_cpu=found.is_host, one_host=one_host)
+    return RunPlan(run, found, plan_memory(run))

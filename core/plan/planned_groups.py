@@ -1,0 +1,156 @@
+"""The process groups of a rank that does not run: their sizes and members, and what would have travelled on them.
+
+Layers and contracts ask a group for its size and for this rank's place in it. Both follow from the grid of ranks, so
+one process plans any rank of any world. torch.distributed calls a method of the group for each collective. The methods
+here move nothing, count bytes, and return at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.process_groups import ProcessGroups
+from core.rank_grid import EmbeddingRule, RankGrid, group_ranks
+
+
+class NoWork:
+    """A collective that is complete. memory: what the backend holds until the wait."""
+
+    def __init__(self, memory: Tensor | None = None) -> None:
+        self.memory = memory
+
+    def wait(self, timeout: Any = None) -> bool:
+        """True at once."""
+        self.memory = None
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+class Ledger:
+    """What a planned rank sends. during: a word of the caller's for what is running, kept with each entry.
+
+    over_gloo: True for ranks on CPU.
+    """
+
+    def __init__(self, *, over_gloo: bool) -> None:
+        self.over_gloo = over_gloo
+        self.during = ""
+        self.sent: defaultdict[Entry, list[int]] = defaultdict(lambda: [0, 0])
+
+
+class Entry(NamedTuple):
+    """The calls of one collective on one group."""
+
+    during: str
+    group: str
+    collective: str
+
+
+class PlannedGroup:
+    """Stands where a ProcessGroup of `members` would; `member` is the rank that is planned."""
+
+    def __init__(self, kind: str, members: Sequence[int], member: int, ledger: Ledger) -> None:
+        self.kind = kind
+        self.members = members
+        self.place = members.index(member)
+        self.ledger = ledger
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+    def rank(self) -> int:
+        """The place of the planned rank."""
+        return self.place
+
+    def count(self, collective: str, nbytes: float) -> NoWork:
+        """Note one collective with the bytes that this rank puts on the wire."""
+        row = self.ledger.sent[Entry(self.ledger.during, self.kind, collective)]
+        row[0] += 1
+        row[1] += int(nbytes)
+        return NoWork()
+
+    def _share(self, nbytes: int) -> float:
+        """Of a tensor of all ranks' parts, what is not this rank's own."""
+        return nbytes * (self.size() - 1) / self.size()
+
+    # -- what torch.distributed calls; the names of torch 2.13, then those of 2.11 --------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> NoWork:
+        """A ring sends each part twice."""
+        return self.count("all_reduce", 2 * self._share(sum(tensor.nbytes for tensor in tensors)))
+
+    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> NoWork:
+        """A ring sends all parts but one. gloo gathers into memory of its own, and copies."""
+        self.count("all_gather", self._share(output.nbytes))
+        return NoWork(torch.empty_like(output) if self.ledger.over_gloo else None)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> NoWork:
+        """A ring sends all parts but one."""
+        return self.count("reduce_scatter", self._share(given.nbytes))
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int], options: Any = None
+    ) -> NoWork:
+        """All parts leave but this rank's own."""
+        return self.count("all_to_all", self._share(given.nbytes))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], options: Any = None) -> NoWork:
+        """A ring sends all parts but one."""
+        return self.count("all_gather", self._share(sum(part.nbytes for part in outputs[0])))
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> NoWork:
+        """Each rank passes the tensor on."""
+        return self.count("broadcast", sum(tensor.nbytes for tensor in tensors))
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> NoWork:
+        """One message."""
+        return self.count("send", sum(tensor.nbytes for tensor in tensors))
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> NoWork:
+        """Nothing leaves."""
+        return NoWork()
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+class PlannedGroups(ProcessGroups):
+    """All groups of one rank of a grid. ledger: what they would have sent."""
+
+    ledger: Ledger
+
+    def _place(self, name: str) -> tuple[int, int]:
+        group: Any = self._field(name)
+        return (0, 1) if group is None else (group.rank(), group.size())
+
+    def ranks(self, name: str) -> list[int]:
+        """The global ranks of the group `name`, ascending."""
+        group: Any = self.require(name)
+        return list(group.members)
+
+
+def planned_groups(
+    grid: RankGrid,
+    rank: int,
+    *,
+    num_instances: int = 1,
+    embedding_ranks: EmbeddingRule | None = None,
+    over_gloo: bool = False,
+) -> PlannedGroups:
+    """The groups of `rank` as initialize_model_parallel would make them. Pure: O(size of the groups)."""
+    ledger = Ledger(over_gloo=over_gloo)
+    members = group_ranks(grid, rank, num_instances=num_instances, embedding_ranks=embedding_ranks)
+    planned: dict[str, Any] = {kind: PlannedGroup(kind, ranks, rank, ledger) for kind, ranks in members.items()}
+    groups = PlannedGroups(**planned)
+    vars(groups)["ledger"] = ledger
+    return groups

@@ -1,0 +1,137 @@
+"""Memory of a run: for one rank of each kind what it holds, when, and how much of the device is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from core.collector_pause import collector_paused
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.layout.model_plan import ModelPlan, off_critical_path, plan_model
+from core.optimizer import OptimizerConfig
+from core.pipeline_parallel import PipelineLayout
+from core.plan.planned_groups import PlannedGroups, planned_groups
+from core.plan.schedule_order import actions_of_ranks
+from core.plan.state_bytes import state_bytes
+from core.plan.step_figures import PartFigures
+from core.plan.step_memory import Moment, StageFigures, memory_along
+from core.rank_grid import RankGrid
+
+
+class Source(Protocol):
+    """A model to plan."""
+
+    config: Any
+
+    def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
+        """The stages of the planned rank, on the meta device."""
+
+    def sent_bytes(self) -> int:
+        """What one stage sends the next for a microbatch."""
+
+    def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
+        """What runs on a stage, in order: keys of `figures`."""
+
+    def figures(self, parts: Sequence[Any], groups: PlannedGroups) -> Mapping[Any, PartFigures]:
+        """What a microbatch costs in each of some parts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine."""
+
+    source: Source
+    grid: RankGrid
+    layout: PipelineLayout
+    schedule: str
+    microbatches: int  # of one rank in one step
+    tokens_per_step: int  # of all ranks
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    on_cpu: bool = False
+    one_host: bool = True
+
+    def groups_of(self, rank: int) -> PlannedGroups:
+        """The groups of one rank."""
+        return planned_groups(
+            self.grid,
+            rank,
+            num_instances=self.ddp.num_distributed_optimizer_instances,
+            embedding_ranks=self.layout.embedding_ranks,
+            over_gloo=self.on_cpu,
+        )
+
+    def first_ranks(self) -> list[int]:
+        """The first rank of each pipeline position: ranks of one position hold as much as each other."""
+        return [place * self.grid.stride("pp") for place in range(self.layout.pp)]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank: bytes by kind between steps, and at the highest point of each action of a step."""
+
+    rank: int
+    stages: tuple[int, ...]
+    state: Mapping[str, int]
+    moments: Sequence[Moment]
+
+    @property
+    def highest(self) -> Moment:
+        """The action in which most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes by kind at the highest point of a step."""
+        return {**self.state, **self.highest.held}
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point of a step."""
+        return sum(self.held.values())
+
+
+def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, ModelPlan]]:
+    """The chunks of a rank and what the wrapper would plan for each."""
+    with collector_paused():
+        return [
+            (stage, plan_model(stage, run.source.config, run.ddp, groups, one_bucket=one, without_memory=True))
+            for number, stage in enumerate(run.source.stages(run.layout, groups))
+            for one in [number > 0 or off_critical_path(groups)]
+        ]
+
+
+def stage_figures(run: Run, groups: PlannedGroups) -> dict[int, StageFigures]:
+    """The figures of all stages of the pipeline."""
+    parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
+    figures = run.source.figures(list(dict.fromkeys(part for row in parts.values() for part in row)), groups)
+    return {stage: StageFigures.of([figures[part] for part in row]) for stage, row in parts.items()}
+
+
+def plan_memory(run: Run, ranks: Sequence[int] | None = None) -> list[RankMemory]:
+    """What some ranks hold; by default one rank of each pipeline position."""
+    ranks = run.first_ranks() if ranks is None else ranks
+    orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
+    figures = stage_figures(run, run.groups_of(ranks[0]))
+    found = []
+    for rank in ranks:
+        groups = run.groups_of(rank)
+        place = groups.rank("pp")
+        stages = run.layout.stages_of(place)
+        chunks = wrapped_plans(run, groups)
+        state: Counter[str] = state_bytes(
+            chunks, run.ddp, run.optimizer, groups, on_cpu=run.on_cpu, one_host=run.one_host
+        )
+        moments = memory_along(
+            orders[place],
+            {stage: figures[stage] for stage in stages},
+            num_stages=run.layout.num_stages,
+            microbatches=run.microbatches,
+            sent_bytes=run.source.sent_bytes(),
+        )
+        found.append(RankMemory(rank, stages, state, moments))
+    return found

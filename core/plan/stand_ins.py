@@ -1,0 +1,58 @@
+"""What stands in for other ranks while a model runs without values: even loads of experts, and a ring's neighbour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.context_parallel import ring
+from core.moe import token_dispatcher
+from core.moe.token_dispatcher import HostCounts
+
+
+class EvenLoads(HostCounts):
+    """As many tokens go to each expert. chosen: the share of all experts that a token goes to."""
+
+    def __init__(self, chosen: float) -> None:
+        self.chosen = chosen
+        self.rows_of_expert = 0  # from one rank, of the last `rows`
+
+    def rows(self, choices: Tensor) -> tuple[Tensor, ...]:
+        """Empty indices of even loads."""
+        self.rows_of_expert = math.ceil(choices.shape[0] * self.chosen)
+        count = self.rows_of_expert * choices.shape[1]
+        return tuple(torch.empty(count, dtype=torch.int64) for _ in range(2))
+
+    def lists(self, counts: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Even loads in the shapes of the counts."""
+        held_by, (ep, local), rows = counts.shape[0] - 2, counts.shape[1:], self.rows_of_expert
+        return [rows * local] * ep, [rows * local] * ep, [rows * local * ep] * held_by, [rows * ep * held_by] * local
+
+    def of_ranks(self, rows: int, group: Any, device: torch.device) -> list[int]:
+        """All ranks have as many."""
+        return [rows] * int(group.size())
+
+    def of_experts(self, choices: Tensor) -> list[int]:
+        """All experts have as many."""
+        return [math.ceil(choices.shape[0] * self.chosen)] * choices.shape[1]
+
+
+def pass_on(tensor: Tensor, group: Any) -> ring.Passing:
+    """What the neighbour of a ring would send."""
+    return ring.Passing([group.send([tensor], 0)], tensor, torch.empty_like(tensor), group)
+
+
+@contextmanager
+def stand_ins(chosen: float) -> Iterator[None]:
+    """Inside, layers meet no other rank. chosen: as in EvenLoads."""
+    before = token_dispatcher.HOST_COUNTS, ring.pass_on
+    token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    try:
+        yield
+    finally:
+        token_dispatcher.HOST_COUNTS, ring.pass_on = before

@@ -1,0 +1,130 @@
+"""What one microbatch costs in each part of a model: memory, work and traffic, from one watched step without values.
+
+The parts are the embeddings, each layer, and the head with the loss. A stage of many layers is put together from the
+figures of one layer of each kind, so a model of any depth takes as long to plan as one of two layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.plan.live_memory import BACKWARD, FORWARD, LiveMemory, Place, Work
+from core.plan.planned_groups import Ledger
+
+BEFORE, AFTER = "embedding", "head"  # what runs before the first layer, and after the last one
+Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (calls, bytes that this rank sends)
+
+
+@dataclass(frozen=True)
+class PartFigures:
+    """One part of a model, for one microbatch.
+
+    saved: bytes that its forward leaves for backward. forward, backward: the most bytes beside what earlier parts have
+    saved, while it runs. work, sent: of both phases, by name.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    work: Mapping[str, Counter[Work]]
+    sent: Mapping[str, Sent]
+
+
+def watch_step(
+    module: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], ledger: Ledger
+) -> dict[str, PartFigures]:
+    """Forward and backward of a model whose tensors are fake, part by part; call it under their FakeTensorMode.
+
+    layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
+    Gradients of parameters are added to `.grad`, which is made here as a wrapper would.
+    """
+    known = [*module.parameters(), *module.buffers()]
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            known.append(parameter.grad)
+    live = LiveMemory(known)
+
+    def enter(phase: str, part: str) -> None:
+        live.enter(phase, part)
+        ledger.during = f"{phase} {part}"
+
+    handles: list[Any] = []
+    for number, layer in enumerate(layers):
+        last = number == len(layers) - 1
+
+        def begin(_: Any, args: Any, kwargs: Any, part: str = str(number), first: bool = number == 0) -> None:
+            if live.place.phase == BACKWARD:  # a layer that is computed again
+                return
+            enter(FORWARD, part)
+            if first:
+                _when_differentiated((args, kwargs), lambda: enter(BACKWARD, BEFORE))
+
+        def end(_: Any, args: Any, output: Any, part: str = str(number), last: bool = last) -> None:
+            if live.place.phase == BACKWARD:
+                return
+            _when_differentiated(output, lambda: enter(BACKWARD, part))
+            if last:
+                enter(FORWARD, AFTER)
+
+        handles += [layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end)]
+    try:
+        with live:
+            enter(FORWARD, BEFORE if layers else AFTER)
+            output = run()
+            saved = dict(live.live_of)
+            enter(BACKWARD, AFTER)
+            output.backward(None if output.numel() == 1 else torch.empty_like(output))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _figures(live, saved, ledger, [BEFORE, *map(str, range(len(layers))), AFTER])
+
+
+def _figures(
+    live: LiveMemory, saved: Mapping[str, int], ledger: Ledger, parts: Sequence[str]
+) -> dict[str, PartFigures]:
+    figures = {}
+    before = 0  # what earlier parts have saved
+    for part in parts:
+        places = {phase: Place(phase, part) for phase in (FORWARD, BACKWARD)}
+        figures[part] = PartFigures(
+            saved.get(part, 0),
+            max(0, live.peak[places[FORWARD]] - before),
+            max(0, live.peak[places[BACKWARD]] - before),
+            {phase: live.work[place] for phase, place in places.items()},
+            {
+                phase: {
+                    (entry.group, entry.collective): (calls, nbytes)
+                    for entry, (calls, nbytes) in ledger.sent.items()
+                    if entry.during == f"{phase} {part}"
+                }
+                for phase in places
+            },
+        )
+        before += saved.get(part, 0)
+    return figures
+
+
+def _when_differentiated(value: Any, call: Callable[[], None]) -> None:
+    """Call it when backward comes to the first tensor in `value` that has a gradient."""
+    for item in _flat(value):
+        if item.requires_grad:
+            item.register_hook(lambda _: call())
+            return
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if hasattr(value, "values"):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in _flat(item)]
