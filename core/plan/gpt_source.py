@@ -40,7 +40,9 @@ class GptSource:
 
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
-        return sum(tensor.nbytes for tensor in gpt_activations(self.config, self.micro_batch_size, self.sequence_length))
+        return sum(
+            tensor.nbytes for tensor in gpt_activations(self.config, self.micro_batch_size, self.sequence_length)
+        )
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | LayerKind]:
         """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""

@@ -59,7 +59,7 @@ def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = 
 
     Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.
 
-        plan = plan_run("configs/tiny.toml", ranks=4, device="laptop")
+        plan = plan_run("configs/tiny.toml", ranks=4, device="h100")
         print(plan.describe())
     """
     if not isinstance(config, JobConfig):

@@ -82,7 +82,7 @@ class PlannedGroup:
         """Of a tensor of all ranks' parts, what is not this rank's own."""
         return nbytes * (self.size() - 1) / self.size()
 
-    # -- what torch.distributed calls; the names of torch 2.13, then those of 2.11 --------------------------------------
+    # -- what torch.distributed calls; the names of torch 2.13, then those of 2.11 ------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> NoWork:
         """A ring sends each part twice."""

@@ -25,7 +25,9 @@ from core.rank_grid import RankGrid
 class Source(Protocol):
     """A model to plan."""
 
-    config: Any
+    @property
+    def config(self) -> Any:
+        """The model's configuration, for contracts; None for a model without one."""
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device."""

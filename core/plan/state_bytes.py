@@ -171,4 +171,3 @@ def _frozen(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str
     return itertools.chain.from_iterable(
         ((namer(module)(name), param) for name, param in plan.frozen.items()) for module, plan in chunks
     )
-

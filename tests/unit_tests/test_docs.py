@@ -167,6 +167,11 @@ def test_the_test_in_the_page_for_contributors_passes(rank: int, world: int) -> 
     names["test_a_sum_over_ranks_is_the_sum"].rank_function(rank, world)
 
 
+def test_the_page_on_plans_does_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run_page(ROOT / "docs" / "source" / "plan.md", monkeypatch)["plan"].fits
+
+
 def anchors(page: Path) -> set[str]:
     """What a link's part behind # can name: the headings of a page, in small letters with hyphens."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
