@@ -24,7 +24,6 @@ from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
-from core.distributed.layout.model_plan import off_critical_path
 from core.distributed.materialize import MARK, Init, make_all, make_and_cut
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
@@ -88,7 +87,7 @@ class DistributedDataParallel(nn.Module):
         self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
         self.groups.require("dp_cp")
         with collector_paused():
-            self._wrap(disable_bucketing or off_critical_path(self.groups))
+            self._wrap(disable_bucketing or self.groups.rank("pp") > 0)
 
     # -- wrapping ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from core.collector_pause import collector_paused
 from core.distributed import DistributedDataParallelConfig
-from core.distributed.layout.model_plan import ModelPlan, off_critical_path, plan_model
+from core.distributed.layout.model_plan import ModelPlan, plan_model
 from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
@@ -103,7 +103,7 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
         return [
             (stage, plan_model(stage, run.source.config, run.ddp, groups, one_bucket=one, without_memory=True))
             for number, stage in enumerate(run.source.stages(run.layout, groups))
-            for one in [number > 0 or off_critical_path(groups)]
+            for one in [number > 0 or groups.rank("pp") > 0]  # as the wrapper decides it
         ]
 
 

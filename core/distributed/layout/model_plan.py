@@ -122,11 +122,6 @@ def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) ->
     return f"intra_{data_group}", f"inter_{data_group}"
 
 
-def off_critical_path(groups: ProcessGroups) -> bool:
-    """True for a stage whose gradients are ready before those of the first stage; it needs one bucket a buffer."""
-    return groups.rank("pp") > 0
-
-
 def plan_model(
     module: nn.Module,
     config: Any,
@@ -168,6 +163,7 @@ def plan_model(
             f"{other} lies in the memory of parameter {name!r}, which a sharded optimizer moves; it would keep the old "
             "values. Read the parameter where it is used, or set data_parallel_sharding_strategy='no_shard'"
         )
+    device = torch.device("meta") if first is None else first[1].device
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), modules.values(), groups, config, rules)
     _check_rules(rules, contracts, groups)
@@ -184,16 +180,9 @@ def plan_model(
         _plan_layout(frozen_specs, ddp_config, groups, one_bucket),
         launch_order(layout, list(params)),
         _may_overlap(layout, ddp_config, groups),
-        _device(first, groups, without_memory),
+        control_device(groups.require("dp_cp")) if first is None and not without_memory else device,
         shared,
     )
-
-
-def _device(first: tuple[str, nn.Parameter] | None, groups: ProcessGroups, without_memory: bool) -> torch.device:
-    """Where the parameters are, or what a stage without parameters agrees on."""
-    if without_memory:
-        return torch.device("meta")
-    return control_device(groups.require("dp_cp")) if first is None else first[1].device
 
 
 def _check_options(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
