@@ -21,12 +21,22 @@ LEAST_BYTES = 2 * HUGE_PAGE  # a tensor as long as that holds a whole huge page 
 def zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`torch.zeros`, in huge pages where the system has them. It takes no more memory."""
     made = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and made.nbytes >= LEAST_BYTES and sys.platform == "linux":
-        begin = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (made.data_ptr() + made.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise  # a refusal changes nothing, so what it returns is not looked at
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(14))  # MADV_HUGEPAGE
+    if device.type == "cpu" and made.nbytes >= LEAST_BYTES:
+        _advise(made, 14)  # MADV_HUGEPAGE
     return made.zero_()
+
+
+def read_ahead(tensor: torch.Tensor) -> None:
+    """Have the system read the pages of a mapped file that a tensor lies in, while this process goes on."""
+    _advise(tensor, 3)  # MADV_WILLNEED
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> None:
+    """Tell Linux about the whole pages of a tensor on the CPU. A refusal changes nothing, so no answer is looked at."""
+    if sys.platform == "linux":
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = max(0, tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
 def borrowed(numel: int, dtype: torch.dtype) -> torch.Tensor:

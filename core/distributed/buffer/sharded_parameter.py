@@ -84,9 +84,14 @@ class ShardedParameter(GatheredParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
-        if _asks_about(func) or owner is None or (_asks_for_edge(func, args) and not owner.runs()):
+        if _asks_about(func) or (owner is not None and _asks_for_edge(func, args) and not owner.runs()):
             with attributes_alone():
                 return func(*args, **kwargs)
+        if owner is None:  # all ranks may still map one memory, where a write would reach the others
+            raise SyncError(
+                f"{getattr(func, '__name__', func)} was given a parameter that was sharded by a wrapper (strategy "
+                "optim_grads_params) which was deleted, and its values with it. Take a state dict before"
+            )
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
             return func(*_with_edges(args), **_with_edges(kwargs))
         for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):

@@ -16,7 +16,8 @@ What each has gathered is compared once a step.
 Note [One bucket ahead]
 Where gathers are collectives, the one that came next when the last two were used in this order is launched at once, as
 it was learned in earlier steps. Ranks have the same order and so the same guesses. A wrong guess is waited for and
-thrown away, as is any from before a write; no value ever comes from one that was not asked for by its bucket.
+thrown away, as is any from before a write; no value ever comes from one that was not asked for by its bucket. Where a
+bucket lies in a mapped file the system is told to read it meanwhile, which takes none of this process' memory.
 
 Note [Who writes the one memory of all ranks]
 A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from core import agree
+from core import agree, huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
@@ -219,12 +220,15 @@ class Unsharder:
         if unit.whole is not None:
             return unit.whole
         whole = self._gather(unit, used_by)
-        if unit.is_collective and isinstance(self.residents, Window):  # a budget has no room for guesses
+        if unit.is_collective or unit.tier is not None:
             self._learn(unit)
             guess = self.next_of.get(self.last_two)
-            if guess is not None and guess.whole is None and self.residents.prefetch:
-                self._note(guess, " ahead")
-                self.ahead = guess.launch(self.collectives)
+            if guess is not None and guess.whole is None:
+                if guess.is_collective and self.residents.prefetch:
+                    self._note(guess, " ahead")
+                    self.ahead = guess.launch(self.collectives)
+                elif guess.tier is not None:
+                    huge_pages.read_ahead(guess.shard if guess.mapped is None else guess.mapped)
         return whole
 
     def _learn(self, unit: ParamUnit | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.distributed.reduce.test_sharded_parameters import ADAM, Model, loss_of, sharded, unsharder_of
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import make_net
 
 # -- writes in a forward ----------------------------------------------------------------------------------------------
 
@@ -135,6 +138,78 @@ def test_a_state_that_one_rank_cannot_use_is_told_on_all_before_anything_is_chan
     now = optimizer.state_dict()["state"]
     assert {name: [entry["exp_avg"].tolist() for entry in entries] for name, entries in now.items()} == before
     step(1)
+
+
+# -- torch.compile, and a deleted wrapper -----------------------------------------------------------------------------
+
+COMPILED_LINEAR = torch.compile(F.linear, backend="aot_eager")
+
+
+class UsesCompiledFunction(nn.Module):
+    """Gives its weight to a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(COMPILED_LINEAR(x, layer.weight))
+        return x
+
+
+def compiled(model: nn.Module, how: str) -> nn.Module:
+    if how == "inside":
+        return nn.Sequential(torch.compile(model, backend="aot_eager"))
+    for part in model.children() if how == "layers" else ():
+        part.compile(backend="aot_eager")
+    return model
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("how", ["around", "inside", "layers", "function"])
+def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: str, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    torch._dynamo.reset()
+    plain = UsesCompiledFunction() if how == "function" else make_net(torch.float32)
+    x = torch.randn(3, 8 if how == "function" else 5, generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for compiles in (False, True):
+        model = compiled(copy.deepcopy(plain), how) if compiles else copy.deepcopy(plain)
+        ddp = sharded(model, share_host_memory=share, bucket_size=64)
+        assert len(unsharder_of(ddp).units) > 2
+        outside = torch.compile(ddp, backend="aot_eager") if compiles and how == "around" else ddp
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.0), [outside])
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = outside(x).square().sum()
+            loss.backward()
+            finalize_model_grads([outside])
+            optimizer.step()
+            losses[-1].append(float(loss))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < 0.95 * losses[0][0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_parameters_of_a_deleted_wrapper_cannot_be_used(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    model = Model()
+    ddp = sharded(model, share_host_memory=share)
+    ddp(torch.zeros(1, 6, dtype=torch.int64))
+    del ddp
+    gc.collect()
+    for use in (
+        lambda: model.places.sum(),
+        lambda: model.places.data,
+        lambda: nn.init.zeros_(model.places),
+        lambda: model(torch.zeros(1, 6, dtype=torch.int64)),
+    ):
+        with pytest.raises(SyncError, match="was sharded by a wrapper .* which was deleted"):
+            use()
 
 
 # -- options without an effect ----------------------------------------------------------------------------------------
