@@ -2,6 +2,7 @@
 
 from core.hugging_face.checkpoint import load_split, save_split
 from core.hugging_face.lora import add_lora
+from core.hugging_face.parallel_loss import gather_logits
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
 from core.hugging_face.policies import POLICIES, Policy
 from core.hugging_face.split import SplitReport, split_model
@@ -18,6 +19,7 @@ __all__ = [
     "Split",
     "SplitReport",
     "add_lora",
+    "gather_logits",
     "load_split",
     "read_plan",
     "save_split",

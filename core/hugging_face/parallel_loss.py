@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import SequenceParallel
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from core.tensor_parallel.mappings import group_size
+from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, group_size
 
 
 class ParallelCausalLoss:
@@ -82,3 +83,60 @@ def use_parallel_loss(
         if seam is None
         else dataclasses.replace(plan, seams={**plan.seams, seam.module: dataclasses.replace(seam, after="")})
     )
+
+
+class SplitLogits(Tensor):
+    """Logits of this rank's part of the vocabulary, as a model gives them to its user: computing with them is refused.
+
+    A criterion of the user's would take them for whole, and its loss would be of a part of the vocabulary.
+    """
+
+    source: ParallelCausalLoss
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in ("__get__", "size", "dim", "detach", "__repr__", "is_floating_point", "as_subclass"):
+            raise PlanError(
+                f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own "
+                "loss (labels=), or core.hugging_face.gather_logits(logits), or split the model with "
+                "parallel_output=False"
+            )
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        if name == "detach":
+            output.source = args[0].source
+        return output
+
+
+def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
+    """What a model has given, with its logits as `SplitLogits` where they are split."""
+    source = getattr(model, "loss_function", None)
+    if not isinstance(source, ParallelCausalLoss):
+        return output
+    if not hasattr(output, "keys"):
+        raise PlanError("return_dict=False hides which output the logits are, and they are split; leave it out")
+    if isinstance(output.get("logits"), Tensor):
+        marked = output["logits"].as_subclass(SplitLogits)
+        marked.source = source
+        output["logits"] = marked
+    return output
+
+
+def gather_logits(logits: Tensor) -> Tensor:
+    """Whole logits [..., vocabulary] of split ones, on every tensor-parallel rank; whole ones come back as they are.
+
+    Collective over the tensor-parallel group for split ones. In backward each rank takes its part of the gradient, so
+    a loss must be computed alike on all of its ranks.
+    """
+    if not isinstance(logits, SplitLogits):
+        return logits
+    source = logits.source
+    if source.sequence is not None:
+        raise PlanError(
+            "these logits are of this rank's part of the sequence; use the model's own loss (labels=), or leave "
+            "sequence parallelism out"
+        )
+    whole: Tensor = gather_from_tensor_model_parallel_region(logits.as_subclass(Tensor), source.group)
+    return whole[..., : source.vocab_size]

@@ -116,13 +116,13 @@ def read_plan(model: Any, policy: Policy | None = None) -> Plan:
 def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     """Modules of fused experts, by the model's `ep_plan`: name -> its parameters and their shapes, all [experts, ...].
 
-    Raises PlanError for a style that is unknown here, and for experts that hold something which is not one an expert.
+    Raises PlanError for a style that is unknown, and for experts that hold something which is not one an expert.
     """
     rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
     family = f"{model.config.model_type} ({type(model).__name__})"
-    unknown = sorted(set(rules.values()) - {EXPERTS, EXPERT_WEIGHT})
-    if unknown:
-        raise PlanError(f"{family}: its expert-parallel plan has style {unknown[0]!r}, which is unknown here")
+    for name, style in rules.items():
+        if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor parallelism beside experts, which `tp_plan` has too
+            style_of(family, name, style)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, module in model.named_modules():
         if _rule_for(name, rules) != EXPERTS:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as tree
 
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed import DistributedDataParallel
+from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.plan import Split
 from core.pipeline_parallel import PipelineLayout
 from core.process_groups import ProcessGroups
@@ -63,7 +64,7 @@ class HybridParallelModel(LowLevelZeroModel):
                 f"the model is cut into {self.layout.num_stages} pipeline stages, and this rank has a part of them; "
                 "call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
-        return super().forward(*args, **kwargs)
+        return refuse_use_of_split_logits(self.unwrap(), super().forward(*args, **kwargs))
 
     def parts(self) -> list[nn.Module]:
         """The plain modules of this rank's stages."""

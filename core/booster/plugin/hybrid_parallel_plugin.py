@@ -21,6 +21,7 @@ from core.booster.plugin.sequence_options import resolve_sequence
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stage_activations, stages_config
+from core.hugging_face.parallel_loss import gather_logits, refuse_use_of_split_logits
 from core.hugging_face.stages import find_cut, stage_of
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
@@ -463,8 +464,10 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             output = chunk(received=hidden, **microbatch)
             if not stage_of(chunk).part.post_process:
                 return output
+            output = refuse_use_of_split_logits(stage_of(chunk).model, output)
             if return_outputs:
-                outputs.append({k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)})
+                tensors = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
+                outputs.append({name: gather_logits(value) for name, value in tensors.items()})
             loss = output.loss if criterion is None else criterion(output, microbatch)
             return MicrobatchLoss(loss)
 

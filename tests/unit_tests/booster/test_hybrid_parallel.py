@@ -13,6 +13,7 @@ from core import agree, parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_parts import microbatches_of
+from core.hugging_face import PlanError, gather_logits
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
@@ -316,6 +317,36 @@ def test_outputs_of_a_pipeline_and_its_evaluation(rank: int, world: int) -> None
         booster.execute_pipeline([batch_of(0, 0)], boosted, own_loss, optimizer)
     with pytest.raises(RuntimeError, match="call booster.execute_pipeline"):
         boosted(**batch_of(0, 0))
+
+
+@ranks(2)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_split_logits_are_refused_until_they_are_gathered(rank: int, world: int, pp: int) -> None:
+    """A criterion of the user's would compute a softmax over a part of the vocabulary, and pass for right."""
+    if pp == 2:
+        booster, model, optimizer, _ = boosted_llama(1, 2)
+        gathered = booster.execute_pipeline(iter([batch_of(0, 0)]), model, own_criterion, optimizer)["loss"]
+        reference = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+        assert float(gathered) == pytest.approx(float(reference(**batch_of(0, 0)).loss.detach()), abs=1e-5)
+        return
+    booster, model, optimizer, _ = boosted_llama(2, 1)
+    reference = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    batch = batch_of(0, 0)
+    own_criterion(reference(**batch), batch).backward()
+    output = model(**batch)
+    with pytest.raises(PlanError, match=r"cross_entropy of logits|float of logits|__getitem__ of logits"):
+        torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    booster.backward(own_criterion(output, batch), optimizer)
+    optimizer.step()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+    assert optimizer.get_grad_norm() == pytest.approx(float(wanted), rel=1e-5)
+    with pytest.raises(PlanError, match="return_dict=False hides"):
+        model(**batch, return_dict=False)
+
+
+def own_criterion(outputs: Any, batch: Any) -> torch.Tensor:
+    logits = gather_logits(outputs.logits)[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
