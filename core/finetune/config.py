@@ -51,6 +51,7 @@ class TunedParallel:
     dp: int | None = None  # None for what tp and pp leave; a number is compared with that
     tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # stages of a pipeline, by the schedule 1F1B
+    ep: int = 1  # data ranks that share the experts of a layer
     zero: Literal[0, 1, 2, 3] = 1  # shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too
     timeout_minutes: int = 30  # of a collective
 
@@ -73,7 +74,7 @@ class TuneConfig(RunConfig):
 
 SHORT_FLAGS = {
     **{"--model": "--model.path", "--data": "--data.file"},
-    **{f"--{name}": f"--parallel.{name}" for name in ("tp", "pp", "dp", "zero")},
+    **{f"--{name}": f"--parallel.{name}" for name in ("tp", "pp", "dp", "ep", "zero")},
 }
 
 

@@ -45,6 +45,7 @@ def tune(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
+        expert_model_parallel_size=config.parallel.ep,
         get_embedding_ranks=layout_of(config).embedding_ranks if config.parallel.pp > 1 else None,
         distributed_timeout_minutes=config.parallel.timeout_minutes,
     )

@@ -13,6 +13,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.finetune.config import TINY, TuneConfig
 from core.hugging_face import PlanError, add_lora, load_split, read_plan, stages_config
+from core.hugging_face.experts import check_experts
 from core.hugging_face.stages import find_cut
 from core.hugging_face.tiny import families, families_with_policy, tiny_config
 from core.hugging_face.transformers_plans import transformers_package
@@ -67,11 +68,14 @@ def check_model(config: TuneConfig) -> None:
             model = kind(configuration)
         if config.parallel.tp > 1:
             read_plan(model).check_size(config.parallel.tp)
+        if config.parallel.ep > 1:
+            check_experts(model, config.parallel.ep)
         if config.parallel.pp > 1:
             find_cut(model)
             layout_of(config)
     except PlanError as error:
-        sizes = f"--parallel.tp {config.parallel.tp} and --parallel.pp {config.parallel.pp}"
+        parallel = config.parallel
+        sizes = f"--parallel.tp {parallel.tp}, --parallel.pp {parallel.pp} and --parallel.ep {parallel.ep}"
         raise ConfigError(f"{sizes}: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model.path {path}: {str(error).strip().splitlines()[0]}") from error
@@ -166,7 +170,8 @@ def build_stages(config: TuneConfig, device: torch.device) -> list[Any]:
         for stage in stages:
             stage.config.use_cache = False
         if config.lora.r is not None:
-            stages = [add_lora(stage, _lora_config(config)) for stage in stages]
+            adapters = _lora_config(config)
+            stages = add_lora(stages, adapters) if parallel.pp > 1 else [add_lora(stages[0], adapters)]
     except PlanError as error:
         raise ConfigError(str(error)) from error
     for stage in stages:

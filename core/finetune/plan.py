@@ -21,7 +21,10 @@ TUNE_RANGES: dict[str, dict[str, Range]] = {
     "model": {"sequence_length": whole(2, SIZE.high)},
     "lora": {"r": SIZE, "alpha": SIZE, "dropout": Range(Real, 0, 1, open_high=True)},
     "data": {"limit": SIZE, "validation_fraction": Range(Real, 0, 0.5, open_high=True)},
-    "parallel": {**dict.fromkeys(("tp", "pp", "dp"), SIZE), "timeout_minutes": RANGES["parallel"]["timeout_minutes"]},
+    "parallel": {
+        **dict.fromkeys(("tp", "pp", "dp", "ep"), SIZE),
+        "timeout_minutes": RANGES["parallel"]["timeout_minutes"],
+    },
 }
 
 
@@ -34,6 +37,7 @@ class TunePlan(BatchPlan):
         sharding = ("replicated optimizer", "sharded optimizer", "sharded gradients", "sharded parameters")
         parallel = config.parallel
         stages = f" x pp {parallel.pp} (1F1B)" if parallel.pp > 1 else ""
+        stages += f", ep {parallel.ep}" if parallel.ep > 1 else ""
         return (
             f"{self.world_size} ranks = tp {parallel.tp} x dp {self.dp}{stages} ({sharding[parallel.zero]}); "
             f"{self.describe_batch(config)}"
@@ -51,12 +55,9 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
         )
     if config.optimizer.name == "muon":
         raise ConfigError("--optimizer.name muon is for matrices that are trained from the start; use adam")
-    parallel = ParallelOptions(tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)
+    sizes = config.parallel
+    parallel = ParallelOptions(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep)
     grid = check_ranks(parallel, world_size)
-    if parallel.pp > 1 and lora.r is not None:
-        raise ConfigError(
-            "--lora.r with --parallel.pp above 1 is not here yet; adapters need little memory, so use --tp"
-        )
     if parallel.pp > 1 and config.parallel.zero == 3:
         raise ConfigError("--parallel.zero 3 with --parallel.pp above 1 is not here yet; use --zero 2")
     arithmetic = f"world {world_size} / (tp {parallel.tp} x pp {parallel.pp})"

@@ -6,6 +6,7 @@ this rank's part of a safetensors file when they are asked for.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -269,8 +270,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
     groups = resolve_groups(None)
     only = ""
     if hasattr(inner[0], "peft_config"):
-        if groups.size("pp") > 1:
-            raise PlanError("save_split cannot save the adapters of a pipeline yet; merge them into the model before")
+        _tell_all_targets(inner, groups)
         only, options = "lora_", {"save_embedding_layers": False, **options}
     error: Exception | None = None
     whole: dict[str, Tensor] = {}
@@ -287,10 +287,30 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
                     entry = [name for name in cut.tied if name.rpartition(".")[0] in cut.entry]
                     whole.update(dict.fromkeys(cut.tied, whole[entry[0]]) if entry else {})  # one tensor again
                     writer = _empty_copy(writer)
+                elif groups.size("pp") > 1:  # peft saves the adapters of layers that are there
+                    ((key, config),) = writer.peft_config.items()
+                    with torch.device("meta"):
+                        writer = type(writer)(_empty_copy(writer.get_base_model()), copy.deepcopy(config), key)
                 writer.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
             except (OSError, RuntimeError, ValueError) as failure:
                 error = failure
     agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
+
+
+def _tell_all_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
+    """Give every stage's config the names of layers with adapters on all stages: peft spells out 'all-linear'."""
+    mine: dict[str, set[str]] = {}
+    for part in parts:
+        for key, config in part.peft_config.items():
+            if isinstance(config.target_modules, set):
+                mine.setdefault(key, set()).update(config.target_modules)
+    if groups.size("pp") > 1:
+        for theirs in agree.gather(mine, groups.require("pp"), "the layers with adapters").values():
+            for key, names in theirs.items():
+                mine.setdefault(key, set()).update(names)
+    for part in parts:
+        for key, names in mine.items():
+            part.peft_config[key].target_modules = set(names)
 
 
 def _split_part(model: nn.Module) -> Any:

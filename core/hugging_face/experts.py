@@ -30,12 +30,7 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
     ep, tp, expt_tp = groups.size("ep"), groups.size("tp"), groups.size("expt_tp")
     if ep == 1:
         return plan
-    experts = read_experts(model)
-    if not experts:
-        raise PlanError(
-            f"{plan.family} has no experts that its plan would cut (`base_model_ep_plan` of its config is empty), and "
-            f"there are {ep} expert-parallel ranks; use expert_model_parallel_size=1"
-        )
+    experts = check_experts(model, ep)
     if expt_tp not in (1, tp):
         raise PlanError(
             f"{plan.family}: expert_tensor_parallel_size is {expt_tp}; experts are whole (1) or split as all else is "
@@ -52,17 +47,31 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
                         f"{plan.family}: {parameter!r} has no rule that splits it over tensor parallelism; give "
                         "initialize_model_parallel expert_tensor_parallel_size=1, so that experts stay whole"
                     )
-            if shape[0] % ep:
-                fitting = ", ".join(str(size) for size in range(1, shape[0] + 1) if shape[0] % size == 0)
-                raise PlanError(
-                    f"{plan.family}: {shape[0]} experts ({name!r}) are not divisible by {ep} expert-parallel ranks. "
-                    f"Sizes that fit: {fitting}"
-                )
             splits[parameter] = split
             whole.pop(parameter, None)
         seams = {key: seam for key, seam in seams.items() if not key.startswith(name + ".")}
         seams[name] = Seam(name, EXPERTS_SEAM, "copy", "reduce")
     return replace(plan, splits=splits, seams=seams, whole=whole, partial=plan.partial - splits.keys(), ep=ep)
+
+
+def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """`read_experts` of a model, PlanError unless they can be cut over `ep` ranks. The model may have no memory."""
+    family = f"{model.config.model_type} ({type(model).__name__})"
+    experts = read_experts(model)
+    if not experts:
+        raise PlanError(
+            f"{family} has no experts that its plan would cut (`base_model_ep_plan` of its config is empty), and "
+            f"there are {ep} expert-parallel ranks; use expert_model_parallel_size=1"
+        )
+    for name, parameters in experts.items():
+        count = next(iter(parameters.values()))[0]
+        if count % ep:
+            fitting = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+            raise PlanError(
+                f"{family}: {count} experts ({name!r}) are not divisible by {ep} expert-parallel ranks. Sizes that "
+                f"fit: {fitting}"
+            )
+    return experts
 
 
 class ExpertsForward(SeamForward):

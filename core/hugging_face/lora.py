@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import agree
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.split import (
@@ -27,6 +28,8 @@ from core.hugging_face.split import (
     tag_slices,
     watch,
 )
+from core.hugging_face.split_stages import received_example
+from core.hugging_face.stages import absent_modules
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
@@ -49,10 +52,33 @@ def add_lora(
 ) -> Any:
     """A PeftModel around a split model: new adapters (`config`, a peft.LoraConfig) or those of a directory, trainable.
 
-    model: split by `split_model` or `load_split`. example: as there. The ranks of a tensor-parallel group get equal
-    adapters, whatever each has drawn; those of a data group must be seeded alike. Collective over the tensor-parallel
-    group. PlanError for an option or a layer whose adapter cannot be split.
+    model: split by `split_model` or `load_split`; or this rank's stages of a pipeline, for which a list comes back.
+    example: as there. The ranks of a tensor-parallel group get equal adapters, whatever each has drawn; those of a data
+    group must be seeded alike. Collective over the tensor-parallel group, and for stages over the world. PlanError for
+    an option or a layer whose adapter cannot be split, and for a stage without one.
     """
+    if not isinstance(model, (list, tuple)):
+        return _adapted(model, config, directory, example, pg_collection)
+    failure: Exception | None = None
+    try:
+        chunks = [_adapted(stage, config, directory, example, pg_collection) for stage in model]
+    except (PlanError, TypeError, OSError) as error:
+        failure = error
+    except (ValueError, AttributeError) as error:  # peft finds no layer that it should adapt
+        failure = PlanError(
+            f"peft refuses a stage: {error}. Each stage needs an adapter, so target layers of all stages"
+        )
+    agree.refuse(failure, None, "adding adapters to the stages", PlanError)
+    return chunks
+
+
+def _adapted(
+    model: Any,
+    config: Any,
+    directory: str | os.PathLike[str] | None,
+    example: Mapping[str, Any] | None,
+    pg_collection: ProcessGroups | None,
+) -> Any:
     import peft
 
     report: SplitReport | None = getattr(model, REPORT, None)
@@ -61,14 +87,20 @@ def add_lora(
     config = peft.PeftConfig.from_pretrained(os.fspath(directory)) if directory is not None else config
     _check_options(config, peft.LoraConfig)
     widths = _tell_whole_widths(model, report)
+    excluded, absent = config.exclude_modules, absent_modules(model)
+    if absent and not isinstance(excluded, str):
+        config.exclude_modules = [*(excluded or ()), *absent]
     try:
         if directory is None:
             adapted = peft.get_peft_model(model, config)
         else:
             adapted = peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True)
     finally:
+        config.exclude_modules = excluded
         for weight in widths:
             del weight.ds_shape
+    for told in adapted.peft_config.values():
+        told.exclude_modules = excluded
     groups = resolve_groups(pg_collection)
     group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
     if tp == 1:
@@ -85,7 +117,9 @@ def add_lora(
         module = adapted.get_submodule(module_name)
         split = plan.splits.get(f"{module_name}.weight")
         module.forward = SeamForward(module, seam, group, 0 if split is None else split.length)
-    arguments = dict(example_of(model, resolve_groups(pg_collection)) if example is None else example)
+    arguments = dict(example_of(model, groups) if example is None else example)
+    if "forward" in vars(model):  # a stage
+        arguments.update(received_example(model, arguments))
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
     flow = watch(adapted, plan, arguments, split_ones)
     partial, unseen = declare_whole(parameters, plan, flow)

@@ -151,7 +151,7 @@ def finish_stages(
     try:
         for chunk in chunks:
             stage = stage_of(chunk)
-            given = {**arguments, **_received(chunk, arguments)}
+            given = {**arguments, **received_example(chunk, arguments)}
             own = of_stage(plan, chunk)
             finish_split(
                 chunk,
@@ -180,7 +180,7 @@ def finish_stages(
     agree.refuse(failure, None, CUT, PlanError)
 
 
-def _received(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Hidden states for a stage that is run alone: random, the same on all ranks."""
     if stage_of(chunk).part.pre_process:
         return {}

@@ -334,6 +334,12 @@ def _empty(module: nn.Module, forward: Any) -> None:
     module.forward = forward
 
 
+def absent_modules(model: nn.Module) -> list[str]:
+    """The names of modules of a stage that lie on another one."""
+    kinds = AbsentLayer, AbsentEntry, AbsentExit
+    return [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), kinds)]
+
+
 def stage_of(chunk: nn.Module) -> StageForward:
     """The stage's forward of a model, in wrappers or not. PlanError where there is none."""
     for module in chunk.modules():
