@@ -213,6 +213,8 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
         (["--model", "plain", "--model.sequence-length", "4096"], "4096 is longer than the model's positions, 64"),
         (["--checkpoint.resume"], "need --checkpoint.dir"),
         (["--pp", "2", "--zero", "3"], "--parallel.zero 3 with --parallel.pp above 1 is not here yet"),
+        (["--ep", "2"], "has no experts that its plan would cut"),
+        (["--model", "tiny:qwen3_moe", "--ep", "8", "--run.ranks", "8"], "4 experts ('model.layers.0.mlp.experts')"),
         (["--pp", "8", "--run.ranks", "8"], "--parallel.pp 8: 4 layers"),
         (["--pp", "2", "--run.micro-batch-size", "8"], "(microbatches = --run.global-batch-size 8 / (dp 1 x micro"),
     ],
