@@ -1,4 +1,4 @@
-"""plan_run: what a run of some configuration on some ranks would hold, before anything is allocated."""
+"""plan_run: what a run of some configuration on some ranks would hold and take, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
-from core.plan.report import gib, memory_table
-from core.plan.run_memory import RankMemory, Run, plan_memory
+from core.plan.report import gib, memory_table, time_table
+from core.plan.run_memory import RankMemory, Run, parts_of_stages, plan_memory
+from core.plan.step_time import StepTime, plan_time
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A planned run. memories: one rank of each pipeline position."""
+    """A planned run. memories: one rank of each pipeline position. time: of a step of the slowest one."""
 
     run: Run
     device: Device
     memories: list[RankMemory]
+    time: StepTime
 
     @property
     def room(self) -> int:
@@ -48,7 +50,7 @@ class RunPlan:
             else f"does not fit: rank {fullest.rank} would hold {gib(fullest.peak)}, and has {gib(self.room)}"
         )
         device = f"{self.device.name}: {self.device.about}"
-        return "\n".join([device, memory_table(self.memories, self.room), verdict])
+        return "\n".join([device, memory_table(self.memories, self.room), verdict, "", time_table(self.time)])
 
 
 def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = "h100") -> RunPlan:
@@ -67,4 +69,6 @@ def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = 
     found = read_device(device) if isinstance(device, str) else device
     one_host = found.is_host and ranks <= found.ranks_per_machine
     run = run_of_job(config, ranks, on_cpu=found.is_host, one_host=one_host)
-    return RunPlan(run, found, plan_memory(run))
+    parts = parts_of_stages(run)
+    memories = plan_memory(run, parts=parts)
+    return RunPlan(run, found, memories, plan_time(run, memories, parts, found))

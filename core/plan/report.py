@@ -1,4 +1,4 @@
-"""A plan in words: a table of memory for one rank of each kind."""
+"""A plan in words: tables of memory, of time and of what travels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from core.plan.run_memory import RankMemory
 from core.plan.state_bytes import STATE_KINDS
 from core.plan.step_memory import STEP_KINDS
+from core.plan.step_time import StepTime
 
 KINDS = (*STATE_KINDS, *STEP_KINDS)
 
@@ -45,3 +46,28 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
         (name.ljust(first) + "".join(cell.rjust(width + 2) for cell, width in zip(cells, widths, strict=True))).rstrip()
         for name, cells in rows
     )
+
+
+def time_table(time: StepTime) -> str:
+    """Where the seconds of a step go, and what one rank sends over which group."""
+    kinds = {
+        "forward and backward": time.compute,
+        "exchanges within layers": time.exchanges,
+        "bubble of the pipeline": time.bubble,
+        "gradients, not hidden": time.gradients,
+        "optimizer": time.optimizer,
+    }
+    lines = [f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, MFU {time.mfu:.1%}"]
+    lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    for row in time.travels:
+        total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])
+        for place, value in enumerate((row.calls, row.nbytes, row.seconds)):
+            total[place] += value
+    if totals:
+        lines.append("one rank of the slowest stage sends in a step")
+    lines += [
+        f"  {group:<8}{collective:<16}{calls:>8.0f} calls{gib(nbytes):>13}{seconds:>10.3g} s {link} machines"
+        for (group, collective, link), (calls, nbytes, seconds) in totals.items()
+    ]
+    return "\n".join(lines).replace("inside machines", "inside a machine")

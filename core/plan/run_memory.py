@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,6 +20,8 @@ from core.plan.state_bytes import state_bytes
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, StageFigures, memory_along
 from core.rank_grid import RankGrid
+
+StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
 
 
 class Source(Protocol):
@@ -74,12 +76,16 @@ class Run:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: bytes by kind between steps, and at the highest point of each action of a step."""
+    """One rank: bytes by kind between steps, and at the highest point of each action of a step.
+
+    plans: what the wrapper would plan for each of its chunks.
+    """
 
     rank: int
     stages: tuple[int, ...]
     state: Mapping[str, int]
     moments: Sequence[Moment]
+    plans: Sequence[ModelPlan] = field(repr=False)
 
     @property
     def highest(self) -> Moment:
@@ -107,18 +113,20 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
         ]
 
 
-def stage_figures(run: Run, groups: PlannedGroups) -> dict[int, StageFigures]:
-    """The figures of all stages of the pipeline."""
+def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
+    """The figures of the parts of each stage of the pipeline."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
-    figures = run.source.figures(list(dict.fromkeys(part for row in parts.values() for part in row)), groups)
-    return {stage: StageFigures.of([figures[part] for part in row]) for stage, row in parts.items()}
+    kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
+    figures = run.source.figures(kinds, run.groups_of(0))
+    return {stage: [figures[part] for part in row] for stage, row in parts.items()}
 
 
-def plan_memory(run: Run, ranks: Sequence[int] | None = None) -> list[RankMemory]:
-    """What some ranks hold; by default one rank of each pipeline position."""
+def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
+    """What some ranks hold; by default one rank of each pipeline position. parts: those of `parts_of_stages`."""
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
-    figures = stage_figures(run, run.groups_of(ranks[0]))
+    parts = parts_of_stages(run) if parts is None else parts
+    figures = {stage: StageFigures.of(row) for stage, row in parts.items()}
     found = []
     for rank in ranks:
         groups = run.groups_of(rank)
@@ -135,5 +143,5 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None) -> list[RankMemory
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
         )
-        found.append(RankMemory(rank, stages, state, moments))
+        found.append(RankMemory(rank, stages, state, moments, [plan for _, plan in chunks]))
     return found

@@ -1,0 +1,77 @@
+"""Times that one can work out by hand: a pipeline's bubble, a roofline, what travels."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.pipeline_parallel import PipelineLayout
+from core.plan import plan_run, read_device
+from core.plan.live_memory import Work
+from core.plan.schedule_order import Action, actions_of_ranks
+from core.plan.step_time import pipeline_spans, work_seconds
+from core.training.config_file import load_config
+
+TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
+
+
+def plan(flags: str, ranks: int, device: str = "h100"):  # noqa: ANN201
+    return plan_run(load_config([*TINY.split(), *flags.split()]), ranks, device)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
+def test_the_bubble_of_equal_stages_is_that_of_the_paper(schedule: str, stages: int, microbatches: int) -> None:
+    """(stages - 1) * (forward + backward), whatever the number of microbatches (arXiv:2104.04473)."""
+    orders = actions_of_ranks(schedule, PipelineLayout.even(stages, stages), microbatches)
+    seconds = {(kind, stage): {"F": 1.0, "B": 2.0}[kind] for kind in "FB" for stage in range(stages)}
+    spans = pipeline_spans(orders, seconds, 0.0, stages)
+    assert max(span.end_s for span in spans) == 3.0 * (microbatches + stages - 1)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_orders_of_torch_run_to_their_end(schedule: str) -> None:
+    layout = PipelineLayout.even(8, 2, 2, "v" if schedule in ("ZBVZeroBubble", "DualPipeV") else "loop")
+    orders = actions_of_ranks(schedule, layout, 8)
+    forwards = Counter(action.stage for order in orders for action in order if action.kind == "F")
+    assert forwards == dict.fromkeys(range(4), 8)
+    spans = pipeline_spans(orders, {(kind, stage): 1.0 for kind in "FBIW" for stage in range(4)}, 0.0, 4)
+    assert len(spans) == sum(map(len, orders))
+
+
+def test_1f1b_keeps_as_many_microbatches_as_stages_follow() -> None:
+    orders = actions_of_ranks("1F1B", PipelineLayout.even(3, 3), 4)
+    assert orders[2][:3] == (Action("F", 2, 0), Action("B", 2, 0), Action("F", 2, 1))
+    assert [action.kind for action in orders[0]][:4] == ["F", "F", "F", "B"]
+
+
+def test_an_operator_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
+    device = replace(
+        read_device("h100"), matmul_flops={"float32": 100.0}, memory_bandwidth=10.0, operator_overhead_s=0.5
+    )
+    counted = {Work(1000, 10, torch.float32): 2, Work(0, 100, torch.float32): 1, Work(0, 1, torch.float32): 3}
+    assert work_seconds(counted, device) == 2 * 10.0 + 10.0 + 3 * 0.5
+
+
+def test_gradients_and_parameters_travel_once() -> None:
+    """A sharded optimizer over n ranks sends (n - 1) / n of the gradients, and as much of the parameters."""
+    planned = plan("--tp 1 --run.global-batch-size 8", 4)
+    (memory,) = planned.memories
+    sent = {row.collective: row.nbytes for row in planned.time.travels if row.group == "dp_cp"}
+    numel = sum(layout.numel for layout in memory.plans[0].layout.buffers)
+    assert sent == {"reduce_scatter": numel * 4 * 3 // 4, "all_gather": numel * 4 * 3 // 4}
+
+
+def test_model_flops_do_not_depend_on_how_a_model_is_split() -> None:
+    """MFU x peak x ranks x seconds is the model's work; recomputation is not the model's."""
+    flags = "--run.global-batch-size 8 --model.num-attention-heads 4 "
+    splits = ["--tp 1", "--tp 2", "--tp 1 --pp 2", "--tp 1 --cp 2", "--tp 1 --model.recompute-granularity full"]
+    work = [planned.time.mfu * planned.time.seconds for planned in (plan(flags + split, 4) for split in splits)]
+    assert work == pytest.approx([work[0]] * len(work), rel=0.02)
+
+
+def test_ranks_of_another_machine_are_reached_over_the_slower_link() -> None:
+    near, far = (plan("--tp 1 --run.global-batch-size 16", ranks).time for ranks in (8, 16))
+    assert {row.link for row in near.travels} == {"inside"}
+    assert {row.link for row in far.travels} == {"between"}
