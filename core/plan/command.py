@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.plan.changes import advice
 from core.plan.device import known_devices, read_device
 from core.plan.plan_run import plan_run
 from core.training.config import AXIS_OPTIONS, JobConfig
@@ -28,15 +29,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     options, more = _parser().parse_known_args(arguments)
-    plan = plan_run(job_config(options, more), options.ranks, read_device(options.device))
+    config = job_config(options, more)
+    plan = plan_run(config, options.ranks, read_device(options.device))
     print(plan.describe())
+    if not plan.fits:
+        print(advice(config, plan))
     return 0 if plan.fits else DOES_NOT_FIT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m core.plan",
-        description="Plan a run: memory of one rank of each kind. Options of the main job (--model.num-layers 32, "
+        description="Plan a run: memory of one rank of each kind, and the time of a step. Options of the main "
+        "job (--model.num-layers 32, "
         "--ddp.bucket-size ...) may be added.",
     )
     parser.add_argument("--model", type=Path, action="append", default=[], help="a TOML file of the main job")

@@ -45,6 +45,7 @@ class Device:
     between: Link
     ranks_per_machine: int
     source: str
+    has_figures: bool = True  # False where only the memory is known
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:

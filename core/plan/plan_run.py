@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
 from core.plan.report import gib, memory_table, time_table
-from core.plan.run_memory import RankMemory, Run, parts_of_stages, plan_memory
+from core.plan.run_memory import RankMemory, Run, StageParts, parts_of_stages, plan_memory
 from core.plan.step_time import StepTime, plan_time
 from core.training.config import JobConfig
 from core.training.config_file import load_config
@@ -17,12 +17,17 @@ from core.training.config_file import load_config
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A planned run. memories: one rank of each pipeline position. time: of a step of the slowest one."""
+    """A planned run. memories: one rank of each pipeline position. parts: the figures of the parts of all stages."""
 
     run: Run
     device: Device
     memories: list[RankMemory]
-    time: StepTime
+    parts: StageParts = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The time of a step, as the slowest rank takes it."""
+        return plan_time(self.run, self.memories, self.parts or parts_of_stages(self.run), self.device)
 
     @property
     def room(self) -> int:
@@ -50,7 +55,8 @@ class RunPlan:
             else f"does not fit: rank {fullest.rank} would hold {gib(fullest.peak)}, and has {gib(self.room)}"
         )
         device = f"{self.device.name}: {self.device.about}"
-        return "\n".join([device, memory_table(self.memories, self.room), verdict, "", time_table(self.time)])
+        time = ["", time_table(self.time)] if self.device.has_figures else []
+        return "\n".join([device, memory_table(self.memories, self.room), verdict, *time])
 
 
 def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = "h100") -> RunPlan:
@@ -70,5 +76,4 @@ def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = 
     one_host = found.is_host and ranks <= found.ranks_per_machine
     run = run_of_job(config, ranks, on_cpu=found.is_host, one_host=one_host)
     parts = parts_of_stages(run)
-    memories = plan_memory(run, parts=parts)
-    return RunPlan(run, found, memories, plan_time(run, memories, parts, found))
+    return RunPlan(run, found, plan_memory(run, parts=parts), parts)

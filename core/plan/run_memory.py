@@ -85,7 +85,7 @@ class RankMemory:
     stages: tuple[int, ...]
     state: Mapping[str, int]
     moments: Sequence[Moment]
-    plans: Sequence[ModelPlan] = field(repr=False)
+    plans: Sequence[ModelPlan] = field(default=(), repr=False)
 
     @property
     def highest(self) -> Moment:

@@ -33,6 +33,7 @@ Config = TypeVar("Config", bound=RunConfig)
 Plan = TypeVar("Plan")
 FAILURE = 1
 USAGE_ERROR = 2
+DRY_RUN = "--dry-run"  # plan the job, and start nothing
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Command(Generic[Config, Plan]):
     """A job as a command: what its arguments are, what is refused before ranks start, and what a rank runs.
 
     load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
-    many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part. All but
-    the last raise ConfigError, or MissingExtra.
+    many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part.
+    dry_run: prints what a job of so many ranks, so many of them here, would hold, and gives the exit status; None for a
+    job that cannot tell. All but `run` raise ConfigError, or MissingExtra.
     """
 
     load: Callable[[list[str]], Config]
@@ -49,6 +51,7 @@ class Command(Generic[Config, Plan]):
     check: Callable[[Config, int], None]
     check_places: Callable[[Config], None]
     run: Callable[[Config, Plan, Launch], object]
+    dry_run: Callable[[Config, int, int, bool], int] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,13 +74,19 @@ def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
 
 def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     launch: Launch | None = None
+    dry = DRY_RUN in arguments
     try:
         launch = find_launch(os.environ)
-        config = command.load(arguments)
+        config = command.load([word for word in arguments if word != DRY_RUN])
         if launch is not None and launch.restarts > 0:
             config = after_restart(config)
         ranks_here = config.run.ranks if launch is None else launch.local_world_size
-        plan = command.plan(config, config.run.ranks if launch is None else launch.world_size)
+        ranks = config.run.ranks if launch is None else launch.world_size
+        plan = command.plan(config, ranks)
+        if dry:
+            if command.dry_run is None:
+                raise ConfigError(f"{DRY_RUN} is for the main job; this one cannot be planned yet, so leave it out")
+            return command.dry_run(config, ranks, ranks_here, launch is None or launch.rank == 0)
         threads = intra_op_threads(
             os.environ,
             requested=config.run.threads_per_rank,
@@ -117,6 +126,12 @@ def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object
     from core.training.job import run_job
 
     return run_job(config, plan, launch)
+
+
+def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, says: bool) -> int:
+    from core.plan.dry_run import dry_run
+
+    return dry_run(config, ranks, ranks_here, says=says)
 
 
 def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
@@ -208,5 +223,5 @@ def _refuse(error: Exception, launch: Launch | None) -> int:
 
 
 PRETRAIN: Command[JobConfig, JobPlan] = Command(
-    load_config, plan_job, _check_pretraining, check_places, _run_pretraining
+    load_config, plan_job, _check_pretraining, check_places, _run_pretraining, _dry_run_pretraining
 )

@@ -19,9 +19,28 @@ def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["--model.num-layers", "96", "--model.hidden-size", "12288", "--model.num-attention-heads", "96"]
-    assert main([*TINY, *large, "--ranks", "8", "--tp", "8", "--device", "a100"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    large = ["--model.num-layers", "24", "--model.hidden-size", "2048", "--model.num-attention-heads", "16"]
+    large += ["--model.sequence-length", "4096", "--run.global-batch-size", "64", "--ddp.bucket-size", "40000000"]
+    assert main([*TINY, *large, "--ranks", "8", "--tp", "1", "--device", "a100"]) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    changes = shown.partition("it would fit with one of these:\n")[2].splitlines()
+    assert len(changes) == 3
+    assert changes[0].split()[:2] == ["--run.micro-batch-size", "4"]
+
+
+def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    from core.finetune.main import main as finetune
+    from core.training.main import main as train
+
+    arguments = ["--config", TINY[1], "--run.device", "cpu"]
+    assert train([*arguments, "--dry-run"]) == 0
+    assert "fits: rank 0 holds most" in capsys.readouterr().out
+    large = ["--model.hidden-size", "65536", "--model.num-layers", "40", "--model.vocab-size", "65536"]
+    assert train([*arguments, *large, "--dry-run"]) == 1
+    assert "does not fit: rank" in capsys.readouterr().out
+    assert finetune(["--dry-run"]) == 2
+    assert "--dry-run is for the main job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

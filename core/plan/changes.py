@@ -1,0 +1,78 @@
+"""What would make a run fit: one change at a time, those that cost the least time first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.plan.device import Device
+from core.plan.plan_run import RunPlan, plan_run
+from core.training.config import JobConfig
+from core.training.errors import ConfigError
+from core.training.plan import plan_job
+from core.training.sizes import divisors
+
+MOST_RANKS = 16_384
+
+
+def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConfig, int]]:
+    """(flags in words, the changed configuration, ranks) for each option that takes memory off a rank."""
+    model, parallel, ddp = config.model, config.parallel, config.ddp
+    for strategy in STRATEGIES[STRATEGIES.index(ddp.strategy) + 1 :]:
+        changed = replace(
+            ddp,
+            data_parallel_sharding_strategy=strategy,
+            use_distributed_optimizer=True,
+            overlap_param_gather=ddp.overlap_param_gather and strategy != "optim_grads_params",
+        )
+        yield f"--ddp.data-parallel-sharding-strategy {strategy}", replace(config, ddp=changed), ranks
+    micro = plan_job(config, ranks).micro_batch_size
+    for size in sorted(divisors(micro), reverse=True)[1:]:
+        yield f"--run.micro-batch-size {size}", replace(config, run=replace(config.run, micro_batch_size=size)), ranks
+    if model.recompute_granularity != "full":
+        recomputed = replace(config, model=replace(model, recompute_granularity="full"))
+        yield "--model.recompute-granularity full", recomputed, ranks
+    for axis in ("tp", "pp"):
+        size = 2 * getattr(parallel, axis)
+        while size <= ranks:
+            yield f"--{axis} {size}", replace(config, parallel=replace(parallel, **{axis: size})), ranks
+            size *= 2
+    more = 2 * ranks
+    while more <= MOST_RANKS:
+        yield f"--run.ranks {more}", config, more
+        more *= 2
+
+
+def changes_that_fit(config: JobConfig, ranks: int, device: Device, most: int = 3) -> list[tuple[str, RunPlan]]:
+    """The changes after which the run fits, the fastest first; of one option the first value that fits.
+
+    More ranks come last, because they cost more than time.
+    """
+    found: dict[str, tuple[str, RunPlan]] = {}
+    for words, changed, wanted in single_changes(config, ranks):
+        option = words.split()[0]
+        if option in found:
+            continue
+        try:
+            plan = plan_run(changed, wanted, device)
+        except (ConfigError, ValueError, RuntimeError):  # such a layout cannot be built
+            continue
+        if plan.fits:
+            found[option] = words, plan
+    in_order = sorted(found.values(), key=lambda item: (item[1].run.grid.world_size, item[1].time.seconds))
+    return in_order[:most]
+
+
+def advice(config: JobConfig, plan: RunPlan) -> str:
+    """The changes in words; for a plan that does not fit."""
+    ranks, before = plan.run.grid.world_size, plan.time.seconds
+    changes = changes_that_fit(config, ranks, plan.device)
+    if not changes:
+        return "no single change makes it fit; change several, or take more ranks"
+    lines = ["it would fit with one of these:"]
+    for words, changed in changes:
+        pace = f"{changed.time.seconds / before:.2f} times the time of a step" if plan.device.has_figures else ""
+        room = f"{changed.fullest.peak / 2**30:.2f} of {changed.room / 2**30:.2f} GiB"
+        lines.append(f"  {words}  ({', '.join(part for part in (room, pace) if part)})")
+    return "\n".join(lines)
