@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state
+from core import huge_pages, parallel_state
 from core.agree import SyncError
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
@@ -121,6 +121,8 @@ class DistributedDataParallel(nn.Module):
             for param in engine.plan.named.values():
                 engine.unsharder.cut(param)
             engine.unsharder.publish()
+        if engine.tier is not None:
+            huge_pages.give_back()  # what was freed while the weights were cut
         hook(engine)
 
     def unequal_weights(self) -> Finding | None:

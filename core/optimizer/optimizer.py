@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core import huge_pages
 from core.agree import SyncError
 from core.distributed.buffer.bucket import BucketState
 from core.distributed.buffer.sharded_parameter import attributes_alone
@@ -76,6 +77,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             )
             for bucket in buckets_of(model_chunks)
         ]
+        if any(masters.tier is not None for masters in self.masters):
+            huge_pages.give_back()  # what was freed while masters below the device were made
         self.scratch = Scratch(self.masters, config)
         segments = [segment for masters in self.masters for segment in masters.segments]
         for segment in segments:

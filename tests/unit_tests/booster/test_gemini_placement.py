@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import os
+import shutil
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from core import huge_pages, parallel_state
 from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
-from core.distributed import Placement, finalize_model_grads
+from core.distributed import Placement, finalize_model_grads, materialize
 from core.distributed.contract.placement import first_of, last_of
 from core.distributed.wire.shared_memory import HostMemory
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -366,15 +367,50 @@ def resident() -> int:
     return sum(int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) * 1024
 
 
+def skip_in_ram(folder: Path) -> None:
+    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
+    mount = max((path for path in kinds if str(folder).startswith(path)), key=len)
+    if kinds[mount] in ("tmpfs", "ramfs"):
+        pytest.skip(f"{folder} lies in RAM")
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=900.0)
+def test_six_gigabytes_of_states_are_built_and_trained_in_two_of_memory(rank: int, world: int, tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    skip_in_ram(folder)
+    if shutil.disk_usage(folder).free < 12e9:
+        pytest.skip(f"{folder} has no room for 6 GB")
+    offload: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder}
+    booster = Booster(plugin=GeminiPlugin(precision="bf16", min_chunk_size_m=1, search_range_m=0, **offload))
+    with torch.device("meta"):
+        plain = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(360)))
+    assert 16 * sum(param.numel() for param in plain.parameters()) > 6e9
+
+    def init(layer: nn.Module) -> None:
+        torch.nn.init.normal_(layer.weight, std=1024**-0.5)  # type: ignore[arg-type]
+
+    before, losses, model = resident(), [], materialize(plain, init)
+    with Peak() as peak:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 1024)).float().square().mean()
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            losses.append(loss.item())
+    of_all = torch.tensor(float(peak.most - before))
+    dist.all_reduce(of_all)
+    assert of_all < 2e9 and 0 < losses[1] < losses[0], (of_all, losses)
+
+
 @pytest.mark.nightly
 @ranks(2, timeout_s=300.0)
 def test_states_in_files_are_trained_in_a_fraction_of_their_memory(rank: int, world: int, tmp_path: Path) -> None:
     """Parameters, masters, moments and gradients of 42 million parameters, 16 bytes for each."""
     folder = shared(tmp_path)
-    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
-    mount = max((path for path in kinds if str(folder).startswith(path)), key=len)
-    if kinds[mount] in ("tmpfs", "ramfs"):
-        pytest.skip(f"{folder} lies in RAM")
+    skip_in_ram(folder)
     grown = {}
     for placed in (True, False):
         options: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder}
