@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_sli
 from core.checkpoint.pieces import Piece, box_view, groups_of, module_of
 from core.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner, blob_keys, tensor_records
 from core.checkpoint.root_directory import list_committed
+from core.compat.arguments import arguments
 from core.compat.megatron.faces.sharded import (
     DROPPED,
     SHARDED,
@@ -57,7 +57,8 @@ COMMON, OBJECT, OPTIMIZER = "common", "object", "optimizer"  # the blob of plain
 # -- a module's tree -------------------------------------------------------------------------------------------------
 
 
-def sharded_state_dict_of(chunk: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = ()) -> StateDict:
+@arguments("self>chunk prefix='' sharded_offsets=() -metadata=None")
+def sharded_state_dict(chunk: Any, prefix: str, sharded_offsets: tuple[Any, ...]) -> StateDict:
     """A module's parameters and buffers: its own name -> the part of the whole model's tensor that it holds. Local.
 
     Keys in the file are names of the whole model, with `prefix`. sharded_offsets must be empty: a module says by
@@ -101,30 +102,18 @@ def _leaf(key: str, piece: GlobalSlice, data: Tensor) -> Any:
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    sharded_state_dict: StateDict,
-    checkpoint_dir: str | os.PathLike[str],
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
-    validate_access_integrity: bool = True,
-    async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
-    content_metadata: dict[str, Any] | None = None,
-    async_strategy: str | None = None,
-    verify_integrity: bool = False,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
+@arguments(
+    "sharded_state_dict checkpoint_dir -sharded_strategy=None -common_strategy=None -validate_access_integrity=True "
+    "!async_sharded_save=False -preprocess_common_before_consistancy_check=None content_metadata=None "
+    "-async_strategy=None -verify_integrity=False * process_group=None",
+    {"async_sharded_save": "core.checkpoint.CheckpointSaver(asynchronous=True) saves behind the program's back"},
+)
+def save(sharded_state_dict: StateDict, checkpoint_dir: Any, content_metadata: Any, process_group: Any) -> None:
     """Save a tree: sharded tensors from the ranks that hold their main replicas, plain values from rank 0. Collective.
 
     checkpoint_dir: an existing directory without a checkpoint. Strategies have no part, integrity is always checked: a
     tensor that is not covered exactly once is a CheckpointError on all ranks, before anything is written.
     """
-    if async_sharded_save:
-        raise ValueError(
-            "async_sharded_save=True is not supported; core.checkpoint.CheckpointSaver(asynchronous=True) saves behind "
-            "the program's back"
-        )
     ranks = Ranks(process_group)
     ranks.agree(None if Path(checkpoint_dir).is_dir() else f"{checkpoint_dir} is no directory; make it on rank 0 first")
     leaves = [part for leaf in leaves_of(sharded_state_dict) for part in _built(leaf)]
@@ -138,7 +127,7 @@ def save(
         elif isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
             blobs[f"{OBJECT}/{leaf.unique_key}"] = _bytes(leaf.data)
     for optimizer in _optimizers(leaves):
-        save_checkpoint(_optimizer_root(checkpoint_dir), STEP, optimizer.model_chunks, optimizer, group=process_group)
+        save_checkpoint(Path(checkpoint_dir) / OPTIMIZER, STEP, optimizer.model_chunks, optimizer, group=process_group)
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
@@ -171,10 +160,6 @@ def _optimizers(leaves: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _optimizer_root(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    return Path(checkpoint_dir) / OPTIMIZER
-
-
 def _bytes(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -194,7 +179,7 @@ def _value(data: bytes, what: str) -> Any:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+def check_is_distributed_checkpoint(checkpoint_dir: Any) -> bool:
     """True if there is a checkpoint that `save`, or Megatron, has written; nothing is verified."""
     return bool(list_committed(Path(checkpoint_dir))) or is_megatrons(Path(checkpoint_dir))
 
@@ -215,7 +200,7 @@ class _Files:
         return _value(blobs[COMMON], COMMON) if COMMON in blobs else self.reader.common()
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> _Files:
+def _open(checkpoint_dir: Any, group: dist.ProcessGroup | None = None) -> _Files:
     if Ranks(group).any(is_megatrons(Path(checkpoint_dir)) and not list_committed(Path(checkpoint_dir))):
         reader = MegatronReader(str(checkpoint_dir))
         index = reader.read_metadata()
@@ -231,16 +216,11 @@ def _open(checkpoint_dir: str | os.PathLike[str], group: dist.ProcessGroup | Non
     return _Files(directory.reader(), records, blobs, pieces_of, f"{OBJECT}/", directory.meta)
 
 
-def load(
-    sharded_state_dict: StateDict,
-    checkpoint_dir: str | os.PathLike[str],
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
-    validate_access_integrity: bool = True,
-    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    verify_integrity: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-) -> Any:
+@arguments(
+    "sharded_state_dict checkpoint_dir -sharded_strategy=None -common_strategy=None -validate_access_integrity=True "
+    "strict='assume_ok_unexpected' -verify_integrity=False process_group=None"
+)
+def load(sharded_state_dict: StateDict, checkpoint_dir: Any, strict: Any, process_group: Any) -> Any:
     """A tree with the values of a checkpoint in the places of the leaves, and its plain values. Collective.
 
     Tensors are new ones: nothing of the model changes until it loads them. An optimizer's state is put in place here.
@@ -280,7 +260,7 @@ def load(
             {}, storage_reader=files.reader, planner=planner, process_group=process_group, no_dist=not ranks.started
         )
     for optimizer in optimizers:
-        load_checkpoint(_optimizer_root(checkpoint_dir), optimizer.model_chunks, optimizer, group=process_group)
+        load_checkpoint(Path(checkpoint_dir) / OPTIMIZER, optimizer.model_chunks, optimizer, group=process_group)
 
     def found(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensor):
@@ -338,12 +318,13 @@ def _shapes_differ(pieces: Iterable[Piece], records: Mapping[str, Any], place: A
     return None
 
 
-def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> Any:
+def load_common_state_dict(checkpoint_dir: Any) -> Any:
     """The plain values of a checkpoint. Collective over the default group."""
     return load({}, checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
 
 
-def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None) -> StateDict:
+@arguments("checkpoint_dir -sharded_strategy=None -common_strategy=None")
+def load_tensors_metadata(checkpoint_dir: Any) -> StateDict:
     """Every tensor of a checkpoint as a ShardedTensor without data. Collective over the default group."""
     found: StateDict = {}
     for key, record in _open(checkpoint_dir).records.items():
@@ -352,16 +333,15 @@ def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], sharded_strate
     return found
 
 
-def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+def load_plain_tensors(checkpoint_dir: Any) -> StateDict:
     """Every tensor of a checkpoint, whole, on every rank. Collective over the default group."""
     tensors = load_tensors_metadata(checkpoint_dir)
     found: StateDict = load(tensors, checkpoint_dir, strict=StrictHandling.IGNORE_ALL)
     return {key: found[key] for key in tensors}
 
 
-def load_content_metadata(
-    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
-) -> Any:
+@arguments("checkpoint_dir=None * preloaded_state_dict=None")
+def load_content_metadata(checkpoint_dir: Any, preloaded_state_dict: StateDict | None) -> Any:
     """What `save` was given as content_metadata."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get("content_metadata")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from core import parallel_state
+from core.compat.megatron.faces.checkpoint import sharded_state_dict
 
 
 class MegatronModule(nn.Module):
@@ -25,13 +26,7 @@ class MegatronModule(nn.Module):
         """The same as state_dict."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Every parameter and buffer as what it is in the whole model; see `sharded_state_dict_of`."""
-        from core.compat.megatron.faces.checkpoint import sharded_state_dict_of
-
-        return sharded_state_dict_of(self, prefix, sharded_offsets)
+    sharded_state_dict = sharded_state_dict
 
     def set_is_first_microbatch(self) -> None:
         """Nothing: no 8-bit copies of weights are kept."""

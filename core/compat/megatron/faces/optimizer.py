@@ -8,6 +8,7 @@ from typing import Any
 from core import optimizer as ours
 from core.compat.arguments import arguments
 from core.compat.megatron.faces import configs
+from core.compat.megatron.faces.sharded import OptimizerState
 from core.compat.megatron.faces.wrapper import refusal
 from core.distributed.finalize_model_grads import wrapped_chunks
 
@@ -26,25 +27,16 @@ class _MegatronMethods:
         """The ranks over which the norm of gradients is taken."""
         return self.model_chunks[0].groups.require("intra_dist_opt")
 
-    def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Any = None,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    @arguments("self -model_sharded_state_dict=None -is_loading=False -sharding_type=None -metadata=None")
+    def sharded_state_dict(self) -> dict[str, Any]:
         """Stands for this optimizer's state in what dist_checkpointing saves and loads. No argument has a part.
 
         `dist_checkpointing.load` puts the state into this optimizer, and its masters with it.
         """
-        from core.compat.megatron.faces.sharded import OptimizerState
-
         return {"state": OptimizerState(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` gave; one that dist_checkpointing has loaded is in place already."""
-        from core.compat.megatron.faces.sharded import OptimizerState
-
         found = state_dict.get("state") if isinstance(state_dict, Mapping) else None
         if isinstance(found, OptimizerState):
             found.check_loaded(self)

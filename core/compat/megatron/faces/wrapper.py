@@ -7,6 +7,7 @@ from typing import Any
 
 from core.compat.arguments import arguments
 from core.compat.megatron.faces import configs
+from core.compat.megatron.faces.checkpoint import sharded_state_dict
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
 
@@ -60,10 +61,4 @@ class DistributedDataParallel(OurWrapper):
         "data_parallel_sharding_strategy='optim_grads_params'"
     )
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The wrapped module's, for dist_checkpointing; see `sharded_state_dict_of`."""
-        from core.compat.megatron.faces.checkpoint import sharded_state_dict_of
-
-        return sharded_state_dict_of(self, prefix, sharded_offsets)
+    sharded_state_dict = sharded_state_dict
