@@ -136,9 +136,9 @@ class Lars(WholeParameterOptimizer):
     The decayed gradient is bounded to [-10, 10], as in ColossalAI.
     """
 
-    @arguments("self params lr=1e-3 momentum=0 eeta=1e-3 weight_decay=0 epsilon=0.0")
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
+    __init__ = arguments("self params lr=1e-3 momentum=0 eeta=1e-3 weight_decay=0 epsilon=0.0")(
+        WholeParameterOptimizer.__init__
+    )
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """One parameter's step."""

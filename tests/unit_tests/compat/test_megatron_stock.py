@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def clip(self) -> float:
-        """The norm that gradients are clipped to; none in bf16, where one last bit of it may turn a weight's rounding."""
+        """The norm that gradients are clipped to; none in bf16, where its last bit may turn a weight's rounding."""
         return 0.0 if self.bf16 else 0.5
 
     def model(self, whole: bool, layers: int = 2) -> Any:
@@ -237,10 +237,9 @@ def test_stocks_own_gpt_trains_in_our_wrapper_as_alone(rank: int, world: int, na
             lr=0.5,
             sgd_momentum=0.0,
             weight_decay=0.0,
-            clip_grad=layout.clip,
-            bf16=layout.bf16,
             **sharded,
         )
+        settings.bf16, settings.clip_grad = layout.bf16, layout.clip
         optimizer = mcore.optimizer.get_megatron_optimizer(settings, [model])
         data, place = mcore.mpu.get_data_parallel_world_size(), mcore.mpu.get_data_parallel_rank()
         found = []

@@ -228,9 +228,14 @@ def load(sharded_state_dict: StateDict, checkpoint_dir: Any, strict: Any, proces
     """
     ranks, how = Ranks(process_group), StrictHandling(strict)
     files = _open(checkpoint_dir, process_group)
-    tree = map_leaves(sharded_state_dict, lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf)
-    leaves = leaves_of(tree)
-    staged = {id(leaf): (leaf, _like(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)}
+    plain = leaves_of(sharded_state_dict)
+    built = {id(leaf): leaf.build() for leaf in plain if isinstance(leaf, ShardedTensorFactory)}
+    leaves = [part for leaf in plain for part in leaves_of(built.get(id(leaf), leaf))]
+    staged = {
+        id(leaf): (leaf, torch.empty(leaf.local_shape, dtype=leaf.dtype, device=getattr(leaf.data, "device", "cpu")))
+        for leaf in leaves
+        if isinstance(leaf, ShardedTensor)
+    }
     pieces = {number: files.pieces_of(leaf, data) for number, (leaf, data) in staged.items()}
     objects = {f"{files.objects}{leaf.unique_key}" for leaf in leaves if isinstance(leaf, ShardedObject)}
     asked = objects | {piece.key for found in pieces.values() for piece in found}
@@ -263,6 +268,10 @@ def load(sharded_state_dict: StateDict, checkpoint_dir: Any, strict: Any, proces
         load_checkpoint(Path(checkpoint_dir) / OPTIMIZER, optimizer.model_chunks, optimizer, group=process_group)
 
     def found(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensorFactory):
+            parts = map_leaves(built[id(leaf)], found)
+            complete = len(leaves_of(parts)) == len(leaves_of(built[id(leaf)]))
+            return leaf.merge_fn(parts) if complete else DROPPED
         if isinstance(leaf, ShardedTensor):
             return staged[id(leaf)][1] if pieces[id(leaf)] else DROPPED
         if isinstance(leaf, ShardedObject):
@@ -272,29 +281,10 @@ def load(sharded_state_dict: StateDict, checkpoint_dir: Any, strict: Any, proces
             return OptimizerState(leaf.optimizer, loaded=True)
         return leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf
 
-    result = merge(files.common(planner.blobs), _merge(sharded_state_dict, tree, found))
+    result = merge(files.common(planner.blobs), map_leaves(sharded_state_dict, found))
     if how in (StrictHandling.RETURN_ALL, StrictHandling.RETURN_UNEXPECTED):
         return result, set(missing), set(unexpected)
     return result
-
-
-def _like(leaf: ShardedTensor) -> Tensor:
-    device = torch.device("cpu") if leaf.data is None else leaf.data.device
-    return torch.empty(leaf.local_shape, dtype=leaf.dtype, device=device)
-
-
-def _merge(tree: Any, built: Any, found: Callable[[Any], Any]) -> Any:
-    """`found` of the built tree's leaves, put together by the factories of the tree that it was built of."""
-    if isinstance(tree, ShardedTensorFactory):
-        parts = map_leaves(built, found)
-        return tree.merge_fn(parts) if len(leaves_of(parts)) == len(leaves_of(built)) else DROPPED
-    if isinstance(tree, Mapping):
-        made = {key: _merge(value, built[key], found) for key, value in tree.items()}
-        return {key: value for key, value in made.items() if value is not DROPPED}
-    if isinstance(tree, list):
-        values = (_merge(value, part, found) for value, part in zip(tree, built, strict=True))
-        return [value for value in values if value is not DROPPED]
-    return found(built)
 
 
 def _refusal(how: StrictHandling, unexpected: list[str], missing: list[str], place: Any) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from core.compat.arguments import arguments
 from core.moe.exchange import all_to_all_rows
 from core.tensor_parallel import mappings
 from core.tensor_parallel.mappings import divide, group_rank, group_size, resolve_groups
-from core.tensor_parallel.random import DATA_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM, RNGState
+from core.tensor_parallel.random import DATA_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM
 
 _DEFERRED = "pipeline schedules with split backward put weight gradients off"
 _SHARDED = "data_parallel_sharding_strategy='optim_grads_params' shards weights"
@@ -167,31 +169,20 @@ def all_to_all(group: Any, input_: Tensor, output_split_sizes_: Any, input_split
     return all_to_all_rows(input_, input_split_sizes or even, output_split_sizes_ or even, group)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
-    """[..., n] of every rank as [..., n * size]; in backward the gradients of the ranks' uses add up."""
-    first = input_.movedim(-1, 0).contiguous()
-    return ours.gather_from_sequence_parallel_region(first, True, group).movedim(0, -1).contiguous()
+def _last_dim(of_first: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A mapping of the first dimension, done to the last one."""
+
+    def mapping(input_: Tensor, group: Any = None) -> Tensor:
+        return of_first(input_.movedim(-1, 0).contiguous(), group=group).movedim(0, -1).contiguous()
+
+    return mapping
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
-    """This rank's [..., n] of the sum of [..., n * size]."""
-    first = input_.movedim(-1, 0).contiguous()
-    return ours.reduce_scatter_to_sequence_parallel_region(first, group).movedim(0, -1).contiguous()
+all_gather_last_dim_from_tensor_parallel_region = _last_dim(ours.gather_from_sequence_parallel_region)
+reduce_scatter_last_dim_to_tensor_parallel_region = _last_dim(ours.reduce_scatter_to_sequence_parallel_region)
 
 
 # -- random streams --------------------------------------------------------------------------------------------------
-
-
-class _Places:
-    """This rank's places, where a program says them itself."""
-
-    def __init__(self, **ranks: int | None) -> None:
-        self.ranks = ranks
-
-    def rank(self, name: str) -> int:
-        """The place that was said, or that of the groups."""
-        said = self.ranks.get(name)
-        return resolve_groups(None).rank(name) if said is None else said
 
 
 @arguments(
@@ -202,8 +193,9 @@ class _Places:
 )
 def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_rank: Any) -> None:
     """core.tensor_parallel.model_parallel_manual_seed; the streams begin anew in any case."""
-    places: Any = _Places(tp=tp_rank, ep=ep_rank, expt_tp=etp_rank)
-    ours.model_parallel_manual_seed(seed, places)
+    said = {"tp": tp_rank, "ep": ep_rank, "expt_tp": etp_rank}
+    places = {name: resolve_groups(None).rank(name) if rank is None else rank for name, rank in said.items()}
+    ours.model_parallel_manual_seed(seed, SimpleNamespace(rank=places.__getitem__))  # type: ignore[arg-type]
 
 
 _TRACKER = "!use_te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False"
@@ -217,20 +209,9 @@ def initialize_rng_tracker(force_reset: bool) -> None:
         ours.get_rng_tracker().reset()
 
 
-def get_all_rng_states() -> dict[str, RNGState]:
-    """Where every stream stands."""
-    return ours.get_rng_tracker().get_states()
-
-
-def get_expert_parallel_rng_tracker_name() -> str:
-    """The stream of experts."""
-    return EXPERT_PARALLEL_STREAM
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    """The stream that all ranks share."""
-    return DATA_PARALLEL_STREAM
-
+get_all_rng_states = ours.get_rng_tracker().get_states
+get_expert_parallel_rng_tracker_name = functools.partial(str, EXPERT_PARALLEL_STREAM)
+get_data_parallel_rng_tracker_name = functools.partial(str, DATA_PARALLEL_STREAM)
 
 # -- tensors and vocabularies ----------------------------------------------------------------------------------------
 

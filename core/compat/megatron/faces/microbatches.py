@@ -54,6 +54,10 @@ class NumMicroBatchesCalculator:
         if self.num_micro_batches < 1:
             raise ValueError(f"global batch size {self.current_global_batch_size} is less than one microbatch, {share}")
 
+    def get(self) -> int:
+        """Microbatches of a step."""
+        return self.num_micro_batches
+
     def _batch_at(self, consumed_samples: int) -> int:
         if self.rampup is None:
             return self.global_batch_size

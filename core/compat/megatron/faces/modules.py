@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,14 +91,8 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
     return part if return_model_obj else getattr(part, attr)
 
 
-def get_model_config(model: Any) -> Any:
-    """The configuration of a wrapped model; callbacks are written to it."""
-    return get_attr_wrapped_model(model, "config", allow_none=False)
-
-
-def get_model_type(model: Any) -> Any:
-    """The attribute `model_type` of a wrapped model."""
-    return get_attr_wrapped_model(model, "model_type")
+get_model_config = functools.partial(get_attr_wrapped_model, attr="config", allow_none=False)
+get_model_type = functools.partial(get_attr_wrapped_model, attr="model_type")
 
 
 def get_model_xattn(model: Any) -> bool:

@@ -82,13 +82,12 @@ class Timers:
     @arguments("self names=None normalizer=1.0 reset=True -barrier=False")
     def get_all_timers_string(self, names: Sequence[str] | None, normalizer: float, reset: bool) -> str | None:
         """A line for each timer with a time, in ms over `normalizer`; None where there is none. Collective."""
-        lines = []
-        for name, times in self._of_all_ranks(names, normalizer, reset).items():
-            if self.log_option == "all":
-                lines += [f"    {name} rank {rank}: {ms:.2f} ms" for rank, ms in enumerate(times)]
-            elif max(times) > 0:
-                text = f"({min(times):.2f}, {max(times):.2f})" if self.log_option == "minmax" else f"{max(times):.2f}"
-                lines.append(f"    {name}: {text} ms")
+        shown = {"max": "{1:.2f}", "minmax": "({0:.2f}, {1:.2f})", "all": "{2}"}[self.log_option]
+        lines = [
+            f"    {name}: {shown.format(min(times), max(times), [round(ms, 2) for ms in times])} ms"
+            for name, times in self._of_all_ranks(names, normalizer, reset).items()
+            if max(times) > 0
+        ]
         return "\n".join([f"times over ranks ({self.log_option}):", *lines]) if lines else None
 
     @arguments("self names=None rank=None normalizer=1.0 reset=True -barrier=False")
