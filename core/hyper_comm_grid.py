@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from core.rank_grid import RankGrid
 
+__all__ = ["HyperCommGrid", "RankGenerator"]
+
 
 def groups_along(shape: Sequence[int], axes: Iterable[int]) -> list[list[int]]:
     """The ranks of every group that spans `axes` of a grid, whose last axis varies fastest."""

@@ -23,6 +23,7 @@ LIST = Path(__file__).with_name("public_api.txt")
 MODULES = (
     *("parallel_state", "distributed", "optimizer", "checkpoint", "pipeline_parallel", "tensor_parallel"),
     *("context_parallel", "moe", "transformer", "models", "model_parallel_config", "process_groups", "verify", "plan"),
+    "hyper_comm_grid",
     *("booster", "booster.plugin", "booster.mixed_precision", "booster.checkpoint_io", "interface"),
     *("gradient_accumulation", "gradient_handler", "compat.install", "compat.megatron", "compat.colossalai"),
     "integrations",

@@ -204,6 +204,7 @@ TRAINED = {
     "data": Layout(),
     "sharded": Layout(sharded=True),
     "tensor": Layout(tp=2),
+    "tensor, sharded": Layout(tp=2, sharded=True),
     "tensor and sequence": Layout(tp=2, sequence=True),
     "tensor and sequence, sharded": Layout(tp=2, sequence=True, sharded=True),
     "pipeline": Layout(pp=2),

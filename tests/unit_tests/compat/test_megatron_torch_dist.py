@@ -134,6 +134,9 @@ def test_an_index_that_would_run_code_runs_none(tmp_path: Path, capsys: pytest.C
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Unknown()))
     with pytest.raises(CheckpointError, match="is no index"):
         MegatronReader(str(tmp_path)).read_metadata()
+    (tmp_path / "common.pt").write_bytes(pickle.dumps(Unknown()))
+    with pytest.raises(RuntimeError, match="magic"):
+        MegatronReader(str(tmp_path)).common()
     assert capsys.readouterr().out == ""
 
 

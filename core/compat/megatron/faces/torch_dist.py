@@ -87,10 +87,14 @@ class MegatronReader(FileSystemReader):
 
 
 class _PickleModule:
-    """What torch.load asks of a module that unpickles."""
+    """What torch.load asks of a module that unpickles; `load` for files of before the zip format."""
 
     Unpickler = Unpickler
-    load, loads = pickle.load, pickle.loads
+
+    @staticmethod
+    def load(file: Any, **unused: Any) -> Any:
+        """One object."""
+        return Unpickler(file).load()
 
 
 def _without_inert(value: Any) -> Any:
