@@ -62,9 +62,9 @@ def write(directory: Path, tensors: dict[str, Any], common: Any) -> None:
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 
-def new_gpt(tensor_parallel: int = 1) -> Any:
+def new_gpt(tensor_parallel: int = 1, layers: int = LAYERS) -> Any:
     config = mcore.transformer.TransformerConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=FFN,
+        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=FFN,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         tensor_model_parallel_size=tensor_parallel, hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
@@ -122,6 +122,8 @@ def test_what_cannot_be_read_of_megatrons_files_says_so(rank: int, world: int, t
     tree = {"optimizer": optimizer.sharded_state_dict()}
     with pytest.raises(CheckpointError, match="leave the optimizer out of the tree"):
         mcore.dist_checkpointing.load(tree, tmp_path)
+    with pytest.raises(CheckpointError, match="has 2 layers in the file and the model 1"):
+        mcore.dist_checkpointing.load({"model": new_gpt(layers=1).sharded_state_dict()}, tmp_path, strict="ignore_all")
     tensors["output_layer.weight"] = torch.zeros(VOCABULARY - 1, HIDDEN)
     other = tmp_path / "other"
     other.mkdir()

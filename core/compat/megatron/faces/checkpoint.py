@@ -46,7 +46,7 @@ from core.compat.megatron.faces.sharded import (
     map_leaves,
     merge,
 )
-from core.compat.megatron.faces.torch_dist import MegatronReader, is_megatrons, pieces_in
+from core.compat.megatron.faces.torch_dist import MegatronReader, is_megatrons, layers_lacking, layers_of, pieces_in
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
@@ -240,13 +240,15 @@ def load(sharded_state_dict: StateDict, checkpoint_dir: Any, strict: Any, proces
     objects = {f"{files.objects}{leaf.unique_key}" for leaf in leaves if isinstance(leaf, ShardedObject)}
     asked = objects | {piece.key for found in pieces.values() for piece in found}
     lacking = {leaf.key for number, (leaf, _) in staged.items() if not pieces[number]} | objects - files.blobs
-    everybody = ranks.gather((asked, lacking))
-    unexpected = sorted(set().union(*(theirs for _, theirs in everybody)))
-    missing = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _ in everybody)))
+    flat = [piece for found in pieces.values() for piece in found]
+    everybody = ranks.gather((asked, lacking, layers_of(flat)))
+    unexpected = sorted(set().union(*(theirs for _, theirs, _ in everybody)))
+    missing = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _, _ in everybody)))
     if not files.objects:  # Megatron's layers keep a state of TransformerEngine's beside their weights
         missing = [key for key in missing if "._extra_state/" not in key]
+        short = layers_lacking(set().union(*(theirs for _, _, theirs in everybody)), files.records)
+        ranks.agree(None if short is None else f"cannot load {checkpoint_dir}: {short}")
     ranks.agree(_refusal(how, unexpected, missing, checkpoint_dir))
-    flat = [piece for found in pieces.values() for piece in found]
     ranks.agree(_shapes_differ(flat, files.records, checkpoint_dir))
     optimizers = _optimizers(leaves)
     if optimizers and not files.objects:

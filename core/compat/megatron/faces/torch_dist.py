@@ -10,7 +10,7 @@ import argparse
 import collections
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ RENAMED = (
     (r"\.mlp\.experts\.(weight|bias)([12])$", r".mlp.experts.experts.linear_fc\2.\1"),
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # may be padded in the file
+MOST_PADDING = 128 * 64  # rows: Megatron pads to a multiple of 128 times the tensor-parallel size
 PLAIN = {
     "argparse": ("Namespace",),
     "builtins": ("set", "frozenset", "slice", "complex", "bytearray"),
@@ -130,7 +131,22 @@ def _renamed(key: str) -> str:
 
 def _padded(name: str, shape: tuple[int, ...], records: Mapping[str, TensorStorageMetadata]) -> tuple[int, ...]:
     rows = records[name].size[0] if name.endswith(VOCABULARY) else 0
-    return (rows, *shape[1:]) if rows > shape[0] else shape
+    return (rows, *shape[1:]) if shape[0] < rows < shape[0] + MOST_PADDING else shape
+
+
+def layers_of(pieces: Iterable[Piece]) -> set[tuple[str, int]]:
+    """(tensor of stacked layers, number of a layer) of what is asked for."""
+    stacked = [piece for piece in pieces if piece.shape and re.search(r"\.layers\.(?!\d)", piece.key)]
+    return {(p.key, p.offset[0] + layer) for p in stacked for layer in range(p.data.shape[0])}
+
+
+def layers_lacking(asked: set[tuple[str, int]], records: Mapping[str, TensorStorageMetadata]) -> str | None:
+    """A sentence where the file has more layers than all ranks of the model together."""
+    for key in sorted({key for key, _ in asked}):
+        here, there = sum(key == other for other, _ in asked), records[key].size[0]
+        if here < there:
+            return f"{key!r} has {there} layers in the file and the model {here}; build the model that was saved"
+    return None
 
 
 def _half(piece: Piece, number: int, key: str) -> list[Piece]:
