@@ -66,18 +66,12 @@ class SequenceParallel:
         """The plan with the seams of 'split_gather'; as it is for a mode over context-parallel ranks."""
         return over_sequence(model, plan, layers) if self.mode in OVER_TENSOR else plan
 
-    def attach(self, model: Any, layers: str, tp: int) -> None:
-        """Put the hooks into a model, or a stage. PlanError for heads that do not divide."""
+    def attach(self, model: Any, layers: str) -> None:
+        """Put the hooks into a model, or a stage."""
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         if self.mode in OVER_TENSOR:
             return
-        heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
-        if self.mode == "all_to_all" and isinstance(heads, int) and heads % (tp * self.size):
-            raise PlanError(
-                f"{self.family}: 'all_to_all' gives each rank whole heads, and {heads} heads are not divisible by "
-                f"tp {tp} * {self.size} sequence-parallel ranks; use fewer ranks, or 'ring_attn'"
-            )
         # A model that has attention of its own only logs a warning here; its output is other than before then.
         model.set_attn_implementation(register_attention(self.mode, self.group))
         present = [model.get_submodule(place) for place in present_layers(model, layers)]

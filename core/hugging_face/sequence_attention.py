@@ -64,7 +64,10 @@ def all_to_all_attention(
     size, heads, groups = group_size(group), query.shape[1], key.shape[1]
     _refuse_unknown("all_to_all", options)
     if heads % size:
-        raise ValueError(f"'all_to_all' gives each of {size} ranks whole heads, and a rank has {heads} of them")
+        raise ValueError(
+            f"'all_to_all' gives each of {size} ranks whole heads, and a rank has {heads} of them, which does not "
+            "divide; use fewer ranks, or 'ring_attn'"
+        )
     repeats = math.lcm(groups, size) // groups
     key, value = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value))
     query, key, value = (_to_heads(part, group) for part in (query, key, value))

@@ -31,6 +31,7 @@ from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from core.tensor_parallel.mappings import resolve_groups
 
 AGAIN = "The model has been cut; make it anew"
+ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
 OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
 EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
@@ -199,7 +200,8 @@ def finish_split(
             setattr(modules[owner], attribute, number // tp)
         place_seams(modules, plan, group)
     if sequence is not None:
-        before = _first_output(model, arguments)  # over tensor parallelism alone
+        with refusing_failures(plan, *ONCE_SPLIT):
+            before = _first_output(model, arguments)  # over tensor parallelism alone
         whole, plan = plan, sequence.cut_plan(model, plan, layers)
         if plan is not whole:
             place_seams(modules, plan, group, whole)
@@ -207,7 +209,7 @@ def finish_split(
         flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
         partial, unseen = declare_whole(parameters, plan, flow)
     if sequence is not None:
-        sequence.attach(model, layers, tp)
+        sequence.attach(model, layers)
         with refusing_failures(plan, f"with {sequence_parallel!r}"):
             after = _first_output(model, arguments)
         after = sequence.join(after, -2) if sequence.local_logits else after
@@ -301,7 +303,7 @@ def refuse_other_output(
 
 def watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
     """One watched forward of a split model. PlanError, naming the module, where no contract can make it right."""
-    with refusing_failures(plan, "once it is split", "A module there needs its whole width. "):
+    with refusing_failures(plan, *ONCE_SPLIT):
         flow = run_watched(model, split, arguments)
     both = sorted(flow.partial & flow.complete)
     if flow.faults:

@@ -285,7 +285,7 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence(rank: int, world: int) ->
         split_model(small("llama"), sequence_parallel="sideways")
     with pytest.raises(PlanError, match="'ring_attn' does not know 'softcap'"):
         split_model(small("gemma2"), sequence_parallel="ring_attn")
-    with pytest.raises(PlanError, match="3 heads are not divisible by tp 1 . 2 sequence-parallel ranks"):
+    with pytest.raises(PlanError, match="each of 2 ranks whole heads, and a rank has 3 of them"):
         split_model(
             small("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48), sequence_parallel="all_to_all"
         )
@@ -310,6 +310,13 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence(rank: int, world: int) ->
     ):
         with pytest.raises(ValueError, match=message):
             model(input_ids=tokens(1, 8), **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", ["doge", "bloom", "t5"])
+def test_a_family_that_has_no_form_for_it_is_refused(rank: int, world: int, family: str) -> None:
+    verdict = verdict_on(family, 2)
+    assert verdict.answer == "refused", verdict
 
 
 @pytest.mark.nightly
