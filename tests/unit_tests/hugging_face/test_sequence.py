@@ -207,6 +207,7 @@ def without_others(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 MUTATIONS: dict[str, tuple[str, str, Any, str, Any]] = {
     "sum of the rows' outputs dropped": ("split_gather", "mappings", mappings, "reduce_scatter_first", without_sum),
     "join dropped": ("split_gather", "mappings", mappings, "gather_first", without_others),
+    "join of the context dropped": ("ring_attn", "join", sequence, "gather_first", without_others),
     "sums doubled": (
         "split_gather", "mappings", mappings, "reduce_scatter_first", scaled(mappings.reduce_scatter_first, 2.0),
     ),
@@ -247,6 +248,35 @@ def test_every_reduction_that_is_dropped_or_rescaled_is_seen(rank: int, world: i
             verdict = verdict_on("llama", 1 if sp in OVER_CONTEXT else 2, sp=sp, num_hidden_layers=2)
         assert verdict.answer in ("wrong", "refused"), (what, verdict)
         parallel_state.destroy_model_parallel()
+
+
+@ranks(2)
+@in_double
+def test_a_sum_of_the_loss_or_of_a_norm_that_is_dropped_or_rescaled_is_seen(rank: int, world: int) -> None:
+    ids = tokens()
+    for owner, name, wrong in (
+        (sequence._Total, "backward", staticmethod(scaled(sequence._Total.backward, 0.5))),
+        (sequence._Total, "backward", staticmethod(scaled(sequence._Total.backward, 2.0))),
+        (sequence, "all_reduce", lambda value, group: value.clone()),
+        (sequence, "all_reduce", scaled(sequence.all_reduce, 2.0)),
+    ):
+        model, reference, compare = split_over(1, world, "ring_attn", options={"parallel_output": True})
+        expected = reference(input_ids=ids, labels=ids).loss
+        expected.backward()
+        with replaced(owner, name, wrong):
+            found = model(input_ids=ids, labels=ids).loss
+            found.backward()
+        assert (name == "backward") == bool(torch.isclose(found, expected, rtol=1e-12))
+        if name == "backward":
+            with pytest.raises(AssertionError, match="embed_tokens"):
+                compare()
+        parallel_state.destroy_model_parallel()
+    model, reference, compare = split_over(world, 1, "split_gather")
+    model.module.model.layers[0].input_layernorm.weight.register_hook(lambda grad: grad * 2.0)
+    for each in (model, reference):
+        each(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(AssertionError, match=r"layers\.0\.input_layernorm"):
+        compare()
 
 
 @ranks(2)
