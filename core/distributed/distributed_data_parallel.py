@@ -308,6 +308,8 @@ class DistributedDataParallel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _ENGINE:
             raise _copy_error(name)
+        if name in _ELSEWHERE:
+            raise AttributeError(f"DistributedDataParallel has no {name!r} as torch's has; {_ELSEWHERE[name]}")
         if name != "module":  # tools look up what state_dict() lists, which has no prefix for the wrapper
             module = vars(self.module)
             for kind in ("_modules", "_parameters", "_buffers"):
@@ -419,6 +421,13 @@ def _without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str,
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
+# Methods of torch's DDP, and what serves here.
+_ELSEWHERE = {
+    "register_comm_hook": "to send gradients in another dtype set grad_communication_dtype in the config, and to "
+    "reduce them otherwise give sync_rules",
+    "join": "each step's reductions need all ranks: give them as many batches, or count tokens, of which a rank may "
+    "have none (finalize_model_grads(..., num_tokens))",
+}
 # What the engine made, and a copy does not have.
 _ENGINE = frozenset(
     (

@@ -9,6 +9,7 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -322,7 +323,16 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state by master weight. What is kept in another dtype is in it only during a step."""
+        """The inner optimizer's state by master weight. What is kept in another dtype is in it only during a step.
+
+        Raises TypeError where torch.distributed.checkpoint asks, before it changes learning rates and gradients.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise TypeError(
+                "torch.distributed.checkpoint's helpers for optimizers take one that lists whole parameters, and this "
+                "one lists the master weights of a rank's shards; save with core.checkpoint.save_checkpoint, which any "
+                "layout can load, or each rank's state_dict()"
+            )
         return self.optimizer.state
 
     @property

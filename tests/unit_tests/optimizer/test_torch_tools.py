@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 from torch.optim import lr_scheduler
 
 from core import parallel_state
+from core.device_mesh import initialize_from_device_mesh
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
@@ -170,3 +178,82 @@ def test_a_device_mesh_has_the_groups_of_parallel_state(rank: int, world: int) -
         == groups.ranks("ep")
         == [rank // 2 * 2, rank // 2 * 2 + 1]
     )
+
+
+@ranks(4, 8)
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [(("dp", "tp"), (-1, 2)), (("tp", "dp"), (2, -1)), (("pp", "dp", "cp", "tp"), (2, -1, 1, 2)), (("dp",), (-1,))],
+)
+def test_groups_come_from_a_device_mesh_with_its_ranks(
+    rank: int, world: int, names: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    known = math.prod(size for size in shape if size > 0)
+    mesh = init_device_mesh("cpu", tuple(world // known if size < 0 else size for size in shape), mesh_dim_names=names)
+    initialize_from_device_mesh(mesh)
+    groups = parallel_state.get_process_groups()
+    for name in names:
+        assert groups.ranks(name) == dist.get_process_group_ranks(mesh.get_group(name)), name
+    for name in {"pp", "dp", "cp", "tp"} - set(names):
+        assert groups.size(name) == 1
+
+
+@ranks(4)
+def test_an_hsdp_mesh_shards_within_its_second_dimension(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    initialize_from_device_mesh(mesh)
+    groups = parallel_state.get_process_groups()
+    assert groups.ranks("dp_cp") == [0, 1, 2, 3]
+    assert groups.ranks("intra_dp_cp") == dist.get_process_group_ranks(mesh.get_group("dp_shard"))
+
+
+@ranks(4)
+def test_a_mesh_that_says_something_else_is_refused_by_name(rank: int, world: int) -> None:
+    for names, words in (
+        (("dp", "rows"), "dimension 'rows' of the DeviceMesh has no counterpart"),
+        (("dp", "fsdp"), "name 'dp' twice"),
+    ):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=words):
+            initialize_from_device_mesh(mesh)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="ranks .*; give the mesh of all ranks"):
+        initialize_from_device_mesh(mesh["tp"])
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is told by the DeviceMesh"):
+        initialize_from_device_mesh(mesh, tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="has no names of dimensions"):
+        initialize_from_device_mesh(init_device_mesh("cpu", (2, 2)))
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+@ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_dcps_optimizer_helpers_are_refused_by_name_and_change_nothing(rank: int, world: int, trained: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    for strategy in STRATEGIES:
+        model, optimizer = wrapped(strategy)
+        if trained:
+            loss_of(model, rank, 0).backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        for call in (
+            lambda m=model, o=optimizer: get_optimizer_state_dict(m, o),
+            lambda m=model, o=optimizer: set_optimizer_state_dict(m, o, {"state": {}, "param_groups": []}),
+        ):
+            with pytest.raises(TypeError, match="lists whole parameters, .* core.checkpoint.save_checkpoint"):
+                call()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        loss_of(model, rank, 1)
+
+
+@ranks(2)
+def test_torch_ddps_methods_that_are_not_here_say_what_is(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model, _ = wrapped("no_shard")
+    for name, words in (
+        ("register_comm_hook", "grad_communication_dtype"),
+        ("join", "as many batches"),
+    ):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(model, name)

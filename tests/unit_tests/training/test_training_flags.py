@@ -200,7 +200,7 @@ def test_help_is_an_overview_and_each_option_of_a_group_has_a_text_and_a_default
     for group in groups:
         assert f"--help {group} " in overview
         shown = help_of(group)
-        entries = re.split(r"\n(?= --)", shown)[1:]
+        entries = re.split(r"(?<!,)\n(?= --)", shown)[1:]
         assert len(entries) == int(re.search(rf"--help {group} +(\d+)", overview)[1])  # type: ignore[index]
         for entry in entries:
             text = re.search(r"\n {7}([^(].*?)\(default:\s.*\)$", entry.rstrip(), re.DOTALL)
