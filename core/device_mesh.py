@@ -80,12 +80,9 @@ def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
             raise ValueError(f"dimensions {names} of the DeviceMesh name {token!r} twice")
         sizes[token] = sizes.get(token, 1) * size
     order = [*reversed(sizes), *(token for token in TOKENS if token not in sizes)]
-    parallel_state.initialize_model_parallel(
-        **{f"{argument}_size": sizes.get(token, 1) for token, argument in _ARGUMENTS.items()},
-        num_distributed_optimizer_instances=instances,
-        order="-".join(order),
-        **options,
-    )
+    given: dict[str, Any] = {f"{argument}_size": sizes.get(token, 1) for token, argument in _ARGUMENTS.items()}
+    given |= {"num_distributed_optimizer_instances": instances, "order": "-".join(order)}
+    parallel_state.initialize_model_parallel(**given, **options)
 
 
 _ARGUMENTS = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel"}
