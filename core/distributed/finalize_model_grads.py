@@ -256,7 +256,7 @@ def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGrou
     if not is_due and (step > 1 or config.initial_weights == "ignore"):
         return
     findings = [part.unequal_weights() for part in parts] if is_due else []
-    with ExitStack() as stack:
+    with torch.no_grad(), ExitStack() as stack:  # nothing is saved for a backward, so chunks may be read together
         for part in parts:
             stack.enter_context(part.reading())
         findings.append(unequal_across_stages([part.plan for part in parts], groups))

@@ -181,6 +181,7 @@ QUICK = (
     Layout(tp=4, sp=True, fusion=True, recompute=True),
     replace(_ONE_F_ONE_B, model="tagged"),
     Layout(dp=2, pp=2, schedule="InterleavedZeroBubble", vpp=2, microbatches=4, strategy="optim", per_token=True),
+    Layout(pp=2, schedule="Interleaved1F1B", vpp=2, microbatches=4, strategy="optim_grads_params", model="tagged"),
     Layout(tp=2, cp=2, cp_comm="p2p", sp=True, per_token=True, model="modern", microbatches=2),
     Layout(dp=2, tp=2, sp=True, etp=2, experts="allgather", aux="seq_aux_loss", microbatches=2, model="tagged"),
     replace(_EXPERTS, dp=4, ep=2, expert_bias=True, shared=True, microbatches=2, strategy="optim", per_token=True),

@@ -1,5 +1,6 @@
 """Several model chunks on a rank share communicators: their buckets leave in one order, whatever backward did."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +92,25 @@ def test_chunks_can_be_finished_one_by_one(rank: int, world: int, order: tuple[i
         for number, chunk in enumerate(chunks):
             got = {f"chunks.{number}.{name}": grad for name, grad in whole_grads(chunk).items()}
             assert_same(got, {name: grad for name, grad in expected.items() if name.startswith(f"chunks.{number}.")})
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_chunks_with_sharded_parameters_have_their_weights_compared(rank: int, world: int, share: bool) -> None:
+    """Weights of all chunks are read together, and those of one chunk must not be taken for saved by another."""
+    parallel_state.initialize_model_parallel()
+    plain = Both(Chunk(1), Chunk(2))
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    options = {"data_parallel_sharding_strategy": "optim_grads_params", "share_host_memory": share}
+    options["reduce_microbatches"] = "last"
+    chunks = [wrap(copy.deepcopy(chunk), config, check_weights_interval=1, **options) for chunk in plain.chunks]
+    for _ in range(2):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        hidden = chunks[0](torch.ones(3, 4, dtype=torch.float64), -1)
+        chunks[1](hidden, -1).sum().backward()
+        finalize_model_grads(chunks)
+    plain.zero_grad()
+    plain.chunks[1](plain.chunks[0](torch.ones(3, 4, dtype=torch.float64), -1), -1).sum().backward()
+    for chunk, wanted in zip(chunks, plain.chunks, strict=True):
+        assert_same(whole_grads(chunk), {name: param.grad for name, param in wanted.named_parameters()})
