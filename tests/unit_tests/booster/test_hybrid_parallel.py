@@ -82,21 +82,28 @@ def steps_of(
 
 
 def check(
-    family: str, tp: int, pp: int, world: int, options: dict[str, Any], values: dict[str, Any], accumulate: int = 1
+    family: str,
+    tp: int,
+    pp: int,
+    world: int,
+    options: dict[str, Any],
+    values: dict[str, Any],
+    accumulate: int = 1,
+    steps: int = STEPS,
 ) -> None:
     max_norm = options.get("max_norm", 0.0)
     model = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
     data_ranks = world // (tp * pp * options.get("sp_size", 1))
     reference = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
     start = {name: param.detach().clone() for name, param in reference.named_parameters()}
-    expected, expected_norms = trained_alone(reference, data_ranks, max_norm)
+    expected, expected_norms = trained_alone(reference, data_ranks, max_norm, steps)
     micro = {"num_microbatches": 2 * options.get("num_model_chunks", 1)} if pp > 1 else {}
     booster = Booster(plugin=HybridParallelPlugin(tp, pp, precision="fp32", **{**micro, **options}))
     optimizer = new_optimizer(model)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     groups = parallel_state.get_process_groups()
     assert groups.size("dp") == data_ranks
-    losses, norms = steps_of(booster, boosted, optimizer, groups.rank("dp"), range(STEPS), pp, accumulate)
+    losses, norms = steps_of(booster, boosted, optimizer, groups.rank("dp"), range(steps), pp, accumulate)
     total = torch.tensor(losses)
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.AVG, group=groups.dp)
     assert total.tolist() == pytest.approx(expected, abs=1e-5)
@@ -156,6 +163,13 @@ def test_accumulated_batches_train_as_one_batch(rank: int, world: int, tp: int, 
     check("llama", tp, pp, world, {"zero_stage": 1, "num_microbatches": 2}, {}, accumulate=2)
 
 
+NIGHTLY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
 @pytest.mark.nightly
 @ranks(4, timeout_s=120.0)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
@@ -166,13 +180,8 @@ def test_layouts_train_as_one_process(rank: int, world: int, family: str, tp: in
         with pytest.raises(ValueError, match="with pp_size > 1 use zero_stage 0 or 1"):
             HybridParallelPlugin(tp, pp, precision="fp32", zero_stage=2, num_microbatches=4)
         return
-    values: dict[str, Any] = {
-        "llama": {},
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    }[family]
     micro = {"num_microbatches": 4} if pp > 1 else {}
-    check(family, tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, values)
+    check(family, tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, NIGHTLY[family])
 
 
 @pytest.mark.nightly
@@ -198,6 +207,14 @@ def test_sequence_parallel_layouts_train_as_one_process(
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }.get(family, {})
     check(family, tp, pp, world, {"max_norm": 0.5, **options}, values)
+
+
+@pytest.mark.nightly
+@ranks(8, timeout_s=170.0)
+@pytest.mark.parametrize(("tp", "pp", "zero_stage"), [(2, 2, 1), (4, 1, 2), (1, 4, 0)])
+def test_20_steps_on_8_ranks_are_one_process(rank: int, world: int, tp: int, pp: int, zero_stage: int) -> None:
+    micro = {"num_microbatches": 4} if pp > 1 else {}
+    check("llama", tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, {}, steps=20)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"tie_word_embeddings": True},
     "granite": GRANITE,
     "gemma2": {},
+    "gemma3_text": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"ffn_dim": 64, "dropout": 0.0},
