@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, action="append", default=[], help="a TOML file of the main job")
     parser.add_argument("--ranks", type=int, required=True, help="of the whole job")
-    parser.add_argument("--device", default="h100", help=f"{', '.join(known_devices())}, or a file of `calibrate`")
+    parser.add_argument("--device", default="h100", help=f"{', '.join(known_devices())}, or a .json file like theirs")
     parser.add_argument("--seq", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of a step")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward")

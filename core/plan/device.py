@@ -12,7 +12,6 @@ from core.training.errors import ConfigError
 
 FILES = Path(__file__).parent / "devices"
 LONGEST_FILE = 1 << 20  # bytes
-CALIBRATE = "python -m core.plan calibrate FILE.json"
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,18 @@ def known_devices() -> list[str]:
 
 
 def read_device(name: str) -> Device:
-    """A device by its name, or by the path of a file that `calibrate` wrote. ConfigError that lists the known ones."""
+    """A device by its name, or by the path of a file of that kind. ConfigError that lists the known ones."""
     path = Path(name) if name.endswith(".json") else FILES / f"{name.lower()}.json"
     if not path.is_file():
         raise ConfigError(
-            f"--device {name} is not known; known are {', '.join(known_devices())}, or the path of a file that "
-            f"`{CALIBRATE}` writes on the machine itself"
+            f"--device {name} is not known; known are {', '.join(known_devices())}, or the path of a .json file "
+            f"with the figures of {FILES / 'h100.json'}, measured on your machine"
         )
     try:
         if path.stat().st_size > LONGEST_FILE:
             raise ValueError(f"it has {path.stat().st_size} bytes, more than {LONGEST_FILE}")
         return Device.of(json.loads(path.read_text()))
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--device {name}: the file is no device ({error!r}); write one by `{CALIBRATE}`") from error
+        raise ConfigError(
+            f"--device {name}: the file is no device ({error!r}); begin with a copy of {FILES / 'h100.json'}"
+        ) from error

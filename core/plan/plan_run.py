@@ -63,7 +63,7 @@ def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = 
     """Plan a run of the main job. Local: no process group, and no memory for weights.
 
     config: what the main job is told, or the path of a TOML file of it. ranks: of the whole job. device: a name of
-    `known_devices`, the path of a file that `calibrate` has written, or a Device.
+    `known_devices`, the path of a file like theirs, or a Device.
 
     Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.
 

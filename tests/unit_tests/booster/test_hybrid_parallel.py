@@ -90,11 +90,12 @@ def check(
     values: dict[str, Any],
     accumulate: int = 1,
     steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     max_norm = options.get("max_norm", 0.0)
-    model = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
+    model = small(family, dtype, num_hidden_layers=LAYERS, **values)
     data_ranks = world // (tp * pp * options.get("sp_size", 1))
-    reference = small(family, torch.float32, num_hidden_layers=LAYERS, **values)
+    reference = small(family, dtype, num_hidden_layers=LAYERS, **values)
     start = {name: param.detach().clone() for name, param in reference.named_parameters()}
     expected, expected_norms = trained_alone(reference, data_ranks, max_norm, steps)
     micro = {"num_microbatches": 2 * options.get("num_model_chunks", 1)} if pp > 1 else {}
@@ -206,15 +207,28 @@ def test_sequence_parallel_layouts_train_as_one_process(
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }.get(family, {})
+    if family == "gpt2" and "sp_size" in options:  # views hidden states as its input, which is refused before the head
+        options = {**options, "parallel_output": False}
     check(family, tp, pp, world, {"max_norm": 0.5, **options}, values)
 
 
 @pytest.mark.nightly
 @ranks(8, timeout_s=170.0)
-@pytest.mark.parametrize(("tp", "pp", "zero_stage"), [(2, 2, 1), (4, 1, 2), (1, 4, 0)])
-def test_20_steps_on_8_ranks_are_one_process(rank: int, world: int, tp: int, pp: int, zero_stage: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "zero_stage"),
+    [
+        *[("llama", 2, 2, 1), ("llama", 4, 1, 2), ("llama", 1, 4, 0), ("gpt2", 2, 4, 1), ("gpt2", 4, 2, 0)],
+        *[("gpt2", 2, 1, 2), ("qwen3_moe", 4, 2, 1), ("qwen3_moe", 1, 1, 2)],
+    ],
+)
+def test_20_steps_on_8_ranks_are_one_process(
+    rank: int, world: int, family: str, tp: int, pp: int, zero_stage: int
+) -> None:
     micro = {"num_microbatches": 4} if pp > 1 else {}
-    check("llama", tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, {}, steps=20)
+    # A token between two experts goes to another one by a rounding: in fp32 losses are 1e-4 apart after 20 steps.
+    dtype = torch.float64 if family == "qwen3_moe" else torch.float32
+    options = {"zero_stage": zero_stage, "max_norm": 0.5, **micro}
+    check(family, tp, pp, world, options, NIGHTLY[family], steps=20, dtype=dtype)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[
         (["--ranks", "6", "--tp", "4"], "6 ranks are not divisible by tp 4"),
         (["--ranks", "8", "--tp", "8"], "--model.num-attention-heads 4 is not divisible by tp 8"),
         (["--ranks", "4", "--device", "b900"], "known are a100, h100, h200, mi300x"),
-        (["--ranks", "4", "--device", "b900"], "calibrate"),
+        (["--ranks", "4", "--device", "b900"], "h100.json, measured on your machine"),
         (["--ranks", "3", "--tp", "1"], "--run.global-batch-size 8 is not divisible by dp"),
     ],
 )
