@@ -28,6 +28,8 @@ EXTRAS = {
     "safetensors": ("safetensors",),
     "transformers": ("transformers", "safetensors"),
     "peft": ("peft", "safetensors"),
+    "integrations": ("accelerate", "transformers", "lightning-fabric", "safetensors"),
+    "data": ("datasets",),
 }
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROBE_LIMIT_S = 20.0
@@ -213,7 +215,7 @@ def extra(name: str) -> Callable[[], Finding]:
     """Whether the packages of an extra are there."""
 
     def ask() -> Finding:
-        missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package) is None]
+        missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package.replace("-", "_")) is None]
         if not missing:
             return Finding("ok", "installed")
         return Finding("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")

@@ -45,6 +45,8 @@ MEANT: dict[str, set[str]] = {
     "checkpoint.step": {"0"},  # of a converted checkpoint
     "ddp.keep_params_whole": {"True"},
     "parallel.sequence_parallel": {"True"},
+    "logging.peak_tflops": POSITIVE,
+    **dict.fromkeys(("data.dataset", "data.split", "data.column"), set(ODD) - {""}),  # names, looked for later
     "data.tokenizer": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", "../x", LARGE_FLOAT},  # a file, looked for later
     "run.name": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", LARGE_FLOAT},
 }
@@ -121,7 +123,9 @@ def test_every_odd_value_in_a_file_is_refused_by_name_or_means_something() -> No
             if value is None:
                 value = text if not numbers else int(text) if text.lstrip("-").isdigit() else float(text)
             told = outcome_of_table(section, name, value, **others)
-            meant = text in MEANT.get(option, set()) and (value is not True or hint is not str)
+            meant = text in MEANT.get(option, set()) and (
+                value is not True or str not in {hint, *typing.get_args(hint)}
+            )
             named = name in told or flag(section, name) in told or f"(--{section}" in told
             if (told != "taken") if meant else (not named or told == "taken" or "\n" in told):
                 wrong.append(f"{option} = {value!r}: {told}")
