@@ -169,7 +169,9 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 @ranks(2, timeout_s=120.0)
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("how", ["around", "inside", "layers", "function"])
+@pytest.mark.parametrize(
+    "how", ["around", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("inside", "layers", "function"))]
+)
 def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: str, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     torch._dynamo.reset()
