@@ -23,7 +23,7 @@ check: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W -q -b html docs/source docs/build/html
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m nightly $(ARGS)

@@ -14,9 +14,17 @@ BENCHMARKS = {
         "on a GPU: overhead, weight gradients in place, the optimizer's pass, MFU; results checked",
     ),
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
+    "hugging_face": (
+        "benchmarks.hugging_face",
+        "split Hugging Face models beside Transformers' own tensor parallelism and FSDP2; wrapping, loading",
+    ),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
     "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
+    "plan": (
+        "benchmarks.plan",
+        "planned memory and time of a step beside measured ones, on 1 to 8 ranks; with devices measured",
+    ),
     "same_bits": (
         "benchmarks.same_bits",
         "do two versions of this code train to the same bits? record one, compare the other",

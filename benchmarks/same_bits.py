@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +41,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layout (default: all)")
     parser.add_argument("--max-ranks", type=int, default=8)
     options = parser.parse_args(arguments)
-    found = {"torch": torch.__version__}
-    before = json.loads(options.file.read_text()) if options.what == "compare" else found
-    if before["torch"] != found["torch"]:
-        print(f"{options.file} was made with torch {before['torch']}, and this is {found['torch']}")
-        return 1
-    differing = []
-    with RankPool(options.max_ranks) as pool:
-        for kind, layout in list(cases(options.max_ranks))[:: options.every]:
-            name = f"{kind} {layout}"
-            try:
-                found[name] = pool.run(train, layout.world, (layout, kind))
-            except RankFailure as failure:
-                found[name] = f"failed: {str(failure).strip().splitlines()[-1]}"
-            if options.what == "compare" and found[name] != before.get(name):
-                differing.append(name)
-                print(f"DIFFERS  {name}\n  before {before.get(name)}\n  now    {found[name]}", flush=True)
     if options.what == "record":
-        options.file.write_text(json.dumps(found, indent=1))
-    failed = sum(str(digest).startswith("failed") for digest in found.values())
-    print(f"{len(found) - 1} cases, {len(differing)} differ, {failed} failed")
+        before = {"torch": torch.__version__, "cases": list(cases(options.max_ranks))[:: options.every]}
+    else:
+        before = json.loads(options.file.read_text())
+        before["cases"] = before["cases"][:: options.every]
+    if before["torch"] != torch.__version__:
+        print(f"{options.file} was made with torch {before['torch']}, and this is {torch.__version__}")
+        return 1
+    differing = failed = 0
+    with RankPool(options.max_ranks) as pool:
+        for case in before["cases"]:
+            layout = Layout(**case["layout"])
+            try:
+                digest = pool.run(train, layout.world, (layout, case["kind"]))
+            except RankFailure as failure:
+                digest = f"failed: {str(failure).strip().splitlines()[-1]}"
+                failed += 1
+            if case.setdefault("digest", digest) != digest:
+                differing += 1
+                print(f"DIFFERS  {case['kind']} {layout}\n  before {case['digest']}\n  now    {digest}", flush=True)
+    if options.what == "record":
+        options.file.write_text(json.dumps(before, indent=1))
+    print(f"{len(before['cases'])} cases, {differing} differ, {failed} failed")
     return 1 if differing else 0
 
 
-def cases(max_ranks: int) -> Iterator[tuple[str, Layout]]:
-    """(dtype, layout) of each distinct layout in deterministic mode."""
+def cases(max_ranks: int) -> Iterator[dict[str, Any]]:
+    """Dtype and layout of each distinct layout in deterministic mode."""
     seen = set()
     for table, make in tables().items():
         for layouts in make().values():
@@ -75,7 +78,7 @@ def cases(max_ranks: int) -> Iterator[tuple[str, Layout]]:
                     legal = layout.problem is None and layout.world <= max_ranks
                     if legal and (kind, layout) not in seen:
                         seen.add((kind, layout))
-                        yield kind, layout
+                        yield {"kind": kind, "layout": asdict(layout)}
 
 
 def train(layout: Layout, kind: str) -> str:
@@ -98,8 +101,9 @@ def train(layout: Layout, kind: str) -> str:
             gradients = job.model.gradients()
             _, norm, _ = optimizer.step()
             digest.update(repr((loss, norm)).encode())
-            for tensor in (*gradients.values(), *(held.tensor for held in job.model.trained)):
-                digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            with job.model.gathered():
+                for tensor in (*gradients.values(), *(held.tensor for held in job.model.trained)):
+                    digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, digest.hexdigest())
     return hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]

@@ -133,10 +133,12 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(mine - right) / abs(right) for mine, right in zip(losses, reference, strict=True))
 
 
-def formula_ratio(stage: Stage, ranks: int) -> float:
-    """Parameters, gradients and Adam's two moments in fp32 a rank, over the bytes of the parameters."""
-    if stage == "optim_grads_params":
-        return 4 / ranks  # everything sharded, which core.optimizer.masters.memory does not have yet
+def formula_ratio(stage: Stage, ranks: int, passing: float = 0.0) -> float:
+    """Parameters, gradients and Adam's two moments in fp32 a rank, over the bytes of the parameters.
+
+    passing: the two longest neighbouring buckets over the parameters. Where parameters are sharded, as many of them and
+    of gradients are whole at a time.
+    """
     import torch
 
     from core.optimizer import OptimizerConfig
@@ -150,4 +152,11 @@ def formula_ratio(stage: Stage, ranks: int) -> float:
         strategy=strategy,
         shard_ranks=ranks,
     )
-    return row.total / torch.float32.itemsize
+    whole = 2 * passing if stage == "optim_grads_params" else 0.0
+    return row.total / torch.float32.itemsize + whole
+
+
+def formula_of(stage: Stage, result: dict[str, Any]) -> float:
+    """The formula of a stage in a run, as it is in the JSON."""
+    workload = result["workload"]
+    return formula_ratio(stage, result["plan"]["ranks"], workload.get("passing", 0) / workload["numel"])

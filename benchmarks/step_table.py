@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_figures import Spread, figures_of, formula_ratio
+from benchmarks.step_figures import Spread, figures_of, formula_of, formula_ratio
 from benchmarks.step_plan import TOLERANCE
 
 STAGES = ("none", "no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -33,7 +33,7 @@ def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
         _line(HEADINGS),
     ]
     for row in ordered([*result["rows"], baseline]):
-        lines.append(_line(_cells(row, baseline, workload["numel"], beside, plan["ranks"])))
+        lines.append(_line(_cells(row, result, beside)))
     formula = (
         f"formula: the strategy's, with the {beside:.2f} that {KEPT!r} holds beside its states."
         if beside is not None
@@ -78,11 +78,11 @@ def beside_states(result: dict[str, Any]) -> float | None:
     return None
 
 
-def _cells(row: dict[str, Any], baseline: dict[str, Any], numel: int, beside: float | None, ranks: int) -> list[str]:
-    name = row["name"]
+def _cells(row: dict[str, Any], result: dict[str, Any], beside: float | None) -> list[str]:
+    name, baseline = row["name"], result["baseline"]
     if row["kind"] == "control":
         return [name, f"{row['outcome']} (loss {row['starts'][0]['deviation']:.1e})"]
-    found = figures_of(row, baseline, numel)
+    found = figures_of(row, baseline, result["workload"]["numel"])
     if found is None:
         return [name, f"{row['outcome']}: {row['reason']}"]
     worst = [turns["deviation"] for turns in row["starts"] if turns["deviation"] is not None]
@@ -93,7 +93,7 @@ def _cells(row: dict[str, Any], baseline: dict[str, Any], numel: int, beside: fl
         f"{found.cpu_ms:.1f}",
         *_ratio_cells(found.cpu_ratio, name == baseline["name"]),
         "-" if found.peak is None else f"{found.peak:.2f}",
-        f"{formula_ratio(row['stage'], ranks) + (beside or 0.0):.2f}",
+        f"{formula_of(row['stage'], result) + (beside or 0.0):.2f}",
         f"{max(worst):.0e}" if worst else "own",
         f"{found.steps}",
     ]

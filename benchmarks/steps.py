@@ -68,7 +68,7 @@ def run_workload(
         left = plan.starts - 1 - start
         say(f"{workload.name}: start {start + 1} took {took:.0f} s; {left} to come, about {left * took / 60:.0f} min")
     return {
-        "workload": asdict(workload) | {"sizes": sizes, "numel": numel},
+        "workload": asdict(workload) | {"sizes": sizes, "numel": numel, "passing": workload.passing_numel(plan.ranks)},
         "plan": asdict(plan),
         "rounds": plan.rounds_of(workload),
         "batches": names[0],

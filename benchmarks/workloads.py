@@ -119,6 +119,25 @@ class Workload:
         with torch.device("meta"):
             return sum(param.numel() for param in self.model().parameters())
 
+    def passing_numel(self, ranks: int) -> int:
+        """Elements of the two longest neighbouring buckets where gradients are sharded, at the default bucket size."""
+        from core.distributed.buffer.bucket_pool import pool_numel
+        from core.distributed.layout.param_layout import BufferKey, ParamSpec, plan_buffer, resolve_bucket_size
+
+        key = BufferKey("float32", "float32", "dp_cp")
+        with torch.device("meta"):
+            specs = [ParamSpec(name, tuple(param.shape), key) for name, param in self.model().named_parameters()]
+        size = resolve_bucket_size(
+            *(None, None),
+            numel=sum(spec.numel for spec in specs),
+            data_ranks=ranks,
+            overlap=False,
+            one_bucket=False,
+            shards_gradients=True,
+        )
+        layout = plan_buffer(specs, bucket_size=size, shards=ranks, sharded=True, strict_size=True)
+        return pool_numel([bucket.numel for bucket in layout.buckets])
+
     def tensors(self) -> int:
         """Tensors among them."""
         with torch.device("meta"):

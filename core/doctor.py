@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, finding in found:
         print(f"{finding.verdict:8} {name:{width}}  {finding.text}")
     missing = [name for name, finding in found if finding.verdict == "MISSING"]
-    print(f"Mend first: {', '.join(missing)}." if missing else "Ready. Next: make train, or examples/my_loop.py.")
+    ready = "Ready. Next: python -m core.training, or a loop of yours."
+    print(f"Mend first: {', '.join(missing)}." if missing else ready)
     return 1 if missing else 0
 
 

@@ -18,14 +18,34 @@ RANGES = {
 }
 
 
+# Not frozen: users set the callbacks once optimizer and wrapper exist. Nothing in `core` writes to it.
 @dataclass
 class ModelParallelConfig:
     """Parallel sizes, dtypes and callbacks of a model; a model's own config extends it.
 
-    Not frozen, because users set the callbacks once optimizer and wrapper exist; nothing in `core` writes to it.
-
-    Parameters are made in params_dtype; fp16 and bf16 must agree with it. use_cpu_initialization and has_cond_embedder
-    are Megatron's names for what happens in any case, and may only be False.
+    tensor_model_parallel_size: ranks that share each layer.
+    pipeline_model_parallel_size: stages of consecutive layers.
+    virtual_pipeline_model_parallel_size: stages that one rank holds, of an interleaved pipeline.
+    context_parallel_size: ranks that share each sequence.
+    expert_model_parallel_size: ranks that share the experts of a layer.
+    expert_tensor_parallel_size: ranks that share one expert; None for tensor_model_parallel_size.
+    sequence_parallel: between split matrices, each tensor-parallel rank keeps its part of the sequence.
+    params_dtype: of the parameters.
+    fp16, bf16: other words for params_dtype, which must agree.
+    perform_initialization: draw initial weights; False leaves what memory holds.
+    use_cpu_initialization, has_cond_embedder: Megatron's names for what happens in any case; refused where True.
+    gradient_accumulation_fusion: split layers add weight gradients straight to the buffer.
+    calculate_per_token_loss: a loss is a sum over tokens, and gradients are divided by the tokens of all ranks.
+    deterministic_mode: as the wrapper's deterministic_reduction.
+    qk_layernorm: normalize queries and keys of each head.
+    moe_router_enable_expert_bias: balance experts by a bias in the choice, without a loss.
+    moe_router_bias_update_rate: how far that bias moves in a step.
+    timers: core.timers.Timers, or Megatron's, of which finalize_model_grads starts and stops its own.
+    barrier_with_L1_time: those timers wait for all ranks first.
+    no_sync_func: a context in which a backward reduces nothing; a list has one for each chunk.
+    grad_sync_func, param_sync_func: called by a schedule when a chunk's gradients, or parameters, may travel.
+    finalize_model_grads_func: called at the end of a schedule instead of finalize_model_grads.
+    grad_scale_func: called by a schedule with each loss, and answers the loss to call backward on.
 
     Raises ValueError where fields contradict each other, naming both.
     """

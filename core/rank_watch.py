@@ -172,6 +172,12 @@ class RankWatch:
             self.store.set(_beat_key(self.rank), json.dumps(told))
         self.store.close()
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Log on all ranks that a call has failed here in which others may be waiting. This rank goes on."""
+        words = f"{self.members[self.rank]} failed, and others may wait for it: {in_short(error)}"
+        with suppress(RuntimeError):
+            self._publish(self.rank, BACK, words, _place_of(error))
+
     def _end(self) -> None:
         self.stop(sys.exc_info()[1] or getattr(sys, "last_value", None))
 
@@ -232,7 +238,8 @@ class RankWatch:
 
     def _go_on_alone(self, error: Exception) -> None:
         """The store has gone: what happens to the processes of this host is still seen."""
-        log.error("rank %d: %s%s", self.rank, _store_lost(error), self._here())
+        lost = "the job's store does not answer; the process that holds it has ended, or cannot be reached"
+        log.error("rank %d: %s (%s)%s", self.rank, lost, str(error).splitlines()[0], self._here())
         while True:
             self._find_place()
             for rank, (kind, what) in self._look_at_processes().items():
@@ -487,11 +494,6 @@ def _machine() -> str:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _store_lost(error: Exception) -> str:
-    why = str(error).splitlines()[0]
-    return f"the job's store does not answer; the process that holds it has ended, or cannot be reached ({why})"
 
 
 def _beat_key(rank: int) -> str:

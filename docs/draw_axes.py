@@ -2,6 +2,8 @@
 
     python docs/draw_axes.py
 
+Each picture is there twice, for light and for dark pages, on a transparent ground.
+
 Nothing in the pictures is drawn by hand: the groups come from RankGrid, the reductions and the divisor from the
 contract that `read_contract` reads off a parameter tagged as our layers tag it, and what a box holds from carrying
 these out on sets of contributions. A test draws the pictures anew, and compares the contracts with a wrapped GPT's.
@@ -10,6 +12,7 @@ these out on sets of contributions. A test draws the pictures anew, and compares
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -270,7 +273,16 @@ ALL = (DP, TP, PP, EP, CP)
 
 LEFT, BOX_HEIGHT, CELL, LINE = 158, 44, 13, 15
 PARTIAL, WHOLE, INK, PALE = "#c0632b", "#2e7d4f", "#222222", "#888888"
+PALE_LINE, PALE_EDGE, WHOLE_FILL, PARTIAL_FILL = "#dddddd", "#cccccc", "#eaf5ee", "#fcf2ec"
 COLORS = ("#3b6fb6", "#c0632b", "#7a4fa3", "#2e7d4f", "#b0413e", "#4d8f9c", "#8a7a2f", "#666a73")
+# A colour of a light page -> the one in its place on a dark page.
+DARK = {
+    **{INK: "#e6edf3", PALE: "#9aa4af", PALE_LINE: "#30363d", PALE_EDGE: "#484f58"},
+    **{WHOLE: "#3f9d68", PARTIAL: "#cf7139", WHOLE_FILL: "#12281b", PARTIAL_FILL: "#2d1c11"},
+    **{COLORS[0]: "#6f9fe0", COLORS[2]: "#a883d1", COLORS[4]: "#d9706c", COLORS[5]: "#74b3bf"},
+    **{COLORS[6]: "#b8a654", COLORS[7]: "#9297a1"},
+}
+PALETTES: dict[str, Mapping[str, str]] = {"light": {}, "dark": DARK}
 
 
 class Svg:
@@ -308,12 +320,11 @@ class Svg:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
             f'viewBox="0 0 {self.width} {height}" font-family="Helvetica, Arial, sans-serif">'
         )
-        ground = f'<rect width="{self.width}" height="{height}" fill="#ffffff"/>'
-        return "\n".join([head, ground, *self.parts, "</svg>"]) + "\n"
+        return "\n".join([head, *self.parts, "</svg>"]) + "\n"
 
 
-def draw(picture: Picture, rules: Sequence[GradSyncRule] = DEFAULT_RULES) -> str:
-    """The picture as SVG."""
+def draw(picture: Picture, rules: Sequence[GradSyncRule] = DEFAULT_RULES, palette: str = "light") -> str:
+    """The picture as SVG on a transparent ground, for light or for dark pages."""
     world = picture.grid.world_size
     column = 132 if world <= 4 else 110
     svg = Svg(LEFT + world * column + 10)
@@ -325,12 +336,13 @@ def draw(picture: Picture, rules: Sequence[GradSyncRule] = DEFAULT_RULES) -> str
     y = 76
     for lane in picture.lanes:
         y = _draw_lane(svg, picture, lane, rules, column, y)
-    return svg.done(y)
+    colours = PALETTES[palette]
+    return re.sub(r"#[0-9a-f]{6}", lambda found: colours.get(found[0], found[0]), svg.done(y))
 
 
 def _draw_lane(svg: Svg, picture: Picture, lane: Lane, rules: Sequence[GradSyncRule], column: int, y: int) -> int:
     stages, _ = stages_of(picture, lane, rules)
-    svg.line(12, y, svg.width - 12, y, "#dddddd")
+    svg.line(12, y, svg.width - 12, y, PALE_LINE)
     svg.text(12, y + 20, lane.name, size=13, font_weight="bold", font_family="monospace")
     svg.text(12, y + 36, lane.note, size=11, color=PALE)
     svg.text(12, y + 50, f"cell n: {lane.cell_is}", size=11, color=PALE)
@@ -376,14 +388,14 @@ def _draw_box(svg: Svg, picture: Picture, lane: Lane, stage: Stage, rank: int, x
         svg.text(x + width / 2, y + 26, "not here", size=11, color=PALE, text_anchor="middle")
         return
     whole = is_whole(held, lane.cells)
-    fill, line = ("#eaf5ee", WHOLE) if whole else ("#fcf2ec", PARTIAL)
+    fill, line = (WHOLE_FILL, WHOLE) if whole else (PARTIAL_FILL, PARTIAL)
     svg.box(x, y, width, BOX_HEIGHT, fill=fill, line=line, dashed=not whole)
     svg.text(x + width / 2, y + 15, piece, size=11, text_anchor="middle")
     step = min(CELL, (width - 6) / lane.cells)
     left = x + (width - lane.cells * step) / 2 + 1
     for cell in range(lane.cells):
         there = held[cell]
-        color, edge = (line, line) if there else ("none", "#cccccc")
+        color, edge = (line, line) if there else ("none", PALE_EDGE)
         svg.box(left + cell * step, y + 22, step - 2, CELL, fill=color, line=edge, dashed=False)
         if there:
             svg.text(
@@ -395,7 +407,9 @@ def main() -> None:
     """Write every picture."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for picture in ALL:
-        (PICTURES / f"{picture.file}.svg").write_text(draw(picture), encoding="utf-8")
+        for palette in PALETTES:
+            path = PICTURES / f"{picture.file}_{palette}.svg"
+            path.write_text(draw(picture, palette=palette), encoding="utf-8")
 
 
 if __name__ == "__main__":

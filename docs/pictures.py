@@ -262,12 +262,41 @@ def terminal(p: Picture) -> None:
         p.text(20, 56 + 22 * number, line, size=13, anchor="start", mono=True, bold=number == 0)
 
 
+def step_times() -> list[tuple[str, str, float]]:
+    """(stage, arm, time over torch DDP's) of the first table of the page of figures, for the GPT of 10.5 M."""
+    page = (FOLDER.parent / "performance.md").read_text()
+    rows, stage = [], ""
+    for line in page.split("| stage | arm |")[1].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        first, arm, time, *_ = (cell.strip().replace("*", "").replace("`", "") for cell in line.strip("|").split(" | "))
+        stage = first.strip("| ") or stage
+        rows.append((stage, arm, 1.0 if time.endswith("ms") else float(time)))
+    return rows
+
+
+def steps(p: Picture) -> None:
+    """The time of a training step, as the page's first table has it."""
+    rows = step_times()
+    longest = max(time for _, _, time in rows)
+    shown = ""
+    for number, (stage, arm, time) in enumerate(rows):
+        top = 14 + 30 * number
+        if stage != shown:
+            p.text(20, top + 15, stage, size=12, anchor="start", bold=True)
+            shown = stage
+        p.text(392, top + 15, arm, size=12, anchor="end")
+        p.box(400, top, 290 * time / longest, 22, (), "a" if arm.startswith("ours") else "none", round=2)
+        p.text(406 + 290 * time / longest, top + 15, f"{time:.2f}", size=12, anchor="start")
+
+
 PICTURES: dict[str, tuple[Callable[[Picture], None], int, int]] = {
     "buffer": (buffer, 830, 344),
     "strategies": (strategies, 800, 260),
     "decisions": (decisions, 712, 540),
     "resharding": (resharding, 724, 220),
     "terminal": (terminal, 750, 236),
+    "steps": (steps, 740, 260),
 }
 
 

@@ -2,5 +2,6 @@
 
 from core.booster.accelerator import Accelerator
 from core.booster.booster import Booster
+from core.booster.coordinator import DistCoordinator
 
-__all__ = ["Accelerator", "Booster"]
+__all__ = ["Accelerator", "Booster", "DistCoordinator"]

@@ -26,7 +26,9 @@ class Booster:
     """One loop for every plugin.
 
         booster = Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16")
-        model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion)
+        model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
+            model, optimizer, criterion, dataloader, lr_scheduler
+        )
         for inputs, targets in dataloader:
             optimizer.zero_grad()
             booster.backward(criterion(model(inputs), targets), optimizer)

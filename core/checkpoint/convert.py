@@ -3,6 +3,7 @@
 convert runs/checkpoints weights.pt                     the newest step as a plain state_dict
 convert runs/checkpoints hf --to safetensors            safetensors with an index, 5 GB a file
 convert weights.pt runs/start                           a checkpoint that every layout loads (step 0)
+convert megatrons/iter_100 runs/start                   weights of a GPT that Megatron has written (torch_dist)
 convert saved_by_dcp runs/start --trust-foreign-files   a directory of torch.distributed.checkpoint, whose index is code
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from core.checkpoint.directory import find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.manifest import METADATA_NAME
+from core.checkpoint.megatron_files import MegatronReader, is_megatrons, weights_in
 from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece
 from core.checkpoint.plain_files import (
     PLAIN_SUFFIXES,
@@ -65,10 +67,14 @@ class IndexedTensors:
         """One whole tensor."""
         stored, record = self._record(key)
         whole = torch.zeros(record.size, dtype=record.properties.dtype)
-        planner = PieceLoadPlanner([Piece(stored, tuple(record.size), (0,) * whole.dim(), whole)], [])
+        self.fill(Piece(stored, tuple(record.size), (0,) * whole.dim(), whole))
+        return whole
+
+    def fill(self, piece: Piece) -> None:
+        """Read one box."""
+        planner = PieceLoadPlanner([piece], [])
         planner.set_up_planner({}, self.metadata, is_coordinator=True)
         self.reader.read_data(self.reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-        return whole
 
     def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
         """A tensor's name in the index, and its record."""
@@ -108,6 +114,37 @@ class ForeignTensors(IndexedTensors):
 
     def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
         return self.names[key], self.records[self.names[key]]
+
+
+class MegatronTensors(IndexedTensors):
+    """The weights of a directory that Megatron has written, under our names. No code of its pickles runs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(MegatronReader(str(path)))
+        self.parts = weights_in(self.records)
+
+    def keys(self) -> Iterable[str]:
+        """The names, layers numbered."""
+        return self.parts
+
+    def nbytes(self, key: str) -> int:
+        """The size of one tensor."""
+        sizes = [(self.records[stored], layer) for stored, layer in self.parts[key]]
+        return sum(
+            r.size.numel() * r.properties.dtype.itemsize // (1 if layer is None else r.size[0]) for r, layer in sizes
+        )
+
+    def read(self, key: str) -> Tensor:
+        """One whole tensor: a layer of stacked ones; a gate and its value in one."""
+        parts = []
+        for stored, layer in self.parts[key]:
+            record = self.records[stored]
+            begin = [0] * len(record.size) if layer is None else [layer, *[0] * (len(record.size) - 1)]
+            size = tuple(record.size) if layer is None else (1, *record.size[1:])
+            box = torch.zeros(size, dtype=record.properties.dtype)
+            self.fill(Piece(stored, tuple(record.size), tuple(begin), box))
+            parts.append(box if layer is None else box[0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Cast:
@@ -160,7 +197,7 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: Path) -> str | None:
-    """'checkpoint', 'state_dict', 'safetensors' or 'foreign' (of torch.distributed.checkpoint); None if nothing tells.
+    """'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (of torch's dcp); None if nothing tells.
 
     What lies at the path decides, or its name.
     """
@@ -171,7 +208,7 @@ def kind_of(path: Path) -> str | None:
     if path.is_dir() and (list_committed(path) or (path / "commit.json").exists()):
         return "checkpoint"
     if (path / METADATA_NAME).exists():
-        return "foreign"
+        return "megatron" if is_megatrons(path) else "foreign"
     return None
 
 
@@ -201,8 +238,8 @@ def open_source(
                 "you trust those who made it, add --trust-foreign-files"
             )
         return ForeignTensors(path)
-    if kind == "safetensors":
-        return SafetensorsFiles(path)
+    if kind in ("safetensors", "megatron"):
+        return SafetensorsFiles(path) if kind == "safetensors" else MegatronTensors(path)
     if (path / "commit.json").exists():  # one step's directory
         number = re.fullmatch(r"step_(\d+)\..*", path.name)
         if number is None or (step is not None and step != int(number.group(1))):
@@ -217,7 +254,7 @@ def open_source(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = "Turn a checkpoint into files that other programs read, or such files into a checkpoint."
-    parser.add_argument("source", type=Path, help="checkpoint root or step, .pt/.pth/.bin, or safetensors")
+    parser.add_argument("source", type=Path, help="checkpoint root or step, Megatron's, .pt/.pth/.bin, or safetensors")
     parser.add_argument("target", type=Path, help="a file ending in .pt/.pth/.bin, or a directory")
     parser.add_argument("--to", choices=("checkpoint", "state_dict", "safetensors"), help="what to write at the target")
     parser.add_argument("--step", type=int, help="of a source checkpoint: this step instead of the newest intact one")

@@ -121,6 +121,7 @@ def load_checkpoint(
     except CheckpointException as failure:
         raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
 
+    planner.pieces, plan.pieces = [], []  # what was read is freed as it is put in place
     meta = directory.meta
     random_state, wrong = None, None
     try:
@@ -129,7 +130,7 @@ def load_checkpoint(
         wrong = f"cannot load {directory.path}: '{random_name}' holds no random state: {words_of(failure)}"
     ranks.agree(wrong)
     ranks.agree(_load_numbers(directory, optimizer, scheduler, loss_scaler_of(optimizer)))
-    _put_in_place(chunks, optimizer, plan)
+    put_in_place(chunks, optimizer, plan)
     if meta.get("scheduler") is not None:
         _set_learning_rates(scheduler)
     for leaf, saved in zip(leaves(optimizer), groups, strict=False):
@@ -223,7 +224,8 @@ def _first_reason(failure: Any) -> str:
 
 
 @torch.no_grad()
-def _put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
+def put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
+    """Give model chunks and optimizer what a plan has read. Collective where parameters are sharded."""
     settle(chunks)
     wrapped = [chunk for chunk in chunks if hasattr(chunk, "begin_param_update")]
     for chunk in wrapped:
@@ -234,13 +236,25 @@ def _put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
         chunk.note_param_write()
     plan.staged.clear()
     for leaf in leaves(optimizer):
-        by_name: dict[str, list[dict[str, Any]]] = {}
-        for entry, state in plan.entries:
-            if entry.optimizer is leaf:
-                keys = plan.keys[id(leaf), entry.name].keys
-                numbers = () if keys is None else keys.numbers & state.keys()
-                by_name.setdefault(entry.name, []).append({**state, **{key: state[key].item() for key in numbers}})
-        leaf.load_state_by_parameter(by_name)
+        leaf.load_state_by_parameter(_taken_from(plan, leaf))
+
+
+class _Taken(dict[str, Any]):
+    """A dict that forgets a value that it was asked for: nobody else keeps the memory of what was read."""
+
+    __getitem__ = dict.pop
+
+
+def _taken_from(plan: LoadPlan, leaf: Any) -> _Taken:
+    """What a plan has read for one optimizer, by its names of parameters. The plan has it no more."""
+    entries, plan.entries = plan.entries, [found for found in plan.entries if found[0].optimizer is not leaf]
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for entry, state in entries:
+        if entry.optimizer is leaf:
+            keys = plan.keys[id(leaf), entry.name].keys
+            numbers = () if keys is None else keys.numbers & state.keys()
+            by_name.setdefault(entry.name, []).append({**state, **{key: state[key].item() for key in numbers}})
+    return _Taken(by_name)
 
 
 def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str, Any]]]:

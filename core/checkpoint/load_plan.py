@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from core import huge_pages
 from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
 from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, local_tensors, tied_names
 from core.checkpoint.planners import read_items, tensor_records
 
 CPU = torch.device("cpu")
+MAPPED_BYTES = 2**16  # from here on memory is the system's again when it is freed, and not the C library's
 LACKS = "the checkpoint lacks "  # how a problem begins that strict=False allows
 
 
@@ -97,9 +99,7 @@ def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, Tenso
         kept = Entry(None, piece.name, local, first, part.numel(), {})
         plan.staged.append((local, _staged(plan, kept, WEIGHTS, part.dtype, key)))
         return
-    covered = sum(box.numel for box in piece.boxes) == local.tensor.numel()
-    make = torch.empty if covered else torch.zeros  # zeros are the padding's values
-    staging = make(local.tensor.shape, dtype=local.tensor.dtype, device=CPU)
+    staging = huge_pages.zeros(local.tensor.shape, local.tensor.dtype, CPU, MAPPED_BYTES)  # as padding stays
     plan.staged.append((local, staging))
     plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
 
@@ -184,9 +184,6 @@ def _wanted(plan: LoadPlan, keeps: Keeps, saved: set[str]) -> set[str]:
 
 
 def _staged(plan: LoadPlan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
-    flat = torch.empty(entry.numel, dtype=dtype, device=CPU)
-    pieces = entry_pieces(entry, state_key, flat, key)
-    if sum(piece.data.numel() for piece in pieces) < entry.numel:
-        flat.zero_()  # padding
-    plan.pieces += pieces
+    flat = huge_pages.zeros(entry.numel, dtype, CPU, MAPPED_BYTES)
+    plan.pieces += entry_pieces(entry, state_key, flat, key)
     return flat

@@ -50,9 +50,10 @@ class CheckpointSaver:
         with CheckpointSaver("checkpoints", keep_last=3, asynchronous=True) as saver:
             for step in range(1, steps + 1):
                 train_step()
-                saver.step_edge()                       # a failed background save is raised here, on all ranks
+                saver.step_edge()  # a failed background save is raised here, on all ranks
                 if step % 100 == 0:
-                    saver.save(step, fill, meta={...})  # fill(writer) calls dcp.save(..., storage_writer=writer)
+                    # fill(writer) calls dcp.save(..., storage_writer=writer)
+                    saver.save(step, fill, meta={...})
 
     One directory a step; what is written becomes a checkpoint in one rename, after every file and directory is on the
     disk, and nothing older is deleted before. All ranks must see one file system, which is checked here.

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from core.checkpoint.bounded_read import crc32_of, file_name, inflates, open_regular, parse_json, read_bytes
+from core.bounded_read import crc32_of, file_name, inflates, open_regular, parse_json, read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 

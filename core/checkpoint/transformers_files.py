@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,32 @@ def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in FREE and here != there and not isinstance(here, torch.dtype):
             raise ValueError(f"{field.name} is {here!r} in the model and {there!r} in the files; build it as they say")
+
+
+def save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
+    """Write a GPTModel for Hugging Face's transformers, as llama, gpt2 or arcee. A whole model, in one process.
+
+    ValueError for a part of a model, and for what none of the layouts has.
+    """
+    write_transformers(Path(directory), _config_of_whole(model, "save_pretrained"), model.state_dict())
+
+
+def load_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
+    """Give a GPTModel the weights of a directory that transformers has written. A whole model, in one process.
+
+    ValueError for a part of a model, and for a config.json that tells another model than this.
+    """
+    ours = _config_of_whole(model, "load_pretrained")
+    config, state = read_transformers(Path(directory))
+    check_same_model(ours, config)
+    model.load_state_dict(state)
+
+
+def _config_of_whole(model: Any, what: str) -> TransformerConfig:
+    if not (model.pre_process and model.post_process and model.output_layer.tp_size == 1):
+        raise ValueError(
+            f"{what} is for a whole model, and this is a part of one; save with save_checkpoint (or Megatron's "
+            "dist_checkpointing.save), and load in one process, or the other way round: it loads at any layout"
+        )
+    config: TransformerConfig = getattr(model, "our_config", model.config)
+    return config

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any
 
-PLAIN = (bool, int, float, str, tuple, list)
+PLAIN = (bool, int, float, str, tuple, list, dict)
 
 
 def is_one_of(value: Any, defaults: tuple[Any, ...]) -> bool:
@@ -31,10 +31,10 @@ def defaults_of(text: str) -> tuple[Any, ...]:
 def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: the function takes the arguments of a row, and is called by name with those that have a part.
 
-    advice: what to do instead of a refused argument. The ValueError that refuses one names the function.
+    advice: what to do instead of each refused argument. The ValueError that refuses one names the function.
     """
     parameters, dropped, names = [], set(), {}
-    refused: dict[str, tuple[Any, ...]] = {}
+    refused: dict[str, tuple[tuple[Any, ...], str]] = {}
     kind: Any = Parameter.POSITIONAL_OR_KEYWORD
     for word in row.split():
         if word == "*":
@@ -45,7 +45,7 @@ def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Ca
         values = defaults_of(text) if text else (Parameter.empty,)
         parameters.append(Parameter(name, kind, default=values[0]))
         names[name] = ours or name
-        refused |= {name: values} if given.startswith("!") else {}
+        refused |= {name: (values, (advice or {})[name])} if given.startswith("!") else {}
         dropped |= {name} if given.startswith("-") else set()
     signature = inspect.Signature(parameters)
 
@@ -56,14 +56,11 @@ def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Ca
         def face(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            for name, values in refused.items():
+            for name, (values, sentence) in refused.items():
                 value = bound.arguments.pop(name)
                 if not is_one_of(value, values):
                     shown = value if isinstance(value, PLAIN) else "..."
-                    raise ValueError(
-                        f"{where}({name}={shown}) is not supported; leave it at {values[0]!r}: "
-                        f"{(advice or {}).get(name, 'nothing here would obey it')}"
-                    )
+                    raise ValueError(f"{where}({name}={shown}) is not supported; leave it at {values[0]!r}: {sentence}")
             return function(**{names[name]: value for name, value in bound.arguments.items() if name not in dropped})
 
         face.__signature__ = signature  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ install(SURFACE)                     from theirs.optim.adam import FusedAdam
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -104,13 +105,17 @@ def read_rows(text: str, faces: str = "") -> Rows:
     """`Surface.modules` from lines: a path ('-' for the package itself), then modules, each with the names it has.
 
     A word that begins with '.' (a module below `faces`) or with 'core.' is a module; '@path' stands for all that
-    another line says. A line that is indented goes on with the one before.
+    another line says. 'path,a,b': path.a and path.b have the same. A line that is indented goes on with the one before.
     """
     found: Rows = {}
     included: list[tuple[Any, str]] = []
     for line in text.replace("\n    ", " ").splitlines():
         path, *words = line.split() or [""]
-        row, source = found.setdefault(path.lstrip("-"), {}) if path else {}, ""
+        row: dict[str, str] = {}
+        source = ""
+        first, *below = path.lstrip("-").split(",")
+        for own in [first, *(f"{first}.{inner}" for inner in below)] if path else ():
+            row = found.setdefault(own, row)
         for word in words:
             if word.startswith("@"):
                 included.append((row, word[1:]))
@@ -154,9 +159,7 @@ class ForeignModule(ModuleType):
     def __dir__(self) -> list[str]:
         return vars(self)["__surface__"].all_names(vars(self)["__inner__"])
 
-    @property
-    def __all__(self) -> list[str]:
-        return dir(self)
+    __all__ = property(dir)
 
 
 class _Missing(MetaPathFinder):
@@ -234,10 +237,9 @@ def uninstall(surface: Surface) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+    return False
 
 
 def run(surface: Surface, arguments: Sequence[str]) -> None:

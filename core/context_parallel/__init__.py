@@ -2,7 +2,7 @@
 
 from core.context_parallel.all_to_all import check_heads
 from core.context_parallel.attention import COMM_TYPES, context_parallel_attention, context_parallel_group
-from core.context_parallel.documents import PackedTokens, pack_tokens, visible_tokens
+from core.context_parallel.documents import PackedTokens, documents_from_ends, pack_tokens, visible_tokens
 from core.context_parallel.sequence_split import (
     check_sequence_length,
     get_batch_on_this_cp_rank,
@@ -18,6 +18,7 @@ __all__ = [
     "context_parallel_group",
     "check_heads",
     "check_sequence_length",
+    "documents_from_ends",
     "get_batch_on_this_cp_rank",
     "join_sequence",
     "pack_tokens",

@@ -40,6 +40,18 @@ def pack_tokens(
     return PackedTokens(join_sequence(torch.cat(parts, 1), 1, size), position_ids)
 
 
+def documents_from_ends(ends: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """document_ids and position_ids [1, length] of a row whose documents end where `ends` say: 0, 3, 7 for two.
+
+    Tokens behind the last end are padding, a document of their own. ValueError for ends that are not the row's.
+    """
+    if int(ends[0]) != 0 or int(ends[-1]) > length or bool((ends.diff() < 0).any()):
+        raise ValueError(f"{ends.tolist()} for {length} tokens; ends go up from 0 to at most their number")
+    token = torch.arange(length, device=ends.device)
+    document = torch.searchsorted(ends[1:].long(), token, right=True)
+    return document.unsqueeze(0), (token - ends.long()[document]).unsqueeze(0)
+
+
 def visible_tokens(documents: Tensor) -> Tensor:
     """Pairs of query and key [b, 1, s, s] where the key is of the same document and not later."""
     same = documents[:, None, :, None] == documents[:, None, None, :]

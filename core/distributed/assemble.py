@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
+from core import agree, huge_pages
 from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.file_tier import FileTier
@@ -19,13 +19,14 @@ from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
 from core.distributed.buffer.param_unit import Lanes, ParamUnit, Stays, units_of
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
-from core.distributed.contract.placement import Placement, first_of, last_of
+from core.distributed.contract.placement import Placement
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
-from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.layout.param_layout import BufferLayout
+from core.distributed.layout.places import Places, places_of
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
@@ -82,11 +83,12 @@ def assemble(
     )
     placement = ddp_config.placement
     tier = None if placement is None else _file_tier(plan, placement, groups)
-    units = _param_units(plan, ddp_config, groups, tier)
+    places = Places() if placement is None else places_of(plan, ddp_config)
+    units = _param_units(plan, ddp_config, groups, tier, places)
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
-    if tier is not None and placement is not None:
-        _place_grads(below, plan, placement, groups, tier)
+    if tier is not None:
+        _place_grads(below, plan, places, groups, tier)
     buffers = [
         _allocate(layout, plan, config, ddp_config, groups, param_shards, below[number])
         for number, (layout, param_shards) in enumerate(
@@ -98,8 +100,8 @@ def assemble(
     if plan.shared:
         for bucket in buckets:
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
-    if tier is not None and placement is not None:
-        _place_states(buckets, plan, placement, tier)
+    for number, index in places.states:
+        buffers[number].buckets[index].state_tier = tier
     unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
     if unsharder is not None and placement is not None:
         _set_residents(unsharder, buffers, placement, groups)
@@ -217,20 +219,19 @@ def _groups_of(data_group: str, ddp_config: DistributedDataParallelConfig, group
 
 
 def _param_units(
-    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups, tier: FileTier | None
+    plan: ModelPlan,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
+    tier: FileTier | None,
+    places: Places,
 ) -> list[list[ParamUnit]]:
     """Where parameters are sharded, the units of each buffer of trained parameters, then of frozen ones."""
     units: list[list[ParamUnit]] = []
     if not ddp_config.shards_parameters:
         return units
     lanes: Lanes = {}
+    blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
     layouts = (*plan.layout.buffers, *plan.frozen_layout.buffers)
-    placement = ddp_config.placement or Placement()
-    buckets = [(number, bucket) for number, layout in enumerate(layouts) for bucket in layout.buckets]
-    order = [buckets[place] for place in _order_of_use(plan, [bucket for _, bucket in buckets])]
-    nbytes = [bucket.numel * dtype_named(layouts[number].key.param_dtype).itemsize for number, bucket in order]
-    below = [order[place] for place in last_of(nbytes, placement.offload_param_frac)]
-    whole = [order[place] for place in first_of(nbytes, 1 - placement.shard_param_frac)]
     for number, layout in enumerate(layouts):
         made = units_of(
             layout,
@@ -240,21 +241,15 @@ def _param_units(
             device=plan.device,
             first=sum(map(len, units)),
             lanes=lanes,
+            blocks=blocks,
             stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
             tier=tier,
-            below={bucket.index for of, bucket in below if of == number},
+            below={index for of, index in places.params if of == number},
         )
-        for bucket in (bucket for of, bucket in whole if of == number):
-            made[bucket.index].stays = Stays.STEP
+        for index in (index for of, index in places.params_stay if of == number):
+            made[index].stays = Stays.STEP
         units.append(made)
     return units
-
-
-def _order_of_use(plan: ModelPlan, buckets: Sequence[BucketLayout]) -> list[int]:
-    """Indices of buckets as a forward uses them: by the parameter that was registered first."""
-    position = {name: place for place, name in enumerate(plan.named)}
-    first = [min(position[slot.name] for slot in bucket.slots) for bucket in buckets]
-    return sorted(range(len(buckets)), key=first.__getitem__)
 
 
 def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> FileTier | None:
@@ -278,7 +273,7 @@ def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> 
 def _place_grads(
     below: Sequence[dict[int, torch.Tensor]],
     plan: ModelPlan,
-    placement: Placement,
+    places: Places,
     groups: ProcessGroups,
     tier: FileTier,
 ) -> None:
@@ -286,25 +281,15 @@ def _place_grads(
 
     Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
     """
-    buckets = [(number, bucket) for number, buffer in enumerate(plan.layout.buffers) for bucket in buffer.buckets]
-    order = [buckets[place] for place in _order_of_use(plan, [bucket for _, bucket in buckets])]
-    dtypes = [dtype_named(buffer.key.grad_dtype) for buffer in plan.layout.buffers]
-    nbytes = [bucket.numel * dtypes[number].itemsize for number, bucket in order]
     error = None
     try:
-        for place in last_of(nbytes, placement.offload_grad_frac):
-            number, bucket = order[place]
-            below[number][bucket.index] = tier.zeros(bucket.numel // bucket.shards, dtypes[number])
+        for number, index in sorted(places.grads):
+            layout = plan.layout.buffers[number]
+            numel = layout.buckets[index].numel // layout.shards
+            below[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
     except OSError as caught:
         error = caught
     agree.refuse(error, _data_groups(groups), "the files of gradients below the device")
-
-
-def _place_states(buckets: Sequence[Bucket], plan: ModelPlan, placement: Placement, tier: FileTier) -> None:
-    """Say which buckets' masters and moments lie below the device."""
-    order = [buckets[place] for place in _order_of_use(plan, [bucket.layout for bucket in buckets])]
-    for place in last_of([bucket.nbytes for bucket in order], placement.offload_optim_frac):
-        order[place].state_tier = tier
 
 
 def _set_residents(

@@ -35,7 +35,8 @@ from core.process_groups import ProcessGroups
 class DistributedDataParallel(nn.Module):
     """Wrap a model chunk so that its gradients are kept in contiguous buffers and reduced over data parallelism.
 
-        model = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
+        config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+        model = DistributedDataParallel(None, config, model)
         for batch in data:
             model.zero_grad_buffer()
             loss_of(model, batch).backward()
@@ -121,18 +122,9 @@ class DistributedDataParallel(nn.Module):
             for param in engine.plan.named.values():
                 engine.unsharder.cut(param)
             engine.unsharder.publish()
-        if engine.tier is not None:
+        if engine.unsharder is not None:
             huge_pages.give_back()  # what was freed while the weights were cut
         hook(engine)
-
-    def unequal_weights(self) -> Finding | None:
-        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
-        with self.reading():
-            return unequal_within_stage(self.plan, self.groups)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""
-        return nullcontext() if self.engine.unsharder is None else self.engine.unsharder.reading()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -377,6 +369,15 @@ class DistributedDataParallel(nn.Module):
                 )
         for name, shard in saved.items():
             buckets[name].restore(shard)
+
+    def unequal_weights(self) -> Finding | None:
+        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
+        with self.reading():
+            return unequal_within_stage(self.plan, self.groups)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""
+        return nullcontext() if self.engine.unsharder is None else self.engine.unsharder.reading()
 
     def _sharded_buckets(self) -> dict[str, Bucket]:
         return {

@@ -58,7 +58,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
-    """Names and defaults of Megatron Core; the last block is ours.
+    """How gradients are kept and reduced, and what is sharded. Names are Megatron Core's; the last block is ours.
 
     grad_reduce_in_fp32: accumulate and reduce in fp32 whatever the parameter's dtype.
     overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from core.agree import SyncError
 from core.distributed.assemble import Engine
 from core.distributed.reduce.fused_kernels import ignore_dummies
-from core.distributed.reduce.grad_reducer import arrived
+from core.distributed.reduce.grad_reducer import arrived, arrived_at_sharded
 from core.distributed.reduce.unsharder import Unsharder
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
@@ -52,11 +52,12 @@ def hook(engine: Engine) -> None:
     # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
     # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
     reducer = weakref.ref(engine.reducer)
+    note = arrived if engine.unsharder is None else arrived_at_sharded
     for number, bucket in enumerate(engine.buckets):
         for index, param in enumerate(bucket.params):
             if "grad_added_to_main_grad" in param.__dict__:
                 ignore_dummies(param, bucket.contracts[index].name)
-            hooks.append(param.register_post_accumulate_grad_hook(partial(arrived, reducer, number, index)))
+            hooks.append(param.register_post_accumulate_grad_hook(partial(note, reducer, number, index)))
     if engine.unsharder is not None:
         _UNSHARDERS.update(dict.fromkeys(map(id, module.modules()), engine.unsharder))
     weakref.finalize(engine, _remove, hooks).atexit = False

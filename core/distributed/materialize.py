@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import agree
+from core import agree, huge_pages
 from core.agree import SyncError
 from core.distributed.guard.replicas import (
     broadcast_weights,
@@ -27,6 +27,7 @@ from core.distributed.wire.collectives import Collectives
 from core.process_groups import ProcessGroups
 
 Init = Callable[[nn.Module], Any]
+GIVEN_BACK = 2**26  # bytes of cut weights after which the C library's freed memory goes back to the system
 MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
 
 
@@ -99,6 +100,7 @@ def make_and_cut(
     last_use = {id(param): number for number, part in enumerate(parts) for param in part.parameters(recurse=False)}
     sums: dict[str, torch.Tensor] = {}
     error: Exception | None = None
+    kept = 0
     for number, part in enumerate(parts):
         try:
             _make(part, init, names)
@@ -114,7 +116,11 @@ def make_and_cut(
             broadcast_weights(plan, groups, collectives, only=ready)
         for name, param in ready.items():
             sums[name] = torch.tensor(checksum(param))
+            kept += param.nbytes
             unsharder.cut(param)
+        if kept >= GIVEN_BACK:
+            huge_pages.give_back()
+            kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
         refuse_unequal(unequal_within_stage(plan, groups, sums), groups, at_wrap=True, trained=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,17 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.finetune.config import TuneConfig
-from core.finetune.model import build_stages, layout_of, load_tokenizer, wrap_model
+from core.finetune.model import boosted, load_tokenizer, plugin_of
 from core.finetune.plan import TunePlan
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
+from core.hugging_face.split import REPORT
 from core.hugging_face.transformers_plans import transformers_package
-from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.job import JobResult, conduct, on_started_ranks, prepared_by_one
 from core.training.launch import Launch
-from core.training.model_config import optimizer_config
 from core.training.schedule import make_scheduler
 
 MODEL = "model"  # the folder of what is trained, in the run's directory
@@ -45,8 +43,8 @@ def tune(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
+        context_parallel_size=config.parallel.sp,
         expert_model_parallel_size=config.parallel.ep,
-        get_embedding_ranks=layout_of(config).embedding_ranks if config.parallel.pp > 1 else None,
         distributed_timeout_minutes=config.parallel.timeout_minutes,
     )
     tokenizer = load_tokenizer(config)
@@ -69,34 +67,31 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
-    stages = build_stages(config, device)
-    vocab_size = stages[-1].config.get_text_config().vocab_size
-    wrapped = wrap_model(config, stages)
+    model, optimizer = boosted(config, plugin_of(config, plan.micro_batch_size))
     # Dropout of data ranks must differ, and that of tensor-parallel ranks must not.
     model_parallel_manual_seed(config.run.seed + 1 + groups.rank("dp"))
-    optimizer = get_megatron_optimizer(
-        optimizer_config(config.optimizer, config.model.dtype), wrapped, pg_collection=groups
-    )
     runner = None
-    if config.parallel.pp > 1:
-        shape = stage_activations(stages[0], plan.micro_batch_size, config.model.sequence_length)
-        runner = PipelineRunner(wrapped, layout_of(config), tuning_step, shape, pg_collection=groups)
+    if model.layout is not None:
+        shape = stage_activations(model.chunks[0], plan.micro_batch_size, config.model.sequence_length)
+        runner = PipelineRunner(model.chunks, model.layout, tuning_step, shape, pg_collection=groups)
     return TuneTrainer(
-        *(config, plan, wrapped, optimizer, windows, groups, device),
+        *(config, plan, model.chunks, optimizer.engine, windows, groups, device),
+        model=model,
         runner=runner,
-        scheduler=make_scheduler(config, optimizer),
+        scheduler=make_scheduler(config, optimizer.engine),
         windows=(len(windows.train), len(windows.validation)),
         packing=config.data.packing,
-        vocab_size=vocab_size,
     )
 
 
 def save_model(config: TuneConfig, trainer: TuneTrainer, tokenizer: Any, directory: Path) -> None:
     """The trained model, or its adapters, as a plain directory, with the tokenizer. Collective."""
-    with ExitStack() as whole:
-        for chunk in trainer.chunks:
-            whole.enter_context(chunk.gathered())
-        save_split(trainer.chunks, directory)
+    (part, *_) = trainer.model.parts()
+    with trainer.model.gathered():
+        if getattr(part, REPORT, None) is not None:
+            save_split(trainer.chunks, directory)
+        elif dist.get_rank() == 0:  # one rank has the model whole
+            part.save_pretrained(directory)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(directory)
         what, loads = "model", "AutoModelForCausalLM.from_pretrained"

@@ -52,4 +52,25 @@ def _run(config: TuneConfig, plan: TunePlan, launch: Launch) -> object:
     return run_tuning(config, plan, launch)
 
 
-FINETUNE: Command[TuneConfig, TunePlan] = Command(load_config, plan_tuning, check_extras, check_places, _run)
+def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, says: bool) -> int:
+    from core.finetune.planned import PlannedTuning
+    from core.plan.dry_run import dry_run
+
+    return dry_run(PlannedTuning(config), config.run, ranks, ranks_here, says=says)
+
+
+def check_fit(config: TuneConfig, ranks: int, ranks_here: int) -> None:
+    """Find out by the plan whether the job cannot fit. A job that is far from it is not planned."""
+    if not config.run.check_memory:
+        return
+    from core.finetune.planned import PlannedTuning, most_bytes
+    from core.plan.dry_run import refuse_what_cannot_fit, this_machine
+
+    here = this_machine(config.run, ranks_here)
+    if most_bytes(config, ranks) > here.room(ranks_here):
+        refuse_what_cannot_fit(PlannedTuning(config), config.run, ranks, ranks_here)
+
+
+FINETUNE: Command[TuneConfig, TunePlan] = Command(
+    load_config, plan_tuning, check_extras, check_places, _run, _dry_run, check_fit
+)

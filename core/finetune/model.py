@@ -1,4 +1,4 @@
-"""The model of a fine-tuning job: found and judged before ranks start, then loaded in slices, adapted and wrapped."""
+"""The model of a fine-tuning job: found and judged before ranks start, then boosted by a plugin, and read in slices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin, GradientCheckpointConfig, LowLevelZeroPlugin, MoeHybridParallelPlugin
+from core.booster.plugin.layer_checkpointing import checkpoint_layers
+from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
+from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
+from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.finetune.config import TINY, TuneConfig
-from core.hugging_face import PlanError, add_lora, load_split, read_plan, stages_config
+from core.finetune.plan import sequence_mode, zero_stage
+from core.hugging_face import PlanError, read_plan
 from core.hugging_face.experts import check_experts
 from core.hugging_face.stages import find_cut
-from core.hugging_face.tiny import families, families_with_policy, tiny_config
+from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
-from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
+from core.optimizer.algorithms.lion import Lion
+from core.optimizer.groups.param_key import decays_by_default
+from core.training.config import OptimizerOptions
 from core.training.errors import ConfigError
 from core.training.model_config import DTYPES
 
@@ -25,7 +33,7 @@ CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = BYTE_MARKS
 
 
 def directory_of(config: TuneConfig) -> Path:
@@ -71,8 +79,9 @@ def check_model(config: TuneConfig) -> None:
         if config.parallel.ep > 1:
             check_experts(model, config.parallel.ep)
         if config.parallel.pp > 1:
-            find_cut(model)
-            layout_of(config)
+            layers = find_cut(model).count
+            if layers < config.parallel.pp:
+                raise ConfigError(f"--parallel.pp {config.parallel.pp}: {layers} layers do not fill so many stages")
     except PlanError as error:
         parallel = config.parallel
         sizes = f"--parallel.tp {parallel.tp}, --parallel.pp {parallel.pp} and --parallel.ep {parallel.ep}"
@@ -106,17 +115,11 @@ def make_tiny(config: TuneConfig) -> None:
     directory = directory_of(config)
     if (directory / "config.json").is_file():
         return
-    wanted = config.model.path.removeprefix(TINY)
-    known = {**families(), **families_with_policy()}
-    types = (wanted, f"{wanted}_text")  # a family of several towers has its text model's type beside its own
-    found = [kind for name, kind in known.items() if name == wanted or getattr(kind, "model_type", "") in types]
-    if not found:
-        raise ConfigError(f"--model.path {config.model.path}: no family with a plan or a policy is called {wanted!r}")
     tokenizer = byte_tokenizer()
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer)}
-    sizes["max_position_embeddings"] = max(64, config.model.sequence_length)
-    sizes |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    configuration = tiny_config(found[0], {name: size for name, size in sizes.items() if hasattr(found[0], name)})
+    try:
+        configuration = tiny_of_bytes(config.model.path.removeprefix(TINY), config.model.sequence_length)
+    except LookupError as error:
+        raise ConfigError(f"--model.path {config.model.path}: {error.args[0]}") from error
     kind = causal_class(configuration, config.model.path)
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
@@ -146,41 +149,88 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def layout_of(config: TuneConfig) -> PipelineLayout:
-    """Where the layers of the model lie. ConfigError for more stages than the model has layers."""
-    text = transformers_package().AutoConfig.from_pretrained(directory_of(config)).get_text_config()
-    try:
-        return plan_pipeline(text.num_hidden_layers, config.parallel.pp)
-    except ValueError as error:
-        raise ConfigError(f"--parallel.pp {config.parallel.pp}: {error}") from error
+def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
+    """The plugin of a job. A gradient that is not finite ends the run on all ranks, and is named."""
+    sizes, mode, zero = config.parallel, sequence_mode(config), zero_stage(config)
+    common: dict[str, Any] = {
+        "precision": {"float32": "fp32", "bfloat16": "bf16"}[config.model.dtype],
+        "max_norm": config.optimizer.clip_grad,
+    }
+    plugin: ZeroPluginBase
+    if sizes.plugin == "gemini":
+        plugin = GeminiPlugin(tp_size=sizes.tp, **common)
+    elif sizes.plugin == "low_level_zero":
+        plugin = LowLevelZeroPlugin(stage=zero, overlap_allgather=True, **common)
+    else:
+        plugin = MoeHybridParallelPlugin(
+            *(sizes.tp, sizes.pp, sizes.ep, sizes.sp if sizes.sp > 1 else None),
+            zero_stage=zero,
+            enable_sequence_parallelism=mode is not None,
+            sequence_parallelism_mode=mode,
+            microbatch_size=micro_batch_size,
+            gradient_checkpoint_config=GradientCheckpointConfig() if config.model.gradient_checkpointing else None,
+            overlap_communication=True,
+            overlap_allgather=zero in (1, 2),
+            moe_dp_outside=False,
+            **common,
+        )
+    plugin.check_for_nan_in_grad = True
+    return plugin
 
 
-def build_stages(config: TuneConfig, device: torch.device) -> list[Any]:
-    """The split model on this rank's device, with adapters if asked; of a pipeline, this rank's stage. Collective."""
+def boosted(config: TuneConfig, plugin: ZeroPluginBase) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer]:
+    """Model and optimizer, boosted. Collective.
+
+    Each rank has read its slices of the directory; the whole of it where the plugin cuts nothing.
+    """
     directory = directory_of(config)
-    parallel = config.parallel
+    booster = Booster(plugin=plugin)
+    in_slices = config.parallel.plugin == "hybrid" or config.parallel.tp > 1
     try:
         configuration = transformers_package().AutoConfig.from_pretrained(directory)
         kind = causal_class(configuration, config.model.path)
-        options = {"dtype": DTYPES[config.model.dtype], "device": device, "parallel_output": parallel.tp > 1}
-        if parallel.pp > 1:
-            stages = load_split(directory, kind, layout=layout_of(config), **options)
+        dtype = DTYPES[config.model.dtype]
+        if in_slices:
+            with torch.device("meta"):
+                model = kind(configuration)
+            model = model.to(dtype)
         else:
-            stages = [load_split(directory, kind, **options)]
-        for stage in stages:
-            stage.config.use_cache = False
+            model = kind.from_pretrained(directory, dtype=dtype)
+            model.train()
+            if config.model.gradient_checkpointing:
+                checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
+        model.config.use_cache = False
         if config.lora.r is not None:
-            adapters = _lora_config(config)
-            stages = add_lora(stages, adapters) if parallel.pp > 1 else [add_lora(stages[0], adapters)]
-    except PlanError as error:
+            with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
+                torch.manual_seed(config.run.seed)
+                model = booster.enable_lora(model, lora_config=lora_config_of(config))
+        model, optimizer, *_ = booster.boost(model, torch_optimizer(config.optimizer, model))
+        if in_slices:
+            booster.load_model(model, directory)
+    except ValueError as error:
         raise ConfigError(str(error)) from error
-    for stage in stages:
-        if config.model.gradient_checkpointing:
-            stage.gradient_checkpointing_enable({"use_reentrant": False})
-    return stages
+    return model, optimizer
 
 
-def _lora_config(config: TuneConfig) -> Any:
+def torch_optimizer(options: OptimizerOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """A torch optimizer over what learns; biases and vectors do not decay."""
+    learning = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in learning if decays_by_default(n, p)], "wd_mult": 1.0},
+        {"params": [p for n, p in learning if not decays_by_default(n, p)], "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    betas = options.adam_beta1, options.adam_beta2
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, momentum=options.sgd_momentum, **common)
+    if options.name == "lion":
+        return Lion(groups, betas=betas, **common)
+    return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps, **common)
+
+
+def lora_config_of(config: TuneConfig) -> Any:
+    """A peft.LoraConfig."""
     import peft
 
     options = config.lora
@@ -191,18 +241,3 @@ def _lora_config(config: TuneConfig) -> Any:
         target_modules=list(options.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-
-
-def wrap_model(config: TuneConfig, stages: list[Any]) -> list[DistributedDataParallel]:
-    """The stages in their wrappers, sharded over data ranks as asked. Collective."""
-    zero = config.parallel.zero
-    options = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=STRATEGIES[zero],
-        use_distributed_optimizer=zero > 0,
-        overlap_grad_reduce=True,
-        overlap_param_gather=zero in (1, 2),
-        check_for_nan_in_grad=True,
-    )
-    if config.parallel.pp > 1:
-        return wrap_stages(stages_config(layout_of(config), config.parallel.tp), options, stages)
-    return [DistributedDataParallel(None, options, stage) for stage in stages]

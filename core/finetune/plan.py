@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
+from core.booster.plugin.hybrid_parallel_options import resolve_sequence
 from core.finetune.config import TuneConfig
 from core.number_ranges import Range, whole
 from core.pipeline_parallel.schedules import plan_pipeline
@@ -14,7 +15,7 @@ from core.training.limits import RANGES, SIZE, check_numbers
 from core.training.model_config import optimizer_config
 from core.training.plan import BatchPlan, check_pipeline_batch, check_run, default_micro_batch
 from core.training.schedule import schedule_numbers
-from core.training.sizes import check_divides, check_ranks
+from core.training.sizes import check_divides, check_ranks, either
 
 TUNE_RANGES: dict[str, dict[str, Range]] = {
     **{section: RANGES[section] for section in ("optimizer", "run", "checkpoint", "logging")},
@@ -22,9 +23,16 @@ TUNE_RANGES: dict[str, dict[str, Range]] = {
     "lora": {"r": SIZE, "alpha": SIZE, "dropout": Range(Real, 0, 1, open_high=True)},
     "data": {"limit": SIZE, "validation_fraction": Range(Real, 0, 0.5, open_high=True)},
     "parallel": {
-        **dict.fromkeys(("tp", "pp", "dp", "ep"), SIZE),
+        **dict.fromkeys(("tp", "pp", "dp", "ep", "sp"), SIZE),
         "timeout_minutes": RANGES["parallel"]["timeout_minutes"],
     },
+}
+
+# Plugin -> (the stages of --zero that it has, the sizes that it has beside dp).
+SERVED: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "hybrid": ((1, 0, 2, 3), ("tp", "pp", "ep", "sp")),
+    "low_level_zero": ((1, 2), ()),
+    "gemini": ((3,), ("tp",)),
 }
 
 
@@ -37,11 +45,52 @@ class TunePlan(BatchPlan):
         sharding = ("replicated optimizer", "sharded optimizer", "sharded gradients", "sharded parameters")
         parallel = config.parallel
         stages = f" x pp {parallel.pp} (1F1B)" if parallel.pp > 1 else ""
+        mode = sequence_mode(config)
+        stages += f" x sp {parallel.sp}" if parallel.sp > 1 else ""
+        stages += f", sequence by {mode}" if mode is not None else ""
         stages += f", ep {parallel.ep}" if parallel.ep > 1 else ""
+        stages += "" if parallel.plugin == "hybrid" else f", by {parallel.plugin}"
         return (
-            f"{self.world_size} ranks = tp {parallel.tp} x dp {self.dp}{stages} ({sharding[parallel.zero]}); "
+            f"{self.world_size} ranks = tp {parallel.tp} x dp {self.dp}{stages} ({sharding[zero_stage(config)]}); "
             f"{self.describe_batch(config)}"
         )
+
+
+def zero_stage(config: TuneConfig) -> int:
+    """What is sharded over data ranks; the plugin's first stage where nothing is said."""
+    told, (stages, _) = config.parallel.zero, SERVED[config.parallel.plugin]
+    return stages[0] if told is None else told
+
+
+def check_plugin(config: TuneConfig) -> None:
+    """ConfigError for an option that the plugin does not have."""
+    sizes = config.parallel
+    stages, axes = SERVED[sizes.plugin]
+    if zero_stage(config) not in stages:
+        raise ConfigError(
+            f"--parallel.zero {sizes.zero}: --parallel.plugin {sizes.plugin} has {either(sorted(stages))}; leave "
+            "--parallel.zero out, or use --parallel.plugin hybrid"
+        )
+    told = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "sp": sizes.sp}
+    wanted = {name: str(size) for name, size in told.items() if size > 1 and name not in axes}
+    if sizes.sp_mode is not None and "sp" not in axes:
+        wanted["sp-mode"] = sizes.sp_mode
+    if config.model.gradient_checkpointing and sizes.plugin == "gemini" and sizes.tp > 1:
+        raise ConfigError(
+            "--model.gradient-checkpointing: --parallel.plugin gemini does not do it with --parallel.tp; use "
+            "--parallel.plugin hybrid --parallel.zero 3"
+        )
+    for name, value in wanted.items():
+        having = " and ".join(("dp", *axes))
+        raise ConfigError(
+            f"--parallel.{name} {value}: --parallel.plugin {sizes.plugin} has {having} only; use --parallel.plugin "
+            "hybrid, or leave it out"
+        )
+
+
+def sequence_mode(config: TuneConfig) -> str | None:
+    """How the sequence is cut over ranks; None where it is not."""
+    return config.parallel.sp_mode or ("ring_attn" if config.parallel.sp > 1 else None)
 
 
 def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
@@ -55,12 +104,22 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
         )
     if config.optimizer.name == "muon":
         raise ConfigError("--optimizer.name muon is for matrices that are trained from the start; use adam")
+    if config.optimizer.loss_scale is not None:
+        raise ConfigError("--optimizer.loss-scale is for float16; float32 and bfloat16 need no factor, so leave it out")
+    check_plugin(config)
     sizes = config.parallel
-    parallel = ParallelOptions(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep)
-    grid = check_ranks(parallel, world_size)
-    if parallel.pp > 1 and config.parallel.zero == 3:
-        raise ConfigError("--parallel.zero 3 with --parallel.pp above 1 is not here yet; use --zero 2")
-    arithmetic = f"world {world_size} / (tp {parallel.tp} x pp {parallel.pp})"
+    parallel = ParallelOptions(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep, cp=sizes.sp)
+    grid = check_ranks(parallel, world_size, "sp")
+    mode = sequence_mode(config)
+    if mode is not None:
+        try:
+            resolve_sequence(True, mode, sizes.tp, sizes.sp if sizes.sp > 1 else None, None)
+        except ValueError as error:
+            raise ConfigError(f"--parallel.sp-mode {mode}: {error}") from error
+        parts = {"ring_attn": 2 * sizes.sp, "all_to_all": sizes.sp}.get(mode, sizes.tp)
+        length = "--model.sequence-length"
+        check_divides(length, config.model.sequence_length, f"what {mode} cuts it into,", parts)
+    arithmetic = f"world {world_size} / (tp {parallel.tp} x pp {parallel.pp}{f' x sp {sizes.sp}' * (sizes.sp > 1)})"
     check_divides("--run.global-batch-size", run.global_batch_size, f"dp ({arithmetic} =)", grid.dp)
     share = run.global_batch_size // grid.dp
     layout = plan_pipeline(parallel.pp, parallel.pp)  # the layers are the model's, which is not read here

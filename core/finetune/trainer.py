@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from core import agree
+from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED
-from core.hugging_face import stage_activations
-from core.hugging_face.parallel_loss import ParallelCausalLoss
+from core.hugging_face import gather_logits, stage_activations
+from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
 from core.hugging_face.stages import stage_of
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.runner import MicrobatchLoss
 from core.training.errors import ConfigError
 from core.training.step_trace import Span, StepTrace
 from core.training.trainer import Batch, Trainer
+
+TokensLoss = Callable[..., torch.Tensor]
+
+
+def loss_of_whole_logits(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: float) -> torch.Tensor:
+    """The sum of the losses of learned tokens / num_items_in_batch. logits: [..., tokens, vocabulary]."""
+    following = F.pad(labels, (0, 1), value=UNLEARNED)[..., 1:]
+    total = F.cross_entropy(logits.flatten(0, -2), following.flatten(), ignore_index=UNLEARNED, reduction="sum")
+    return total / num_items_in_batch
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class Microbatch:
 
     arguments: Mapping[str, torch.Tensor]
     labels: torch.Tensor
-    loss: ParallelCausalLoss
+    loss: TokensLoss
     weight: float
     reports: bool = False
 
@@ -40,22 +51,28 @@ def tuning_step(chunk: nn.Module, microbatch: Microbatch, hidden: torch.Tensor |
     if not stage_of(chunk).part.post_process:
         return output
     summed = microbatch.loss(output.logits.float(), labels=microbatch.labels, num_items_in_batch=1.0)
-    return MicrobatchLoss(summed * microbatch.weight, report=output.logits if microbatch.reports else None)
+    report = None
+    if microbatch.reports:
+        report = gather_logits(refuse_use_of_split_logits(stage_of(chunk).model, output).logits)
+    return MicrobatchLoss(summed * microbatch.weight, report=report)
 
 
 class TuneTrainer(Trainer):
     """Trains a wrapped model on windows; every token that is learned counts alike, wherever it lies.
 
-    runner: of the pipeline, where there is one.
+    model: boosted. runner: of the pipeline, where there is one.
     """
 
     def __init__(
-        self, *arguments: Any, packing: bool, vocab_size: int, runner: PipelineRunner | None, **options: Any
+        self, *arguments: Any, model: LowLevelZeroModel, packing: bool, runner: PipelineRunner | None, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
+        self.model = model
         self.packing = packing
         self.runner = runner
-        self.loss = ParallelCausalLoss(self.groups.tp, vocab_size)
+        last: Any = model.parts()[-1]
+        own = getattr(last, "loss_function", None)  # of logits that are split, or cut over the sequence
+        self.loss: TokensLoss = own if isinstance(own, ParallelCausalLoss) else loss_of_whole_logits
 
     def batch(self, tokens: Any, indices: np.ndarray) -> Batch:
         """Ids, labels and positions [windows, tokens] of int64."""
@@ -119,13 +136,12 @@ class TuneTrainer(Trainer):
         return self.runner.evaluate([self.microbatch(batch, 1.0, reports=reports)], activations=shape)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """[windows, tokens, vocabulary / tp]; None where another stage of the pipeline has them."""
+        """[windows, tokens, vocabulary]; None where another stage of the pipeline has them."""
         batch = ids, ids, positions
         if self.runner is not None:
             reports = self._evaluated(batch, reports=True).reports
             return reports[0] if reports else None
-        logits: torch.Tensor = self.chunks[0](**self.arguments(batch)).logits
-        return logits
+        return gather_logits(self.model(**self.arguments(batch)).logits)
 
     @torch.no_grad()
     def check_documents_are_apart(self, tokens: int = 8) -> None:

@@ -43,7 +43,9 @@ def accumulate_gradient(
 ]:
     """Make a loop's objects accumulate over `accumulate_size` microbatches. The loop stays as it is.
 
-        optimizer, loader, _, scheduler = accumulate_gradient(model, optimizer, loader, 4, lr_scheduler=scheduler)
+        optimizer, loader, _, scheduler = accumulate_gradient(
+            model, optimizer, loader, 4, lr_scheduler=scheduler
+        )
         for inputs, targets in loader:
             optimizer.zero_grad()
             optimizer.backward(loss_of(model(inputs), targets))

@@ -54,7 +54,8 @@ def build_gradient_handler(
     config: a registered name, or a dict with the name under "type" and further arguments of the class beside it; it is
     not changed. options: further arguments, which win over the config's.
 
-        build_gradient_handler({"type": "DataParallelGradientHandler", "bucket_cap_mb": 25}, model, optimizer)
+        config = {"type": "DataParallelGradientHandler", "bucket_cap_mb": 25}
+        build_gradient_handler(config, model, optimizer)
 
     Raises ValueError for an unknown or missing name.
     """

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from core.hugging_face.families import check_families, table
+from core.hugging_face.check import check_families, table
 from core.hugging_face.sequence import MODES
-from core.hugging_face.tiny import families, families_with_policy
+from core.hugging_face.tiny import all_families
+from core.hugging_face.transformers_plans import transformers_package
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,47 +34,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default: 1)")
         command.add_argument("--sp", choices=MODES, help="sequence parallelism; the last two on 2 ranks of their own")
     options = parser.parse_args(arguments)
+    sizes = {name: getattr(options, name) for name in ("tp", "pp", "ep", "sp")}
     if options.command == "families":
-        verdicts = check_families(
-            {**families(), **families_with_policy()},
-            options.tp,
-            lambda verdict: print(verdict, file=sys.stderr, flush=True),
-            pp=options.pp,
-            ep=options.ep,
-            sp=options.sp,
-        )
-        print(table(verdicts, options.tp, options.pp, options.ep, options.sp))
+        progress = functools.partial(print, file=sys.stderr, flush=True)
+        verdicts = check_families(all_families(), told=progress, overrides={}, **sizes)
+        print(table(verdicts, **sizes))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
-        names, values = _chosen(options.family)
+        kinds, values = _chosen(options.family)
         values.update(_assignment(text) for text in options.set)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    told = functools.partial(print, flush=True)
-    verdicts = check_families(names, options.tp, told, values, options.pp, options.ep, options.sp)
+    verdicts = check_families(kinds, told=functools.partial(print, flush=True), overrides=values, **sizes)
     return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
 
 
-def _chosen(text: str) -> tuple[list[str], dict[str, Any]]:
+def _chosen(text: str) -> tuple[dict[str, type], dict[str, Any]]:
     """The configuration classes that are meant, and what a directory's configuration has that is no size."""
-    import os
-
-    from core.hugging_face.transformers_plans import transformers_package
-
-    known = {**families(), **families_with_policy()}
+    known = all_families()
     if os.path.isdir(text) or text.endswith(".json"):
         config = transformers_package().AutoConfig.from_pretrained(text)
-        names = [name for name, kind in known.items() if kind is type(config)]
-        values = {name: value for name, value in config.to_diff_dict().items() if isinstance(value, bool)}
-        if not names:
+        found = {name: kind for name, kind in known.items() if kind is type(config)}
+        if not found:
             raise ValueError(f"{text}: {type(config).__name__} has no tensor-parallel plan and no policy")
-        return names, values
-    names = [n for n, kind in known.items() if text in (n, n.split("/")[0], getattr(kind, "model_type", ""))]
-    if not names:
-        close = [name for name in known if text in name][:5]
-        raise ValueError(f"no family with a plan is called {text!r}; near: {', '.join(close) or 'none'}")
-    return names, {}
+        return found, {name: value for name, value in config.to_diff_dict().items() if isinstance(value, bool)}
+    found = {n: k for n, k in known.items() if text in (n, n.split("/")[0], getattr(k, "model_type", ""))}
+    if not found:
+        close = ", ".join([name for name in known if text in name][:5])
+        raise ValueError(f"no family with a plan is called {text!r}; near: {close or 'none'}")
+    return found, {}
 
 
 def _assignment(text: str) -> tuple[str, Any]:

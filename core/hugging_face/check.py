@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.slices import whole_of
-from core.hugging_face.split import REPORT, split_model
-from core.hugging_face.split_stages import split_stages
+from core.hugging_face.split import REPORT
+from core.hugging_face.split_stages import split_model, split_stages
 from core.hugging_face.stages import find_cut, stage_activations, stages_config
 from core.hugging_face.tiny import tiny_config, tiny_inputs, tiny_model
+from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel import PipelineLayout, PipelineRunner, wrap_stages
+from core.verify.in_double import InDouble
+from core.verify.rank_pool import RankFailure, RankPool
 
 TOLERANCE = 1e-9
 Answer = Literal["equal", "refused", "wrong", "not built"]
@@ -49,19 +53,6 @@ class Verdict:
         return f"{self.name}: {self.answer}: {words}"
 
 
-class InDouble(TorchFunctionMode):
-    """Whatever asks for fp32 gets fp64: softmax of routers, norms and rotary tables are computed in it by families."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
 def check_on_rank(
     name: str,
     kind: type,
@@ -78,9 +69,11 @@ def check_on_rank(
     parallelism.
     """
     batches = pp if pp > 1 else ep
+    transformers_package().logging.set_verbosity_error()
     torch.set_default_dtype(torch.float64)
     try:
-        with InDouble():
+        with InDouble(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             try:
                 model = tiny_model(tiny_config(kind, overrides))
                 inputs = tiny_inputs(model)
@@ -90,12 +83,13 @@ def check_on_rank(
             except Exception as error:
                 text = (str(error).strip().splitlines() or [""])[0]
                 return Verdict(name, "not built", f"{type(error).__name__}: {text}")
-            if not _all_finite(expected, reference):
+            grads = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+            if not all(bool(tensor.isfinite().all()) for tensor in (*expected, *grads)):
                 return Verdict(name, "not built", "the tiny copy's own output or gradients are not finite")
             if not parallel_state.model_parallel_is_initialized():
-                own_ranks = ranks_of(1, 1, 1, sp)
+                cp = 2 if sp in OVER_CONTEXT else 1
                 parallel_state.initialize_model_parallel(
-                    tp, pp, context_parallel_size=own_ranks, expert_model_parallel_size=ep
+                    tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
                 )
             try:
                 if pp > 1:
@@ -119,15 +113,49 @@ def check_on_rank(
     return Verdict(name, answer, why, worst[0], summed)
 
 
-def ranks_of(tp: int, pp: int, ep: int, sp: str | None) -> int:
+def check_families(
+    kinds: Mapping[str, type], tp: int, told: Callable[[Verdict], object], overrides: Mapping[str, Any], **sizes: Any
+) -> list[Verdict]:
+    """The verdicts on families (by `family/ConfigClass`), one after another on processes of this machine.
+
+    sizes: pp, ep and sp, as `check_on_rank` takes them.
+    """
+    verdicts, world = [], ranks_of(tp, **sizes)
+    with RankPool(world) as pool:
+        for name, kind in kinds.items():
+            try:
+                verdict: Verdict = pool.run(check_on_rank, world, (name, kind, tp, overrides), sizes, limit_s=180.0)
+            except RankFailure as error:
+                last = str(error).strip().splitlines()[-1]
+                verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
+            told(verdict)
+            verdicts.append(verdict)
+    return verdicts
+
+
+def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> str:
+    """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
+    verdicts = list(verdicts)
+    counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
+    layout = f"tp {tp}" + "".join(f", {name} {size}" for name, size in (("pp", pp), ("ep", ep)) if size > 1)
+    layout += f", {sp}" if sp else ""
+    rows = [f"At {layout}: {counts}.", "", "| family | answer | |", "| --- | --- | --- |"]
+    for verdict in verdicts:
+        total, without = verdict.summed
+        summed = f"{total} gradients summed over tp, {without} of them without a rule" if without else ""
+        rows.append(f"| `{verdict.name}` | {verdict.answer} | {summed if verdict.answer == 'equal' else verdict.why} |")
+    return "\n".join(rows)
+
+
+def ranks_of(tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> int:
     """How many ranks a check takes: a mode over ranks of its own has two of them."""
     return tp * pp * ep * (2 if sp in OVER_CONTEXT else 1)
 
 
 def _microbatch(inputs: dict[str, Any], number: int) -> dict[str, Any]:
     """The inputs with other tokens for each microbatch."""
-    names = {"input_ids", "decoder_input_ids"} & inputs.keys()
-    return {**inputs, **{name: inputs[name].roll(number, -1) for name in sorted(names)}}
+    ids = ("input_ids", "decoder_input_ids")
+    return {name: value.roll(number, -1) if name in ids else value for name, value in inputs.items()}
 
 
 def _pipeline(
@@ -162,19 +190,10 @@ def _backward(call: Any, inputs: dict[str, Any], number: int = 0, share: int = 1
 
 def _projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
     """The output, and a mean of it with random weights, which are others for each microbatch."""
-    for name in ("logits", "last_hidden_state", "pred_masks"):
-        value = output.get(name) if hasattr(output, "get") else None
-        if isinstance(value, Tensor):
-            break
-    else:
-        value = next(value for value in output.values() if isinstance(value, Tensor))
+    named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
+    value = next(value for value in [*named, *output.values()] if isinstance(value, Tensor))
     weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(11 + number), dtype=torch.float64)
     return value, (value * weights).mean()
-
-
-def _all_finite(outputs: list[Tensor], model: torch.nn.Module) -> bool:
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return all(bool(tensor.isfinite().all()) for tensor in (*outputs, *grads))
 
 
 def _worst(found: list[Tensor], expected: list[Tensor], model: Any, reference: Any, plan: Plan) -> tuple[float, str]:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import agree
+from core.checkpoint.sliced_tensor import Cut, SlicedTensor
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.policies import Policy
-from core.hugging_face.slices import whole_on_first
-from core.hugging_face.split import REPORT, SplitReport, cut_parameters, example_of, finish_split, prepare
-from core.hugging_face.split_stages import check_cut, check_pipeline, finish_stages, of_stage, prepare_stages
-from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, stage_of
+from core.hugging_face.slices import whole_of
+from core.hugging_face.split import (
+    REPORT,
+    SplitReport,
+    Splitting,
+    cut_parameters,
+    example_of,
+    prepare,
+    refusing_together,
+)
+from core.hugging_face.split_stages import check_cut, finish_parts
+from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, mark_absent, stage_of
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
@@ -29,54 +39,8 @@ from core.tensor_parallel.mappings import resolve_groups
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
 LOADING = "_load_pretrained_model"
+FAILURES = (ValueError, OSError, RuntimeError)
 STACKED = ("ep", -1, 1)  # the cut of a tensor that is one expert's
-INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
-
-
-class Cut(NamedTuple):
-    """Rank `rank` of `size` reads its part along a dimension of a file's tensor, in `blocks` each cut for itself."""
-
-    dim: int
-    blocks: int
-    size: int
-    rank: int
-
-    def ranges(self, whole: int) -> list[slice]:
-        """Where this rank's parts of `whole` rows lie."""
-        length = whole // self.blocks
-        rows = -(-length // self.size)
-        start, stop = min(self.rank * rows, length), min((self.rank + 1) * rows, length)
-        return [slice(block * length + start, block * length + stop) for block in range(self.blocks)]
-
-
-class SlicedTensor:
-    """A tensor of a safetensors file, of which only this rank's part is read, when it is indexed with `...`."""
-
-    def __init__(self, source: Any, cuts: Sequence[Cut], read: list[int]) -> None:
-        self.source, self.cuts, self.read = source, cuts, read
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if index is not Ellipsis:
-            raise TypeError("a SlicedTensor is read whole, by [...]")
-        if not self.cuts:
-            return self._counted(self.source[...])
-        *outer, last = self.cuts
-        place = [slice(None)] * len(self.source.get_shape())
-        for cut in outer:  # of experts: one block, which divides
-            place[cut.dim] = cut.ranges(self.source.get_shape()[cut.dim])[0]
-        parts = []
-        for wanted in last.ranges(self.source.get_shape()[last.dim]):
-            place[last.dim] = wanted
-            parts.append(self._counted(self.source[tuple(place)]))
-        shape = list(parts[0].shape)
-        shape[last.dim] = -(-self.source.get_shape()[last.dim] // last.size) - sum(p.shape[last.dim] for p in parts)
-        if shape[last.dim] > 0:  # the end of a vocabulary that is padded
-            parts.append(parts[0].new_zeros(shape))
-        return torch.cat(parts, last.dim) if len(parts) > 1 else parts[0].contiguous()
-
-    def _counted(self, tensor: Tensor) -> Tensor:
-        self.read.append(tensor.numel() * tensor.element_size())
-        return tensor
 
 
 def load_split(
@@ -107,56 +71,38 @@ def load_split(
     if kind is None:
         names = transformers.AutoConfig.from_pretrained(directory).architectures or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0])
-
-    outputs: dict[str, Any] = {"parallel_output": parallel_output, "sequence_parallel": sequence_parallel}
-
-    def arguments_of(model: Any) -> dict[str, Any]:
-        return dict(example_of(model, groups) if example is None else example)
-
-    if layout is None:
-        model, plan = _load(directory, kind, policy, None, None, groups, options)
-        model.to(device)
-        finish_split(model, plan, arguments_of(model), pg_collection=groups, **outputs)
-        return model
-    failure: Exception | None = None
-    stages: list[Any] = []
-    try:
-        check_pipeline(layout, groups)
-        for index in layout.stages_of(groups.rank("pp")):
-            model, plan = _load(directory, kind, policy, layout, index, groups, options)
-            stages.append(model.to(device))
-    except (PlanError, ValueError, OSError, RuntimeError) as error:
-        failure = error
-    agree.refuse(failure, None, f"loading {os.fspath(directory)!r}", PlanError)
-    finish_stages(stages, layout, plan, arguments_of(stages[0]), groups, **outputs)
-    return stages
+    how = Splitting(groups, layout, parallel_output, sequence_parallel)
+    parts: list[Any] = []
+    with refusing_together(f"loading {os.fspath(directory)!r}", *FAILURES, alone=layout is None):
+        stages: Sequence[int | None] = [None]
+        if layout is not None:
+            layout.check_ranks(groups)
+            stages = layout.stages_of(groups.rank("pp"))
+        for stage in stages:
+            model, plan, _ = _load(directory, kind, policy, stage, how, options)
+            parts.append(model.to(device))
+    finish_parts(parts, plan, example_of(parts[0], groups, example), how)
+    return parts[0] if layout is None else parts
 
 
 def _load(
-    directory: str | os.PathLike[str],
-    kind: Any,
-    policy: Policy | None,
-    layout: PipelineLayout | None,
-    stage: int | None,
-    groups: ProcessGroups,
-    options: dict[str, Any],
-) -> tuple[Any, Plan]:
-    """A model, or one stage of it, with this rank's slices; tags and seams are still to come. And its plan."""
+    directory: str | os.PathLike[str], kind: Any, policy: Policy | None, stage: int | None, how: Splitting, options: Any
+) -> tuple[Any, Plan, Mapping[str, Any]]:
+    """A model, or one stage of it, with this rank's slices; tags and seams are still to come. The plan of the whole
+    model; what loading has told: `missing_keys` and `unexpected_keys`."""
+    layout, groups = how.layout, how.groups
     plans: list[Plan] = []
     read: list[int] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
         chosen = None if policy is None else read_plan(model, policy)
-        if layout is None or stage is None:
-            plan, cut = prepare(model, chosen, groups), None
-        else:
-            plan, cut = prepare_stages(model, chosen, groups), find_cut(model)
-            check_cut(cut, layout, groups)
-            plan = of_stage(plan, keep_stage(model, cut, layout, stage))
-            for module in model.modules():  # what is absent has nothing to be drawn; rotary tables are buffers
-                held = (*module.parameters(), *module.buffers())
-                setattr(module, INITIALIZED, not held)
+        cut, plan = None, prepare(model, chosen, groups)
         plans.append(plan)
+        if layout is not None and stage is not None:
+            cut = find_cut(model)
+            check_cut(cut, layout, groups)
+            keep_stage(model, cut, layout, stage)
+            mark_absent(model)
         cut_parameters(model, plan, groups)
         tensors = _sliced(model, plan, files, config, groups, read, cut)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
@@ -172,7 +118,32 @@ def _load(
         )
     model.train()
     model.bytes_read = sum(read)
-    return model, plans[0]
+    return model, plans[0], told
+
+
+def read_slices(
+    directory: str | os.PathLike[str],
+    kind: Any,
+    policy: Policy | None,
+    layout: PipelineLayout | None,
+    stage: int | None,
+    groups: ProcessGroups,
+    **options: Any,
+) -> tuple[dict[str, Tensor], int]:
+    """This rank's slices of a checkpoint directory by the names of the whole model, and how many bytes were read.
+
+    For files whose names or shapes are not the model's: transformers' own loading makes one of the other. layout,
+    stage: one stage of a pipeline; None for the whole model. Not collective. Raises PlanError as `load_split` does, and
+    ValueError where the files lack a weight of the model, or have another one.
+    """
+    model, _, told = _load(directory, kind, policy, stage, Splitting(groups, layout), options)
+    lacking = sorted(told["missing_keys"])
+    unknown = sorted(told["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
+    if lacking or unknown:
+        raise ValueError(
+            f"the checkpoint {os.fspath(directory)!r} lacks {lacking[:4]}, and has {unknown[:4]} that the model lacks"
+        )
+    return dict(model.state_dict(keep_vars=True)), model.bytes_read
 
 
 def _sliced(
@@ -196,48 +167,40 @@ def _sliced(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = model.state_dict()
-    found: list[tuple[str, str, str | None, str, Any]] = []
-    experts: dict[tuple[str, str | None], list[str]] = {}  # parameter and pattern -> the keys that are stacked in it
+    sources: dict[tuple[str, str | None], dict[str, tuple[str, Any]]] = {}  # of a parameter: key -> (target, file)
     for file in files:
         if not file.endswith(".safetensors"):
             raise PlanError(f"{plan.family}: {file!r} is no safetensors file, so no part of it can be read alone")
         opened = safe_open(file, framework="pt", device="cpu")
         for key in opened.keys():  # noqa: SIM118  it is no mapping
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            if stages is None or name in known:
-                target = key
-            elif name in stages.tied and any(here in known for here in stages.tied):
-                target = name = next(here for here in stages.tied if here in known)
-            else:
-                continue
-            found.append((target, name, pattern, key, opened))
-            experts.setdefault((name, pattern), []).append(key)
-    tensors: dict[str, SlicedTensor] = {}
-    for target, name, pattern, key, opened in found:
-        split = plan.splits.get(name)
-        made = [cut for cut in split.cuts if groups.size(cut[0]) > 1] if split is not None else []
-        if split is not None and made and pattern is not None:
-            converter = next(entry for entry in converters if pattern in entry.source_patterns)
-            made = [_cut_of_part(plan.family, key, split, cut, converter) for cut in made]
-            if STACKED in made:  # one tensor an expert, of which a rank needs its own
-                made.remove(STACKED)
-                numbered = sorted(experts[name, pattern], key=_numbers_in)
-                if len(numbered) != split.shape[0]:
-                    raise PlanError(f"{plan.family}: {name!r} has {split.shape[0]} experts, the files {len(numbered)}")
-                if numbered.index(key) // (split.shape[0] // groups.size("ep")) != groups.rank("ep"):
+            target, (name, pattern) = key, rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            if stages is not None and name not in known:
+                here = [tied for tied in stages.tied if tied in known and name in stages.tied]
+                if not here:
                     continue
-        cuts = [Cut(dim, blocks, groups.size(axis), groups.rank(axis)) for axis, dim, blocks in made]
-        tensors[target] = SlicedTensor(opened.get_slice(key), cuts, read)
+                target = name = here[0]
+            sources.setdefault((name, pattern), {})[key] = target, opened
+    tensors: dict[str, SlicedTensor] = {}
+    for (name, pattern), parts in sources.items():
+        split, keys = plan.splits.get(name), list(parts)
+        cuts = [] if split is None else [cut for cut in split.cuts if groups.size(cut[0]) > 1]
+        if split is not None and cuts and pattern is not None:
+            converter = next(entry for entry in converters if pattern in entry.source_patterns)
+            cuts = [_cut_of_part(plan.family, keys[0], split, cut, converter) for cut in cuts]
+            if STACKED in cuts:  # one tensor an expert, of which a rank needs its own
+                cuts.remove(STACKED)
+                keys.sort(key=lambda key: [int(number) for number in re.findall(r"\d+", key)])
+                if len(keys) != split.shape[0]:
+                    raise PlanError(f"{plan.family}: {name!r} has {split.shape[0]} experts, the files {len(keys)}")
+                own = len(keys) // groups.size("ep")
+                keys = keys[groups.rank("ep") * own :][:own]
+        for key in keys:
+            target, opened = parts[key]
+            tensors[target] = SlicedTensor(opened.get_slice(key), cuts, groups, read)
     return tensors
 
 
-def _numbers_in(key: str) -> list[int]:
-    return [int(part) for part in key.split(".") if part.isdigit()]
-
-
-def _cut_of_part(
-    family: str, key: str, split: Split, cut: tuple[str, int, int], converter: Any
-) -> tuple[str, int, int]:
+def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) -> Cut:
     """How a tensor is cut that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
     axis, dim, blocks = cut
     kinds = [type(operation).__name__ for operation in converter.operations]
@@ -292,29 +255,23 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
                     with torch.device("meta"):
                         writer = type(writer)(_empty_copy(writer.get_base_model()), copy.deepcopy(config), key)
                 writer.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
-            except (OSError, RuntimeError, ValueError) as failure:
+            except FAILURES as failure:
                 error = failure
     agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
 
 
 def _tell_all_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
     """Give every stage's config the names of layers with adapters on all stages: peft spells out 'all-linear'."""
-    mine: dict[str, set[str]] = {}
-    for part in parts:
-        for key, config in part.peft_config.items():
-            if isinstance(config.target_modules, set):
-                mine.setdefault(key, set()).update(config.target_modules)
+    configs = [item for part in parts for item in part.peft_config.items() if isinstance(item[1].target_modules, set)]
+    told = [[(key, config.target_modules) for key, config in configs]]
     if groups.size("pp") > 1:
-        for theirs in agree.gather(mine, groups.require("pp"), "the layers with adapters").values():
-            for key, names in theirs.items():
-                mine.setdefault(key, set()).update(names)
-    for part in parts:
-        for key, names in mine.items():
-            part.peft_config[key].target_modules = set(names)
+        told = list(agree.gather(told[0], groups.require("pp"), "the layers with adapters").values())
+    for key, config in configs:
+        config.target_modules = {name for each in told for other, names in each if other == key for name in names}
 
 
-def _split_part(model: nn.Module) -> Any:
-    inner: Any = model
+def _split_part(model: Any) -> Any:
+    inner = model
     while getattr(inner, REPORT, None) is None:
         inner = getattr(inner, "module", None)
         if inner is None:
@@ -362,6 +319,6 @@ def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, only: s
         if groups.rank("expt_dp" if split is not None and "ep" in split.axes else "dp_cp") > 0:
             continue  # a copy of the first rank's
         if id(tensor) not in by_memory:
-            by_memory[id(tensor)] = whole_on_first(tensor.detach(), split, groups).cpu()
+            by_memory[id(tensor)] = whole_of(tensor.detach(), split, groups, on_first=True).cpu()
         whole[name] = by_memory[id(tensor)]
     return whole if groups.rank("tp") == groups.rank("dp_cp") == 0 else {}

@@ -6,6 +6,7 @@ tokens. Over tensor parallelism the experts are split too, or are whole and each
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.hugging_face.plan import Plan, PlanError, Seam, Split
+from core.hugging_face.plan import Plan, PlanError, Seam, Split, family_of
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.transformers_plans import read_experts
 from core.moe.token_dispatcher import AllToAllTokenDispatcher
@@ -56,7 +57,7 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
 
 def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """`read_experts` of a model, PlanError unless they can be cut over `ep` ranks. The model may have no memory."""
-    family = f"{model.config.model_type} ({type(model).__name__})"
+    family = family_of(model)
     experts = read_experts(model)
     if not experts:
         raise PlanError(
@@ -77,27 +78,26 @@ def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
 class ExpertsForward(SeamForward):
     """The forward of fused experts, called with (hidden states, chosen experts, their weights) of this rank's tokens.
 
-    hidden states: [..., hidden]; chosen experts and weights: [tokens, top k]. The output is a part of a sum over tensor
-    parallelism: of the experts' own parts, or of whole experts on this rank's part of the tokens.
+    hidden states: [..., hidden]; chosen experts and weights: [tokens, top k]. The output is a part of a sum over tp: of
+    the experts' own parts, or of whole experts on this rank's part of the tokens.
     Collective over the expert-parallel group, in forward and in backward, also for a rank without a token.
     """
 
-    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups) -> None:
-        super().__init__(module, seam, groups.tp, 0)
+    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int = 0) -> None:
+        super().__init__(module, seam, groups, length)
         experts: Any = module
         self.num_experts: int = experts.num_experts
         experts.num_experts //= groups.size("ep")
-        self.dispatcher = AllToAllTokenDispatcher(self.num_experts, ProcessGroups(ep=groups.ep))
+        self.dispatcher = AllToAllTokenDispatcher(self.num_experts, type(groups)(ep=groups.ep))
         whole_experts = groups.size("expt_tp") == 1
         self.share = (groups.rank("tp"), groups.size("tp")) if whole_experts else (0, 1)
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         """The weighted sum of each token's experts."""
-        if self.watch is None:
-            return self._run(*args, **kwargs)
-        with self.watch.paused():
+        with contextlib.nullcontext() if self.watch is None else self.watch.paused():
             output = self._run(*args, **kwargs)
-        self.watch.cut(args[0], output)
+        if self.watch is not None:
+            self.watch.cut(args[0], output)
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -126,6 +126,7 @@ class ExpertsForward(SeamForward):
             # Without a token backward still runs: the rows' exchange, and gradients of zero, not none.
             return rows + sum(parameter.flatten()[0] for parameter in self.module.parameters()) * 0.0
         counts = torch.tensor(rows_per_expert, device=rows.device)
-        expert = torch.arange(len(rows_per_expert), device=rows.device).repeat_interleave(counts).unsqueeze(1)
+        expert = torch.arange(len(rows_per_expert), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+        expert = expert.unsqueeze(1)
         output: Tensor = super().run(rows, expert, rows.new_ones(expert.shape))
         return output

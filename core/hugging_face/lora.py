@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.split import (
@@ -24,12 +23,13 @@ from core.hugging_face.split import (
     cut_parameters,
     declare_whole,
     example_of,
+    place_seams,
     refuse_whole_methods,
+    refusing_together,
     tag_slices,
-    watch,
 )
 from core.hugging_face.split_stages import received_example
-from core.hugging_face.stages import absent_modules
+from core.hugging_face.stages import StageForward
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
@@ -57,76 +57,93 @@ def add_lora(
     group must be seeded alike. Collective over the tensor-parallel group, and for stages over the world. PlanError for
     an option or a layer whose adapter cannot be split, and for a stage without one.
     """
-    if not isinstance(model, (list, tuple)):
-        return _adapted(model, config, directory, example, pg_collection)
-    failure: Exception | None = None
-    try:
-        chunks = [_adapted(stage, config, directory, example, pg_collection) for stage in model]
-    except (PlanError, TypeError, OSError) as error:
-        failure = error
-    except (ValueError, AttributeError) as error:  # peft finds no layer that it should adapt
-        failure = PlanError(
-            f"peft refuses a stage: {error}. Each stage needs an adapter, so target layers of all stages"
-        )
-    agree.refuse(failure, None, "adding adapters to the stages", PlanError)
-    return chunks
-
-
-def _adapted(
-    model: Any,
-    config: Any,
-    directory: str | os.PathLike[str] | None,
-    example: Mapping[str, Any] | None,
-    pg_collection: ProcessGroups | None,
-) -> Any:
-    import peft
-
+    if isinstance(model, (list, tuple)):
+        with refusing_together("adding adapters to the stages", TypeError, OSError):
+            try:
+                return [
+                    add_lora(each, config, directory, example=example, pg_collection=pg_collection) for each in model
+                ]
+            except PlanError:
+                raise
+            except (ValueError, AttributeError) as error:  # peft finds no layer that it should adapt
+                raise PlanError(
+                    f"peft refuses a stage: {error}. Each stage needs an adapter, so target layers of all stages"
+                ) from error
     report: SplitReport | None = getattr(model, REPORT, None)
     if report is None:
         raise PlanError(f"add_lora takes a model that was split, and was given a {type(model).__name__}")
+    adapted = with_adapters(model, report.plan, config, directory)
+    groups = resolve_groups(pg_collection)
+    for name, parameter in adapted.named_parameters() if groups.size("tp") > 1 else ():
+        if "lora_" in name:
+            dist.broadcast(parameter.detach(), group=groups.tp, group_src=0)
+    finish_adapters(adapted, report, groups, example)
+    return adapted
+
+
+def finish_adapters(
+    adapted: Any, report: SplitReport, groups: ProcessGroups, example: Mapping[str, Any] | None
+) -> None:
+    """Slices, tags, seams and contracts of whole adapters. report: of the base model. example: that of `add_lora`."""
+    model, tp = adapted.get_base_model(), groups.size("tp")
+    if tp == 1:
+        setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
+        return
+    plan = cut_adapters(adapted, report.plan, groups)
+    place_seams(dict(adapted.named_modules()), plan, groups)
+    arguments = example_of(model, groups, example)
+    if "forward" in vars(model):  # of a stage
+        arguments.update(received_example(model, arguments))
+    split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
+    setattr(adapted, REPORT, declare_whole(adapted, plan, tp, arguments, split_ones))
+    refuse_whole_methods(adapted, plan.family, parallel_output=False)
+    adapted.check_replicas_in_first_step = True
+
+
+def with_adapters(
+    model: Any,
+    plan: Plan,
+    config: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    without_memory: bool = False,
+) -> Any:
+    """A PeftModel around a model whose parameters are cut by a plan; its adapters are not. Local.
+
+    without_memory: True for new adapters on the meta device.
+    """
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
     config = peft.PeftConfig.from_pretrained(os.fspath(directory)) if directory is not None else config
     _check_options(config, peft.LoraConfig)
-    widths = _tell_whole_widths(model, report)
-    excluded, absent = config.exclude_modules, absent_modules(model)
-    if absent and not isinstance(excluded, str):
-        config.exclude_modules = [*(excluded or ()), *absent]
+    transposed = {f"{name}.weight": each.weight for name, each in model.named_modules() if isinstance(each, Conv1D)}
+    cut = transposed.keys() & plan.splits.keys()
+    for name in cut:
+        transposed[name].ds_shape = torch.Size(plan.splits[name].shape)  # peft asks by this name for a whole width
+    stage, excluded = vars(model).get("forward"), config.exclude_modules
+    if isinstance(stage, StageForward) and not isinstance(excluded, str):
+        config.exclude_modules = [*(excluded or ()), *stage.absent]
     try:
         if directory is None:
-            adapted = peft.get_peft_model(model, config)
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=without_memory)
         else:
             adapted = peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True)
     finally:
         config.exclude_modules = excluded
-        for weight in widths:
-            del weight.ds_shape
+        for name in cut:
+            del transposed[name].ds_shape
     for told in adapted.peft_config.values():
         told.exclude_modules = excluded
-    groups = resolve_groups(pg_collection)
-    group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
-    if tp == 1:
-        setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
-        return adapted
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            dist.broadcast(parameter.detach(), group=group, group_src=0)
-    plan = _plan_of_adapters(adapted, report.plan)
-    cut_parameters(adapted, plan, groups)
-    parameters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    tag_slices(parameters, plan, groups)
-    for module_name, seam in plan.seams.items():
-        module = adapted.get_submodule(module_name)
-        split = plan.splits.get(f"{module_name}.weight")
-        module.forward = SeamForward(module, seam, group, 0 if split is None else split.length)
-    arguments = dict(example_of(model, groups) if example is None else example)
-    if "forward" in vars(model):  # a stage
-        arguments.update(received_example(model, arguments))
-    split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
-    flow = watch(adapted, plan, arguments, split_ones)
-    partial, unseen = declare_whole(parameters, plan, flow)
-    setattr(adapted, REPORT, SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen)))
-    refuse_whole_methods(adapted, plan.family, parallel_output=False)
-    adapted.check_replicas_in_first_step = True
     return adapted
+
+
+def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
+    """Cut and tag whole adapters as the layers beside them, by the seams that these have. Local. Returns their plan."""
+    plan = _plan_of_adapters(adapted, base)
+    cut_parameters(adapted, plan, groups)
+    tag_slices({name: p for name, p in adapted.named_parameters() if p.requires_grad}, plan, groups)
+    return plan
 
 
 def _check_options(config: Any, kind: type) -> None:
@@ -135,7 +152,7 @@ def _check_options(config: Any, kind: type) -> None:
     plain_config = kind()
     for name in sorted(vars(config).keys() - KNOWN):
         value, plain = getattr(config, name), getattr(plain_config, name, None)
-        if value != plain and value not in ((), [], {}):
+        if value != plain and value not in ((), [], {}, set()):
             raise PlanError(f"LoRA on a split model knows {name}={plain!r} alone, and the LoraConfig has {value!r}")
     start = getattr(config, "init_lora_weights", True)
     if start not in (True, False, "gaussian"):
@@ -143,20 +160,6 @@ def _check_options(config: Any, kind: type) -> None:
             f"LoRA on a split model starts adapters by init_lora_weights True, False or 'gaussian', and the LoraConfig "
             f"has {start!r}, which reads whole base weights"
         )
-
-
-def _tell_whole_widths(model: nn.Module, report: SplitReport) -> list[Any]:
-    """Let peft see the whole shape of transposed weights, which it asks for by this name. Linear layers know theirs."""
-    from transformers.pytorch_utils import Conv1D
-
-    told: list[Any] = []
-    for name, module in model.named_modules():
-        split = report.plan.splits.get(f"{name}.weight")
-        if isinstance(module, Conv1D) and split is not None:
-            weight: Any = module.weight
-            weight.ds_shape = torch.Size(split.shape)
-            told.append(weight)
-    return told
 
 
 def _plan_of_adapters(adapted: nn.Module, base: Plan) -> Plan:
@@ -186,14 +189,12 @@ def _plan_of_adapters(adapted: nn.Module, base: Plan) -> Plan:
             if split is None:  # whole, and only a part of its output is this rank's
                 before: Before = "copy" if seam.after == "select" else ""
                 seams[second] = replace(seam, module=second, style="LoRA", before=before)
-            elif (split.dim == 1) == isinstance(layer.base_layer, Conv1D):
-                seams[second] = Seam(second, "LoRA", "copy", seam.after)
-                weight = f"{second}.weight"
-                splits[weight] = Split(weight, whole.pop(weight), 0, split.blocks, split.padded)
-            else:
-                seams[first] = Seam(first, "LoRA", seam.before, seam.after)
-                weight = f"{first}.weight"
-                splits[weight] = Split(weight, whole.pop(weight), 1, split.blocks)
+                continue
+            # A column layer is cut along its outputs, which Conv1D has in the last dimension: so is its second adapter.
+            cut, dim = (second, 0) if (split.dim == 1) == isinstance(layer.base_layer, Conv1D) else (first, 1)
+            seams[cut] = Seam(cut, "LoRA", seam.before, seam.after)  # no copy behind a joined sequence
+            weight = f"{cut}.weight"
+            splits[weight] = Split(weight, whole.pop(weight), dim, split.blocks, split.padded)
     if not splits and not whole:
         raise PlanError(f"{base.family}: the LoraConfig's target_modules name no linear layer")
     return Plan(f"LoRA on {base.family}", splits, seams, frozenset(), whole)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup as Group
 
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import SequenceParallel
@@ -20,12 +20,10 @@ from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_regi
 class ParallelCausalLoss:
     """Transformers' ForCausalLMLoss of split logits: tokens predict their successors, -100 and num_items_in_batch.
 
-    sequence: how the logits' sequence is cut too, if it is; labels are of the whole sequence in any case.
+    sequence: that of the model, if it has one; labels are of the whole sequence in any case.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, vocab_size: int, sequence: SequenceParallel | None = None
-    ) -> None:
+    def __init__(self, group: Group | None, vocab_size: int, sequence: SequenceParallel | None = None) -> None:
         self.group, self.vocab_size, self.sequence = group, vocab_size, sequence
 
     def __call__(
@@ -39,12 +37,12 @@ class ParallelCausalLoss:
         **unused: Any,
     ) -> Tensor:
         """The mean over tokens that count, or their sum / num_items_in_batch. logits: [..., ceil(vocabulary / tp)]."""
-        sequence = self.sequence
+        sequence = self.cut_sequence
         if vocab_size not in (None, self.vocab_size):
             raise ValueError(f"vocab_size is {vocab_size}, and the output layer has {self.vocab_size} rows")
+        if shift_labels is None and labels is None:
+            raise ValueError("the loss needs labels")
         if shift_labels is None:
-            if labels is None:
-                raise ValueError("the loss needs labels")
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         if sequence is not None:
@@ -56,19 +54,23 @@ class ParallelCausalLoss:
         total = total if sequence is None else sequence.total(total)
         return total / torch.as_tensor(count).to(total)
 
+    @property
+    def cut_sequence(self) -> SequenceParallel | None:
+        """How the logits' sequence is cut; None where it is whole."""
+        return self.sequence if self.sequence is not None and self.sequence.local_logits else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelCausalLoss:
         return self  # it never changes, and its group cannot be copied
 
 
-def use_parallel_loss(
-    model: Any, plan: Plan, group: dist.ProcessGroup | None, sequence: SequenceParallel | None = None
-) -> Plan:
+def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
     """Keep the logits split and give the model the loss of the parts; the plan without the gather of the logits."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), None)
     seam = plan.seams.get(name or "")
     split = seam is not None and seam.after == "gather"
-    if not split and (sequence is None or head is None or group_size(group) > 1):
+    local = sequence is not None and sequence.local_logits
+    if not split and (not local or head is None or group_size(group) > 1):
         raise PlanError(f"{plan.family}: parallel_output needs an output layer that the plan splits, and there is none")
     loss = getattr(model.loss_function, "__name__", str(model.loss_function))
     if loss != "ForCausalLMLoss":
@@ -78,11 +80,9 @@ def use_parallel_loss(
         )
     rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
     model.loss_function = ParallelCausalLoss(group, rows, sequence)
-    return (
-        plan
-        if seam is None
-        else dataclasses.replace(plan, seams={**plan.seams, seam.module: dataclasses.replace(seam, after="")})
-    )
+    if seam is None:
+        return plan
+    return replace(plan, seams={**plan.seams, seam.module: replace(seam, after="")})
 
 
 class SplitLogits(Tensor):
@@ -113,7 +113,7 @@ class SplitLogits(Tensor):
 def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
     """What a model has given, with its logits as `SplitLogits` where they are split."""
     source = getattr(model, "loss_function", None)
-    if not isinstance(source, ParallelCausalLoss):
+    if not isinstance(source, ParallelCausalLoss) or (group_size(source.group) == 1 and source.cut_sequence is None):
         return output
     if not hasattr(output, "keys"):
         raise PlanError("return_dict=False hides which output the logits are, and they are split; leave it out")
@@ -125,18 +125,17 @@ def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
 
 
 def gather_logits(logits: Tensor) -> Tensor:
-    """Whole logits [..., vocabulary] of split ones, on every tensor-parallel rank; whole ones come back as they are.
+    """Whole logits [..., vocabulary] of split ones, on every rank that shares them; whole ones come back as they are.
 
-    Collective over the tensor-parallel group for split ones. In backward each rank takes its part of the gradient, so
-    a loss must be computed alike on all of its ranks.
+    Logits of a part of the sequence come back with the whole sequence. Collective over the tensor-parallel group, and
+    over the context-parallel group then. In backward each rank takes its part of the gradient, so a loss must be
+    computed alike on all of these ranks.
     """
     if not isinstance(logits, SplitLogits):
         return logits
     source = logits.source
-    if source.sequence is not None:
-        raise PlanError(
-            "these logits are of this rank's part of the sequence; use the model's own loss (labels=), or leave "
-            "sequence parallelism out"
-        )
-    whole: Tensor = gather_from_tensor_model_parallel_region(logits.as_subclass(Tensor), source.group)
-    return whole[..., : source.vocab_size]
+    whole = logits.as_subclass(Tensor)
+    if group_size(source.group) > 1:
+        whole = gather_from_tensor_model_parallel_region(whole, source.group)
+    whole = whole[..., : source.vocab_size]
+    return whole if source.cut_sequence is None else source.cut_sequence.whole(whole)

@@ -8,41 +8,41 @@ shapes of the parameters, so a plan can be printed, and refused, before anything
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Before = Literal[
     "", "copy", "scatter", "vocabulary", "divide", "heads", "split sequence", "join sequence", "gather sequence"
 ]
 After = Literal["", "reduce", "gather", "copy tail", "select", "split sequence", "join sequence", "reduce sequence"]
-SEQUENCE = {
-    "split sequence": "whole; this rank's part of the sequence is taken",
-    "join sequence": "this rank's part of the sequence; all parts are joined",
-}
-BEFORE = {
+WORDS = {
     "": "as it is",
     "copy": "whole; its gradient is summed over tp",
     "scatter": "whole; this rank's part of the last dimension is used",
     "vocabulary": "token ids; those of other ranks' rows give zero",
     "divide": "divided by tp",
     "heads": "what holds a value for each head is cut to this rank's heads",
-    "gather sequence": "this rank's part of the sequence; all parts are joined, and its gradient is summed over tp",
-    **SEQUENCE,
-}
-AFTER = {
-    "": "as it is",
     "reduce": "summed over tp",
     "gather": "gathered along the last dimension",
     "copy tail": "the gradient of its last features is summed over tp",
     "select": "computed whole; this rank's heads are taken of it",
+    "split sequence": "whole; this rank's part of the sequence is taken",
+    "join sequence": "this rank's part of the sequence; all parts are joined",
+    "gather sequence": "this rank's part of the sequence; all parts are joined, and its gradient is summed over tp",
     "reduce sequence": "summed over tp, and this rank's part of the sequence is taken",
-    **SEQUENCE,
 }
 
 
 class PlanError(ValueError):
     """A model cannot be split as asked. The message names family and parameter or module, and says what would fit."""
+
+
+def family_of(model: Any) -> str:
+    """How errors name a transformers model."""
+    return f"{model.config.model_type} ({type(model).__name__})"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,6 @@ class Style:
     after: After = ""
     partial: bool = False
     shared: int = 0
-
-    @property
-    def has_seam(self) -> bool:
-        """True if something happens to the module's input or output."""
-        return bool(self.before or self.after)
 
 
 COLUMN = Style(weight=-2, bias=-1, before="copy")
@@ -222,8 +217,8 @@ class Plan:
             )
 
     def _misfits(self, tp: int) -> list[str]:
-        found = [misfit for misfit in (split.misfit(tp) for split in self.splits.values()) if misfit]
-        return found + [f"{name!r} counts {number}" for name, number in self.numbers.items() if number % tp]
+        found = filter(None, (split.misfit(tp) for split in self.splits.values()))
+        return [*found, *(f"{name!r} counts {number}" for name, number in self.numbers.items() if number % tp)]
 
     def sizes(self) -> list[int]:
         """Every tensor-parallel size that all splits can be cut into."""
@@ -234,42 +229,29 @@ class Plan:
 
     def table(self, tp: int) -> str:
         """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
-        lines = [f"{self.family} over tp {tp}" + (f", ep {self.ep}" if self.ep > 1 else "")]
         if any(split.is_shared(tp) for split in self.splits.values()):
             return self.at(tp).table(tp)
-        rows = [
-            f"{_any_layer(split.parameter)}: {list(split.shape)} cut along "
-            + " and ".join(str(dim) for _, dim, _ in split.cuts)
-            + (f" in {split.blocks} blocks" if split.blocks > 1 else "")
-            + f", a rank holds {list(split.local_shape(tp, self.ep))}"
-            for split in self.splits.values()
+        splits = self.splits.values()
+        rows = []
+        for split in splits:
+            dims = " and ".join(str(dim) for _, dim, _ in split.cuts)
+            blocks = f" in {split.blocks} blocks" if split.blocks > 1 else ""
+            local = list(split.local_shape(tp, self.ep))
+            rows.append(f"{split.parameter}: {list(split.shape)} cut along {dims}{blocks}, a rank holds {local}")
+        rows += [f"{name}: whole; its gradient is summed over tp" for name in sorted(self.partial)]
+        rows += [f"{name}: {number // tp} of {number}" for name, number in self.numbers.items()]
+        seams = [
+            f"{s.module} ({s.style}): input {WORDS[s.before]}; output {WORDS[s.after]}" for s in self.seams.values()
         ]
-        rows += [f"{_any_layer(name)}: whole; its gradient is summed over tp" for name in sorted(self.partial)]
-        rows += [f"{_any_layer(name)}: {number // tp} of {number}" for name, number in self.numbers.items()]
-        lines += _counted("parameters", rows)
-        lines += _counted(
-            "seams",
-            [
-                f"{_any_layer(seam.module)} ({seam.style}): input {BEFORE[seam.before]}; output {AFTER[seam.after]}"
-                for seam in self.seams.values()
-            ],
-        )
-        cut = sum(math.prod(split.shape) for split in self.splits.values())
+        lines = [f"{self.family} over tp {tp}" + (f", ep {self.ep}" if self.ep > 1 else "")]
+        for heading, found in (("parameters:", rows), ("seams:", seams)):
+            alike = Counter(re.sub(r"(?<=\.)\d+(?=[.: ])", "*", row) for row in found)
+            lines += [heading, *(f"  {n:>3} x {row}" for row, n in alike.items())]
+        cut = sum(math.prod(split.shape) for split in splits)
         rest = sum(math.prod(shape) for shape in self.whole.values())
-        held = rest + sum(math.prod(split.local_shape(tp, self.ep)) for split in self.splits.values())
+        held = rest + sum(math.prod(split.local_shape(tp, self.ep)) for split in splits)
         lines.append(f"{cut + rest:,} parameters in the model; a rank of {tp} holds {held:,}, {rest:,} of them whole")
         return "\n".join(lines)
-
-
-def _any_layer(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _counted(heading: str, rows: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row] = counts.get(row, 0) + 1
-    return [f"{heading}:", *(f"  {n:>3} x {row}" for row, n in counts.items())]
 
 
 def style_of(family: str, name: str, style: str | Style) -> Style:
@@ -290,10 +272,6 @@ def cut_of(style: Style, parameter: str, shape: tuple[int, ...], *, named: bool)
     named: True if the rule names this parameter; else it names the module, whose bias has a cut of its own: it follows
     the outputs, or is whole and added after the sum.
     """
-    if style.weight is None:
-        return None
-    if len(shape) == 1:
-        return None if style.bias is None else (0, style.blocks)
-    if not named and parameter.rpartition(".")[2].endswith("bias"):
-        return None if style.bias is None else (len(shape) + style.bias, style.blocks)
-    return len(shape) + style.weight, style.blocks
+    is_bias = len(shape) == 1 or (not named and parameter.rpartition(".")[2].endswith("bias"))
+    dim = style.bias if is_bias else style.weight
+    return None if style.weight is None or dim is None else (0 if len(shape) == 1 else len(shape) + dim, style.blocks)

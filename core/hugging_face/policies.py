@@ -26,11 +26,6 @@ class Policy:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def expanded(self, names: Iterable[str]) -> dict[str, str | Style]:
-        """The rules of modules and parameters by their full names."""
-        found = {name: longest_fit(name, self.rules) for name in names}
-        return {name: self.rules[fit] for name, fit in found.items() if fit is not None}
-
 
 def longest_fit(name: str, ends: Iterable[str]) -> str | None:
     """The longest of some ends of names that a full name ends in, part by part; None where there is none."""
@@ -38,65 +33,72 @@ def longest_fit(name: str, ends: Iterable[str]) -> str | None:
     return max((end for end in ends if parts.endswith(f".{end}")), key=len, default=None)
 
 
-def _linear(columns: str, rows: str) -> dict[str, str | Style]:
-    return {**dict.fromkeys(columns.split(), "colwise"), **dict.fromkeys(rows.split(), "rowwise")}
-
-
-def _vocabulary(embedding: str, head: str) -> dict[str, str | Style]:
-    return {**dict.fromkeys(embedding.split(), "embedding_rowwise"), head: "colwise_gather_output"}
+def _rules(**modules: str) -> dict[str, str | Style]:
+    """Rules from the modules of each style."""
+    return {name: style for style, names in modules.items() for name in names.split()}
 
 
 _GPT2 = Policy(
-    {
-        **_vocabulary("wte", "lm_head"),
-        **{"attn.c_attn": "conv1d_packed_3_colwise", "crossattention.c_attn": "conv1d_packed_colwise"},
-        **dict.fromkeys(("crossattention.q_attn", "mlp.c_fc"), "conv1d_colwise"),
-        **dict.fromkeys(("attn.c_proj", "crossattention.c_proj", "mlp.c_proj"), "conv1d_rowwise"),
-    },
+    _rules(
+        embedding_rowwise="wte",
+        colwise_gather_output="lm_head",
+        conv1d_packed_3_colwise="attn.c_attn",
+        conv1d_packed_colwise="crossattention.c_attn",
+        conv1d_colwise="crossattention.q_attn mlp.c_fc",
+        conv1d_rowwise="attn.c_proj crossattention.c_proj mlp.c_proj",
+    ),
     {
         **dict.fromkeys(("attn", "crossattention"), ("num_heads", "split_size")),
         **dict.fromkeys(("c_attn", "q_attn", "c_fc"), ("nf",)),  # of Conv1D: the width of its output
     },
 )
 _GPTJ = Policy(
-    {
-        **_vocabulary("wte", "lm_head"),
-        **_linear("attn.q_proj attn.k_proj attn.v_proj mlp.fc_in", "attn.out_proj mlp.fc_out"),
-    },
+    _rules(
+        embedding_rowwise="wte",
+        colwise_gather_output="lm_head",
+        colwise="attn.q_proj attn.k_proj attn.v_proj mlp.fc_in",
+        rowwise="attn.out_proj mlp.fc_out",
+    ),
     {"attn": ("num_attention_heads",)},
 )
 _BERT = Policy(
-    {
-        **_vocabulary("embeddings.word_embeddings", "cls.predictions.decoder"),
-        "cls.predictions.bias": "colwise",  # tied to that of the decoder
-        **_linear("self.query self.key self.value intermediate.dense", "attention.output.dense output.dense"),
-        "crossattention.output.dense": "rowwise",
-    },
+    _rules(
+        embedding_rowwise="embeddings.word_embeddings",
+        colwise_gather_output="cls.predictions.decoder",
+        colwise="cls.predictions.bias self.query self.key self.value intermediate.dense",  # the bias is the decoder's
+        rowwise="attention.output.dense output.dense crossattention.output.dense",
+    )
 )
-_VIT = Policy(_linear("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2"))
+_VIT = Policy(
+    _rules(colwise="attention.q_proj attention.k_proj attention.v_proj mlp.fc1", rowwise="attention.o_proj mlp.fc2")
+)
 _T5 = Policy(
-    {
-        **_vocabulary("shared embed_tokens", "lm_head"),
-        **_linear("SelfAttention.q SelfAttention.k SelfAttention.v", "SelfAttention.o"),
-        **_linear("EncDecAttention.q EncDecAttention.k EncDecAttention.v", "EncDecAttention.o"),
-        **_linear("DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1", "DenseReluDense.wo"),
-        "relative_attention_bias": "heads_of_embedding",
-    },
+    _rules(
+        embedding_rowwise="shared embed_tokens",
+        colwise_gather_output="lm_head",
+        colwise="SelfAttention.q SelfAttention.k SelfAttention.v EncDecAttention.q EncDecAttention.k EncDecAttention.v "
+        "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
+        rowwise="SelfAttention.o EncDecAttention.o DenseReluDense.wo",
+        heads_of_embedding="relative_attention_bias",
+    ),
     dict.fromkeys(("SelfAttention", "EncDecAttention"), ("n_heads", "inner_dim")),
 )
 _OPT = Policy(
-    {
-        **_vocabulary("decoder.embed_tokens", "lm_head"),
-        **_linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.out_proj"),
-        **_linear("layers.*.fc1", "layers.*.fc2"),
-    },
+    _rules(
+        embedding_rowwise="decoder.embed_tokens",
+        colwise_gather_output="lm_head",
+        colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj layers.*.fc1",
+        rowwise="self_attn.out_proj layers.*.fc2",
+    ),
     {"self_attn": ("num_heads",)},
 )
 _BLOOM = Policy(
-    {
-        **_vocabulary("word_embeddings", "lm_head"),
-        **_linear("self_attention.query_key_value mlp.dense_h_to_4h", "self_attention.dense mlp.dense_4h_to_h"),
-    },
+    _rules(
+        embedding_rowwise="word_embeddings",
+        colwise_gather_output="lm_head",
+        colwise="self_attention.query_key_value mlp.dense_h_to_4h",
+        rowwise="self_attention.dense mlp.dense_4h_to_h",
+    ),
     {"self_attention": ("num_heads", "hidden_size", "split_size")},
     {"self_attention": ("alibi",)},
 )
@@ -110,39 +112,31 @@ _FALCON_MULTI_QUERY = Policy(
     {"self_attention": ("num_heads",)},
     _FALCON.per_head,
 )
-_WHISPER = Policy(
-    {
-        **_vocabulary("decoder.embed_tokens", "proj_out"),
-        **_OPT.rules,
-        **_linear("encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj", "encoder_attn.out_proj"),
-    },
-    dict.fromkeys(("self_attn", "encoder_attn"), ("num_heads",)),
+_ENCODER_DECODER = _rules(
+    colwise_gather_output="proj_out",
+    colwise="encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj",
+    rowwise="encoder_attn.out_proj",
 )
+_WHISPER = Policy({**_OPT.rules, **_ENCODER_DECODER}, dict.fromkeys(("self_attn", "encoder_attn"), ("num_heads",)))
 _SAM = Policy(
-    {
-        "attn.qkv": "packed_3_colwise",
-        **_linear("q_proj k_proj v_proj mlp.lin1", "attn.proj out_proj mlp.lin2"),
-    },
+    _rules(packed_3_colwise="attn.qkv", colwise="q_proj k_proj v_proj mlp.lin1", rowwise="attn.proj out_proj mlp.lin2"),
     dict.fromkeys(
-        (
-            *("attn", "self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token"),
-            "final_attn_token_to_image",
-        ),
+        ["attn", "self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token", "final_attn_token_to_image"],
         ("num_attention_heads",),
     ),
 )
 # The attention of the vision tower takes the size of a head from the width of its input, so each rank computes all of
 # its heads; its weights are split.
+_QUERIES_AND_IMAGE = _rules(
+    colwise_gather_output="self_attn.qkv",
+    rowwise_split_input="self_attn.projection",
+    colwise="attention.query attention.key attention.value intermediate_query.dense intermediate.dense "
+    "vision_model.encoder.layers.*.mlp.fc1",
+    rowwise="attention.output.dense crossattention.output.dense output_query.dense output.dense "
+    "vision_model.encoder.layers.*.mlp.fc2",
+)
 _BLIP_2 = Policy(
-    {
-        **_OPT.rules,
-        **_T5.rules,
-        **{"self_attn.qkv": "colwise_gather_output", "self_attn.projection": "rowwise_split_input"},
-        **_linear("attention.query attention.key attention.value", "attention.output.dense"),
-        **_linear("intermediate_query.dense intermediate.dense", "output_query.dense output.dense"),
-        "crossattention.output.dense": "rowwise",
-        **_linear("vision_model.encoder.layers.*.mlp.fc1", "vision_model.encoder.layers.*.mlp.fc2"),
-    },
+    {**_OPT.rules, **_T5.rules, **_QUERIES_AND_IMAGE},
     {**_T5.divided, "decoder.layers.*.self_attn": ("num_heads",)},
 )
 POLICIES: dict[str, Policy] = {

@@ -5,134 +5,158 @@ It stands in the module's attribute `forward`, so hooks, recomputation and adapt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.hugging_face.plan import PlanError, Seam
-from core.hugging_face.sequence_seams import ACTIONS, on_first_tensor, on_output, on_sequence
+from core.process_groups import ProcessGroups
+from core.tensor_parallel.dataflow import Dataflow
 from core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 
-if TYPE_CHECKING:
-    from core.hugging_face.dataflow import Dataflow
+OVER_SEQUENCE: dict[str, Callable[..., Tensor]] = {
+    "split sequence": scatter_to_sequence_parallel_region,
+    "join sequence": partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=False),
+    "gather sequence": gather_from_sequence_parallel_region,
+    "reduce sequence": reduce_scatter_to_sequence_parallel_region,
+}
+
+
+def is_hidden(value: Any) -> bool:
+    """True for what can be hidden states."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+
+
+def on_first(
+    change: Callable[[Tensor], Tensor], module: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the first tensor of hidden states changed, which may be given by keyword."""
+    place = next((number for number, value in enumerate(args) if is_hidden(value)), None)
+    if place is not None:
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    name = next((name for name, value in kwargs.items() if is_hidden(value) and "mask" not in name), None)
+    if name is None:
+        raise PlanError(f"module {module!r} was called without hidden states, which its seam changes")
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> Any:
+    """A module's output, a tensor or a tuple that begins with one, with the hidden states changed."""
+    if is_hidden(output):
+        return change(output)
+    if isinstance(output, tuple) and output and is_hidden(output[0]):
+        return (change(output[0]), *output[1:])
+    raise PlanError(f"module {module!r} gave a {type(output).__name__} that does not begin with hidden states")
 
 
 class SeamForward:
     """The forward of a module at a seam.
 
     length: of the last dimension of a gathered output in the whole model, without padding; or the rows of a whole
-    vocabulary. group: the tensor-parallel group. watch: the dataflow that is being recorded, if any.
+    vocabulary. watch: the dataflow that is being recorded, if any.
     """
 
-    def __init__(self, module: nn.Module, seam: Seam, group: dist.ProcessGroup | None, length: int) -> None:
+    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int) -> None:
         if "forward" in vars(module):
             raise PlanError(
                 f"module {seam.module!r} has a forward of its own on the instance, put there by somebody else; split "
                 "the model before it is changed"
             )
-        self.module, self.seam, self.group, self.length = module, seam, group, length
+        self.module, self.seam, self.group, self.length = module, seam, groups.tp, length
         self.watch: Dataflow | None = None
-        if seam.before == "vocabulary":
-            self._localize_padding_index()
+        self.rows = -(-length // group_size(self.group))  # of the vocabulary, on a rank
+        if seam.before != "vocabulary":
+            return
+        if getattr(module, "max_norm", None) is not None:
+            raise PlanError(f"embedding {seam.module!r} has max_norm, which changes rows that are split")
+        padding: Any = getattr(module, "padding_idx", None)
+        if padding is not None:  # torch leaves out the gradient of this row: on the rank that holds it, and no other
+            local = padding - group_rank(self.group) * self.rows
+            module.padding_idx = local if 0 <= local < self.rows else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as the model around it expects it."""
-        elsewhere: Tensor | None = None
-        if self.seam.before == "copy":
+        seam, elsewhere = self.seam, None
+        if seam.before == "copy":
             args = tuple(self._copied(value) for value in args)
             kwargs = {key: self._copied(value) for key, value in kwargs.items()}
-        elif self.seam.before == "heads":
-            names = self.seam.arguments
-            kwargs = {key: self._own_heads(value) if key in names else value for key, value in kwargs.items()}
-        elif self.seam.before.endswith("sequence"):
-            args, kwargs = on_first_tensor(
-                partial(self._over_sequence, self.seam.before), self.seam.module, args, kwargs
-            )
-        elif self.seam.before:
-            first, *others = args or (None,)
-            if not isinstance(first, Tensor):
-                raise PlanError(
-                    f"module {self.seam.module!r} ({self.seam.style}) was called without a positional tensor, which is "
-                    "what its rule is about"
-                )
-            if self.seam.before == "scatter":
-                part = scatter_to_tensor_model_parallel_region(first, self.group)
-                if self.watch is not None:
-                    self.watch.cut(first, part)
-                first = part
-            elif self.seam.before == "divide":
-                first = first / group_size(self.group)
-            else:
-                first, elsewhere = self._local_rows(first)
-            args = (first, *others)
+        elif seam.before == "heads":
+            kwargs = {key: self._own_heads(value) if key in seam.arguments else value for key, value in kwargs.items()}
+        elif seam.before == "vocabulary":
+            if not args:
+                raise PlanError(f"module {seam.module!r} ({seam.style}) was called without token ids by position")
+            ids, elsewhere = self._local_rows(args[0])
+            args = (ids, *args[1:])
+        elif seam.before:
+            args, kwargs = on_first(partial(self._changed, seam.before), seam.module, args, kwargs)
         with self._without_bias() as bias:
             output = self.run(*args, **kwargs)
         if elsewhere is not None:
             output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        output = self._after(output)
+        if seam.after:
+            output = on_output(partial(self._changed, seam.after), seam.module, output)
+        elif seam.before == "copy" and self.watch is not None:
+            self.watch.leave_split(output)
         return output if bias is None else output + bias.to(output.dtype)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _after(self, output: Any) -> Any:
-        before = output
-        if self.seam.after.endswith("sequence"):
-            return on_output(partial(self._over_sequence, self.seam.after), self.seam.module, output)
-        if self.seam.after == "reduce":
-            output = reduce_from_tensor_model_parallel_region(output, self.group)
-        elif self.seam.after == "gather":
-            output = gather_from_tensor_model_parallel_region(output, self.group)[..., : self.length]
-        elif self.seam.after == "copy tail":
-            head, tail = output.split([output.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
-            output = torch.cat([head, copy_to_tensor_model_parallel_region(tail, self.group)], dim=-1)
-        elif self.seam.after == "select":
-            output = self._selected(output)
-        if self.watch is not None:
-            if self.seam.after == "select":
-                self.watch.select(before, output)
-            elif self.seam.after == "copy tail":
-                self.watch.copy_tail(before, output, self.seam.tail)
-            elif self.seam.after:
-                self.watch.leave(before, output)
-            elif self.seam.before == "copy":
-                self.watch.leave_split(output)
-        return output
-
-    def _over_sequence(self, action: str, value: Tensor) -> Tensor:
-        """Hidden states [..., s, h]: the whole sequence from this rank's part of it, or the other way."""
-        given = on_sequence(ACTIONS[action], value, self.group)
-        if self.watch is not None and action == "split sequence":
-            self.watch.cut(value, given)
-        elif self.watch is not None:
-            self.watch.leave(value, given)
-            if action == "gather sequence":
-                given = self.watch.enter(given, given)
-            elif action == "reduce sequence":
-                self.watch.cut(given, given)
-        return given
+    def _changed(self, action: str, value: Tensor) -> Tensor:
+        """What an action of the seam makes of an input or output; `watch` is told."""
+        if action in OVER_SEQUENCE:  # of [..., s, h]
+            over_first = OVER_SEQUENCE[action]
+            changed = over_first(value.transpose(0, -2), group=self.group).transpose(0, -2).contiguous()
+        elif action == "divide":
+            return value / group_size(self.group)
+        elif action == "scatter":
+            changed = scatter_to_tensor_model_parallel_region(value, self.group)
+        elif action == "reduce":
+            changed = reduce_from_tensor_model_parallel_region(value, self.group)
+        elif action == "gather":
+            changed = gather_from_tensor_model_parallel_region(value, self.group)[..., : self.length]
+        elif action == "copy tail":
+            head, tail = value.split([value.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
+            changed = torch.cat([head, copy_to_tensor_model_parallel_region(tail, self.group)], dim=-1)
+        else:
+            changed = self._selected(value)
+        if self.watch is None:
+            return changed
+        if action in ("scatter", "split sequence"):
+            self.watch.cut(value, changed)
+        elif action == "select":
+            self.watch.select(value, changed)
+        elif action == "copy tail":
+            self.watch.copy_tail(value, changed, self.seam.tail)
+        else:
+            self.watch.leave(value, changed)
+        if action == "gather sequence":
+            return self.watch.enter(changed, changed)
+        if action == "reduce sequence":
+            self.watch.cut(changed, changed)
+        return changed
 
     def _selected(self, output: Tensor) -> Tensor:
         """Of [..., heads + shared ones], what this rank's queries use: its heads, or the one that it shares."""
-        features = output.shape[-1] - self.seam.tail
-        first, count = self._rank_heads()
-        parts = [output.narrow(-1, first * features // self.seam.heads, count * features // self.seam.heads)]
-        if self.seam.tail:
-            parts.append(output.narrow(-1, features, self.seam.tail))
-        return torch.cat(parts, dim=-1)
+        own, shared = output.split([output.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
+        own = own.unflatten(-1, (self.seam.heads, -1)).narrow(-2, *self._rank_heads()).flatten(-2)
+        return torch.cat([own, shared], dim=-1)
 
     def _rank_heads(self) -> tuple[int, int]:
         """(first, number) of this rank's heads; of fewer heads than ranks, the one that it shares with others."""
@@ -180,28 +204,12 @@ class SeamForward:
                 f"module {self.seam.module!r}: token ids lie in [{int(ids.min())}, {int(ids.max())}], expected "
                 f"0 <= id < {self.length}, the size of the vocabulary"
             )
-        first, rows = self._first_row()
-        local = ids - first
-        elsewhere = (local < 0) | (local >= rows)
+        local = ids - group_rank(self.group) * self.rows
+        elsewhere = (local < 0) | (local >= self.rows)
         return local.masked_fill(elsewhere, 0).masked_fill(outside, -1), elsewhere
-
-    def _first_row(self) -> tuple[int, int]:
-        rows = -(-self.length // group_size(self.group))
-        return group_rank(self.group) * rows, rows
-
-    def _localize_padding_index(self) -> None:
-        """torch leaves out the gradient of the row `padding_idx`; on the rank that holds it, and on no other."""
-        padding = getattr(self.module, "padding_idx", None)
-        if getattr(self.module, "max_norm", None) is not None:
-            raise PlanError(f"embedding {self.seam.module!r} has max_norm, which changes rows that are split")
-        if padding is not None:
-            first, rows = self._first_row()
-            self.module.padding_idx = padding - first if first <= padding < first + rows else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeamForward:
         # The copied module's own seam; the group is this rank's and cannot be copied.
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        memo[id(self)] = copied
+        copied = memo[id(self)] = copy.copy(self)
         copied.module = memo.get(id(self.module), self.module)
         return copied

@@ -1,70 +1,70 @@
 """Sequence parallelism of transformers models: between the first and the last layer a rank holds a part of the tokens.
 
 A model's own forward is given the whole sequence on every rank, and makes embeddings, masks, positions and rotary
-tables of it. 'split_gather' and 'ring' cut over the tensor-parallel ranks, and are seams of the plan
-(core/hugging_face/sequence_seams.py). 'all_to_all' and 'ring_attn' cut over the context-parallel ranks. There each
-layer gets what goes with this rank's tokens, and only attention sees the tokens of other ranks.
+tables of it.
 
-Note [Gradients of a part of the sequence]: context-parallel ranks are data ranks to the engine, which takes the mean of
-their gradients. A parameter of a layer has seen a part of the tokens, so its gradient should be summed. Hence the
-gradient that enters the layers from behind is multiplied by the number of ranks, and divided by it where it leaves them
-in front: what lies outside computes the whole sequence, on every rank alike.
+'split_gather' and 'ring' cut over the tensor-parallel ranks, and are seams of the plan: norms and residual sums compute
+on a rank's part, a module with anything else in it gets the whole sequence. 'all_to_all' and 'ring_attn' cut over the
+context-parallel ranks: each layer gets what goes with this rank's tokens, and attention alone sees those of others.
+Gradients: Note [Gradients of a part of the sequence] in core/context_parallel/cut_sequence.py.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 
-from core.context_parallel.sequence_split import rank_order
-from core.hugging_face.plan import Plan, PlanError
+from core.context_parallel.cut_sequence import CutSequence
+from core.hugging_face.plan import Plan, PlanError, Seam
+from core.hugging_face.seams import on_first, on_output
 from core.hugging_face.sequence_attention import register_attention
-from core.hugging_face.sequence_seams import on_first_tensor, on_output, over_sequence, present_layers
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.mappings import all_reduce, gather_first, group_rank, group_size
 
 OVER_TENSOR = ("split_gather", "ring")  # the same here: the ring of products in place of the gather is not
 OVER_CONTEXT = ("all_to_all", "ring_attn")
+STYLE = "sequence"  # of the seams that this file makes
 MODES = (*OVER_TENSOR, *OVER_CONTEXT)
+REFUSED = {  # arguments of a forward, and why
+    "use_cache": "a cache of keys and values would hold a part of the sequence; set use_cache=False, or generate with "
+    "the model saved",
+    "output_router_logits": "the routers see a part of the sequence, and their loss is of all of it; set it to "
+    "False, or use 'split_gather'",
+    "output_hidden_states": "they would be of a part of the sequence; leave it out",
+    "output_attentions": "they would be of a part of the sequence; leave it out",
+}
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-class SequenceParallel:
+class SequenceParallel(CutSequence):
     """How one model's sequence is cut: what stands in the hooks of the model and of its layers.
 
-    mode: one of MODES. local_logits: True if the sequence stays cut behind the last layer, up to the loss.
+    local_logits: True if the sequence stays cut behind the last layer, up to the loss, where the mode can do that.
     Raises PlanError for a mode that is unknown, and for one whose group has one rank.
     """
 
     def __init__(self, mode: str, groups: ProcessGroups, family: str, *, local_logits: bool = False) -> None:
         if mode not in MODES:
             raise PlanError(f"sequence_parallel is {mode!r}, expected one of {', '.join(MODES)}")
-        axis = "tp" if mode in OVER_TENSOR else "cp"
+        axis, option = ("tp", "tensor_model_parallel_size") if mode in OVER_TENSOR else ("cp", "context_parallel_size")
         if groups.size(axis) == 1:
-            option = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size"}[axis]
-            raise PlanError(f"sequence_parallel={mode!r} needs several ranks in group {axis!r}, and there is one; give "
-                            f"initialize_model_parallel {option}")  # fmt: skip
-        if groups.size("ep") > 1:
-            raise PlanError(f"{family}: sequence_parallel={mode!r} with experts over several ranks is not here")
-        self.mode, self.family, self.local_logits = mode, family, local_logits
-        self.group = groups.require(axis)
-        self.size, self.rank = group_size(self.group), group_rank(self.group)
-        self.multiple = 2 * self.size if mode == "ring_attn" else self.size  # a head and a tail chunk a rank
+            raise PlanError(
+                f"sequence_parallel={mode!r} needs several ranks in group {axis!r}, and there is one; give "
+                f"initialize_model_parallel {option}"
+            )
+        super().__init__(groups.require(axis), in_halves=mode == "ring_attn")
+        self.mode, self.family, self.local_logits = mode, family, local_logits and mode in OVER_CONTEXT
+        self.multiple = 2 * self.size if self.in_halves else self.size
         self.takes_cache = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
-        return self  # it never changes, and its group cannot be copied
-
-    # -- set up ----------------------------------------------------------------------------------------------------
-
-    def cut_plan(self, model: nn.Module, plan: Plan, layers: str) -> Plan:
-        """The plan with the seams of 'split_gather'; as it is for a mode over context-parallel ranks."""
-        return over_sequence(model, plan, layers) if self.mode in OVER_TENSOR else plan
+        return self  # it does not change with the copy, and its group cannot be copied
 
     def attach(self, model: Any, layers: str) -> None:
         """Put the hooks into a model, or a stage."""
@@ -79,8 +79,6 @@ class SequenceParallel:
             layer.register_forward_pre_hook(partial(self.enter_layer, layer is present[0]), with_kwargs=True)
         present[-1].register_forward_hook(self.leave_layers)
 
-    # -- hooks -----------------------------------------------------------------------------------------------------
-
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse what cannot be cut before any rank communicates; documents of `cu_seq_lens_q` become position ids."""
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
@@ -89,18 +87,13 @@ class SequenceParallel:
         if ids is not None:
             self.check_length(ids.shape[1])
             self._name_positions(ids, kwargs)
-        if self.takes_cache and kwargs.setdefault("use_cache", False):
-            raise ValueError(f"{self.family}: a cache of keys and values would hold a part of the sequence; it is for "
-                             "generation, so set use_cache=False, or generate with the model saved")  # fmt: skip
-        default = getattr(model.config.get_text_config(), "output_router_logits", False)
-        if self.mode in OVER_CONTEXT and kwargs.get("output_router_logits", default):
-            raise ValueError(
-                f"{self.family}: output_router_logits adds a loss of the routers, which see a part of the sequence "
-                f"under {self.mode!r}; set output_router_logits=False, or use 'split_gather'"
-            )
-        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            raise ValueError(f"{self.family}: hidden states and attentions of layers are of a part of the sequence; "
-                             "leave output_hidden_states and output_attentions out")  # fmt: skip
+        if self.takes_cache:
+            kwargs.setdefault("use_cache", False)
+        routers = getattr(model.config.get_text_config(), "output_router_logits", False)
+        asked = {"output_router_logits": routers, **kwargs}
+        for name, why in REFUSED.items():
+            if asked.get(name) and (self.mode in OVER_CONTEXT or name != "output_router_logits"):
+                raise ValueError(f"{self.family}, {name} under {self.mode!r}: {why}")
         return args, kwargs
 
     def check_length(self, length: int) -> None:
@@ -139,19 +132,15 @@ class SequenceParallel:
             if not is_first:
                 return value
             self.check_length(value.shape[-2])
-            cut: Tensor = _Cut.apply(value, self)
-            return cut
+            return self.cut(value)
 
-        args, kwargs = on_first_tensor(hidden, type(layer).__name__, args, kwargs)
-        rest = {name: value if "mask" in name else self._parts(value, lengths[0]) for name, value in kwargs.items()}
-        return tuple(self._parts(value, lengths[0]) for value in args), rest
+        args, kwargs = on_first(hidden, type(layer).__name__, args, kwargs)
+        part = partial(self._part_of, length=lengths[0])
+        rest = {name: value if "mask" in name else tree.tree_map(part, value) for name, value in kwargs.items()}
+        return tree.tree_map(part, args), rest
 
-    def _parts(self, value: Any, length: int) -> Any:
-        """Tables [..., s, d] and numbers of tokens [..., s], cut; also inside tuples and mappings."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._parts(each, length) for each in value)
-        if isinstance(value, Mapping):
-            return {name: self._parts(each, length) for name, each in value.items()}
+    def _part_of(self, value: Any, length: int) -> Any:
+        """This rank's part of tables [..., s, d] and numbers of tokens [..., s]."""
         if not isinstance(value, Tensor) or value.dim() == 4:  # a mask may be given by place
             return value
         dim = -2 if value.is_floating_point() or value.is_complex() else -1
@@ -159,64 +148,61 @@ class SequenceParallel:
 
     def leave_layers(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """The whole sequence again, unless the loss is computed from the parts."""
-        return output if self.local_logits else on_output(lambda part: _Join.apply(part, self), "layers", output)
-
-    # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _order(self, length: int, device: torch.device) -> Tensor:
-        """Positions of the whole sequence, those of each rank one after the other."""
-        positions = torch.arange(length, device=device)
-        return rank_order(positions, 0, self.size) if self.mode == "ring_attn" else positions
-
-    def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a dimension that is as long as the sequence."""
-        return whole.index_select(dim, self._order(whole.shape[dim], whole.device).chunk(self.size)[self.rank])
-
-    def join(self, part: Tensor, dim: int) -> Tensor:
-        """The whole sequence of all ranks' parts, without gradients. Collective over the group."""
-        joined = gather_first(part.transpose(0, dim).contiguous(), self.group)
-        return joined.index_select(0, self._order(len(joined), part.device).argsort()).transpose(0, dim).contiguous()
-
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over the ranks. Its gradient is multiplied by their number: Note [Gradients of a part]."""
-        summed: Tensor = _Total.apply(value, self)
-        return summed
+        return output if self.local_logits else on_output(self.whole, "layers", output)
 
 
-class _Cut(torch.autograd.Function):
-    """Hidden states [..., s, h], whole -> this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, sequence: SequenceParallel) -> Tensor:
-        ctx.sequence = sequence
-        return sequence.part(whole, -2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.sequence.join(grad, -2) / ctx.sequence.size, None
+# -- seams over tensor-parallel ranks --------------------------------------------------------------------------------
 
 
-class _Join(torch.autograd.Function):
-    """Hidden states [..., s, h], this rank's part -> whole."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, sequence: SequenceParallel) -> Tensor:
-        ctx.sequence = sequence
-        return sequence.join(part, -2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.sequence.part(grad, -2) * ctx.sequence.size, None
+def present_layers(model: nn.Module, layers: str) -> list[str]:
+    """The names of a list's layers that lie on this stage."""
+    found = model.get_submodule(layers).named_children()
+    return [f"{layers}.{name}" for name, layer in found if any(True for _ in layer.parameters())]
 
 
-class _Total(torch.autograd.Function):
-    """A sum of this rank's tokens -> of all tokens."""
+def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
+    """The plan of a model, or of a stage, with hidden states split over the sequence inside a list of layers.
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, sequence: SequenceParallel) -> Tensor:
-        ctx.size = sequence.size
-        return all_reduce(value, sequence.group)
+    PlanError where a layer has a seam of its own.
+    """
+    seams = dict(plan.seams)
+    present = present_layers(model, layers)
+    for name in present:
+        for inner, module in _parts(name, model.get_submodule(name)):
+            seams.update(_seams_of(inner, module, plan))
+        if name in seams:
+            raise PlanError(f"{plan.family}: layer {name!r} has a rule of its own, so its sequence cannot be split")
+    for name in {present[0], present[-1]}:
+        before, after = name == present[0], name == present[-1]
+        seams[name] = Seam(name, STYLE, "split sequence" if before else "", "join sequence" if after else "")
+    return replace(plan, seams=seams)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.size, None
+
+def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a layer calls; a list of modules is not called itself."""
+    for leaf, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(f"{name}.{leaf}", child)
+        else:
+            yield f"{name}.{leaf}", child
+
+
+def _seams_of(name: str, module: nn.Module, plan: Plan) -> dict[str, Seam]:
+    """What changes at one module of a layer and inside it."""
+    parameters = dict(module.named_parameters(prefix=name))
+    inside = {place: seam for place, seam in plan.seams.items() if f"{place}.".startswith(f"{name}.")}
+    if not inside and all(parameter.dim() <= 1 for parameter in parameters.values()):
+        return {}  # nothing here, or a norm
+    columns = [place for place, seam in inside.items() if (seam.before, seam.after) == ("copy", "")]
+    rows = [place for place, seam in inside.items() if (seam.before, seam.after) == ("", "reduce")]
+    known = plan.splits.keys() | plan.partial
+    others = [p for p in parameters if p not in known and p.rpartition(".")[0] not in rows]
+    if len(rows) > 1 or len(columns) + len(rows) != len(inside) or not inside or (columns and others):
+        if name in inside:
+            raise PlanError(f"{plan.family}: the rule of module {name!r} has no form for a part of the sequence")
+        return {name: Seam(name, STYLE, "join sequence", "split sequence")}
+    changed = {place: replace(inside[place], after="reduce sequence") for place in rows}
+    changed |= {place: replace(inside[place], before="") for place in columns}
+    if columns:
+        changed[name] = replace(inside.get(name, Seam(name, STYLE)), before="gather sequence")
+    return changed

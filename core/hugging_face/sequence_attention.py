@@ -1,8 +1,9 @@
 """Attention of a sequence that is split over ranks, by transformers' registries of attentions and of masks.
 
 'all_to_all' exchanges positions for heads, and lets torch's attention see the whole sequence with the model's own mask.
-'ring_attn' passes keys and values around, and knows one kind of mask: causal inside each document. So the function that
-the model makes its mask by is asked at the first and the last token of each document, and any other answer is refused.
+'ring_attn' passes keys and values around, and knows one kind of mask: causal inside each document. The function that
+makes the model's mask is asked at the first and the last token of each document. Attention refuses another mask; one
+that no layer uses is not refused.
 """
 
 from __future__ import annotations
@@ -32,17 +33,11 @@ def register_attention(mode: str, group: dist.ProcessGroup) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if (mode, id(group)) not in _NAMES:
-        name = f"core_{mode}_{len(_NAMES)}"
-        attend, mask = (
-            (all_to_all_attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-            if mode == "all_to_all"
-            else (ring_of_documents, documents_of)
-        )
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, group))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-        _NAMES[mode, id(group)] = name, group
-    return _NAMES[mode, id(group)][0]
+    name, _ = _NAMES.setdefault((mode, id(group)), (f"core_{mode}_{len(_NAMES)}", group))
+    is_ring = mode == "ring_attn"
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(ring_of_documents if is_ring else all_to_all_attention, group))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, documents_of if is_ring else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return name
 
 
 def all_to_all_attention(
@@ -70,7 +65,9 @@ def all_to_all_attention(
         )
     repeats = math.lcm(groups, size) // groups
     key, value = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value))
-    query, key, value = (_to_heads(part, group) for part in (query, key, value))
+    # [b, n, s / sp, d] -> [b, n / sp, s, d]
+    by_rank = (rearrange(part, "b (sp n) s d -> sp b n s d", sp=size) for part in (query, key, value))
+    query, key, value = (rearrange(exchange(part, group), "sp b n s d -> b n (sp s) d") for part in by_rank)
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == heads > 1:
         attention_mask = attention_mask.narrow(1, group_rank(group) * heads // size, heads // size)
     # What torch's attention asks of the module; a rank's heads are fewer than the module has.
@@ -79,12 +76,6 @@ def all_to_all_attention(
     output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](shape, query, key, value, attention_mask, **options)
     parts = exchange(rearrange(output, "b (sp s) n d -> sp b s n d", sp=size), group)
     return rearrange(parts, "sp b s n d -> b s (sp n) d"), None
-
-
-def _to_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[b, n, s / sp, d] -> [b, n / sp, s, d]."""
-    parts = exchange(rearrange(part, "b (sp n) s d -> sp b n s d", sp=group_size(group)), group)
-    return rearrange(parts, "sp b n s d -> b n (sp s) d")
 
 
 def ring_of_documents(
@@ -108,6 +99,11 @@ def ring_of_documents(
         raise ValueError(f"'ring_attn' has no dropout in attention, and it is {dropout}; set it to 0.0 in the config")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"'ring_attn' is causal, and {type(module).__name__} is not; use 'all_to_all'")
+    if attention_mask is not None and not attention_mask.numel():
+        raise ValueError(
+            "'ring_attn' is causal inside each document, and the model asks for another mask (a window, chunks, or "
+            "tokens that see later ones) at this length; use 'all_to_all' or 'split_gather'"
+        )
     if attention_mask is not None and (attention_mask.dtype != torch.long or attention_mask.shape[-2] != 1):
         raise ValueError(
             f"'ring_attn' does not read a mask of shape {list(attention_mask.shape)}; documents are told by position "
@@ -134,8 +130,8 @@ def documents_of(
 ) -> Tensor | None:
     """The number of each token's document [b, 1, 1, s], -1 for padding; None where all tokens are of one.
 
-    mask_function: whether a query sees a key, by numbers of batch, head, query and key. ValueError where what it says
-    is not causal attention inside each document.
+    mask_function: whether a query sees a key, by numbers of batch, head, query and key. Where what it says is not
+    causal attention inside each document, the result is empty [b, 1, 1, 0]: some models make masks that no layer uses.
     """
     if q_length != kv_length:
         raise ValueError(f"'ring_attn' needs as many keys as queries, and got {q_length} queries and {kv_length} keys")
@@ -158,10 +154,7 @@ def documents_of(
     expected = (documents[:, asked[:, 0], None] == documents[:, None]) & (places <= asked)
     wrong = (sees(asked, places.unsqueeze(0)) & real[:, None]) != expected
     if bool((wrong & real[:, asked[:, 0], None]).any()):
-        raise ValueError(
-            "'ring_attn' is causal inside each document, and the model asks for another mask (a window, chunks, or "
-            "tokens that see later ones) at this length; use 'all_to_all' or 'split_gather'"
-        )
+        return documents.new_empty(batch_size, 1, 1, 0)
     return documents[:, None, None] if bool((documents != 0).any()) else None
 
 

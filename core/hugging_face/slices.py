@@ -19,30 +19,24 @@ def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tenso
     return whole
 
 
-def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
-    """A whole parameter, or what has its shape, from all slices. Collective over the groups that it is cut over."""
+def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_first: bool = False) -> Tensor:
+    """A whole parameter, or what has its shape, from all slices. Collective over the groups that it is cut over.
+
+    on_first: True if only the first rank of the groups needs it; others get something else, and need no memory for it.
+    """
     for axis, dim, blocks in () if split is None else split.cuts:
-        if groups.size(axis) > 1:
-            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(groups.size(axis))]
-            dist.all_gather(parts, part.contiguous(), group=groups.require(axis))
-            part = _joined(parts, split, dim, blocks)
+        if groups.size(axis) == 1:
+            continue
+        part, group = part.contiguous(), groups.require(axis)
+        needed = groups.rank(axis) == 0 or not on_first
+        parts = [torch.empty_like(part) for _ in range(groups.size(axis))] if needed else None
+        if parts is None or on_first:
+            dist.gather(part, parts, group=group, group_dst=0)
+        else:
+            dist.all_gather(parts, part, group=group)
+        if parts is None:
+            return part
+        assert split is not None, "what is not cut is not joined"
+        part = tensor_parallel_join(parts, dim, blocks)
+        part = part.narrow(dim, 0, split.shape[dim]).contiguous()  # without the padding at the end of a vocabulary
     return part
-
-
-def whole_on_first(part: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
-    """`whole_of` on the first rank of the groups; other ranks get something else, and need no memory for it."""
-    for axis, dim, blocks in () if split is None else split.cuts:
-        if groups.size(axis) > 1:
-            first = groups.rank(axis) == 0
-            parts = [torch.empty_like(part) for _ in range(groups.size(axis))] if first else None
-            dist.gather(part.contiguous(), parts, group=groups.require(axis), group_dst=0)
-            if parts is None:
-                return part
-            part = _joined(parts, split, dim, blocks)
-    return part
-
-
-def _joined(parts: list[Tensor], split: Split | None, dim: int, blocks: int) -> Tensor:
-    """Without the padding at the end of a vocabulary."""
-    assert split is not None, "what is not cut is not joined"
-    return tensor_parallel_join(parts, dim, blocks).narrow(dim, 0, split.shape[dim]).contiguous()

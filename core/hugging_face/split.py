@@ -1,4 +1,4 @@
-"""split_model: cut a transformers model over tensor parallelism in place, by its plan. No DTensor, no tracing.
+"""What becomes of a model, or of a stage, that is split by its plan. No DTensor, no tracing.
 
 Parameters become this rank's slices and carry the tags that the gradient contract reads; modules at seams get a
 SeamForward. One forward on a small example then shows what each whole parameter meets, which decides its contract.
@@ -7,28 +7,30 @@ SeamForward. One forward on a small example then shows what each whole parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.hugging_face.dataflow import Dataflow, run_watched
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
-from core.hugging_face.plan import Plan, PlanError, Split
+from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.seams import SeamForward
-from core.hugging_face.sequence import OVER_CONTEXT, SequenceParallel
+from core.hugging_face.sequence import OVER_TENSOR, SequenceParallel, over_sequence
 from core.hugging_face.slices import slice_of
-from core.hugging_face.stages import list_of_layers
+from core.hugging_face.stages import list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
+from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
+from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from core.tensor_parallel.mappings import resolve_groups
 
 AGAIN = "The model has been cut; make it anew"
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
@@ -47,58 +49,13 @@ class SplitReport:
 
     plan: Plan
     tp: int
-    rank: int
     partial: frozenset[str]
     unseen: frozenset[str]
 
     def __str__(self) -> str:
-        lines = [self.plan.table(self.tp)]
-        if self.partial:
-            lines.append("gradients summed over tp: " + ", ".join(sorted(self.partial)))
-        if self.unseen:
-            lines.append("not reached by the example: " + ", ".join(sorted(self.unseen)))
-        return "\n".join(lines)
-
-
-def split_model(
-    model: Any,
-    plan: Plan | None = None,
-    *,
-    example: Mapping[str, Any] | None = None,
-    parallel_output: bool = False,
-    sequence_parallel: str | None = None,
-    pg_collection: ProcessGroups | None = None,
-) -> SplitReport:
-    """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
-
-    model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
-    default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
-    all ranks; by default 8 token ids. It is run before and after the cut, without backward, and the outputs must be
-    equal. parallel_output: keep the logits split and compute the loss from the parts. sequence_parallel: 'split_gather'
-    or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the context-parallel group; every rank of
-    it is given the whole sequence.
-
-    Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
-    cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
-    """
-    groups = resolve_groups(pg_collection)
-    plan = prepare(model, plan, groups)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split instead")
-    arguments = dict(example_of(model, groups) if example is None else example)
-    before = _first_output(model, arguments) if groups.size("tp") * plan.ep > 1 else None
-    cut_parameters(model, plan, groups)
-    report = finish_split(
-        model,
-        plan,
-        arguments,
-        parallel_output=parallel_output,
-        sequence_parallel=sequence_parallel,
-        pg_collection=pg_collection,
-    )
-    if before is not None and not parallel_output:
-        refuse_other_output(plan, before, _first_output(model, arguments))
-    return report
+        found = {"gradients summed over tp": self.partial, "not reached by the example": self.unseen}
+        lines = [f"{what}: {', '.join(sorted(names))}" for what, names in found.items() if names]
+        return "\n".join([self.plan.table(self.tp), *lines])
 
 
 def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
@@ -115,7 +72,8 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
         except PlanError:
             if groups.size("tp") > 1:
                 raise
-            plan = Plan(model.config.model_type, {}, {})  # on one rank nothing is split
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            plan = Plan(family_of(model), {}, {}, whole=shapes)  # on one rank nothing is split
     return over_experts(model, plan.at(groups.size("tp")), groups)
 
 
@@ -138,21 +96,14 @@ def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
         setattr(model.get_submodule(owner), leaf, replacement)
 
 
-class WholeOnly:
-    """Stands in place of a method that takes a model for whole: it would go on with this rank's part, and says so."""
+def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands in place of a method that takes a model for whole: it would go on with this rank's part, and says so.
 
-    def __init__(self, method: Any, sentence: str) -> None:
-        self.method, self.sentence = method, sentence
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """PlanError; but a call that brings the whole state along (`save_split`) is let through."""
-        if kwargs.get("state_dict") is None:
-            raise PlanError(self.sentence)
-        return self.method(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeOnly:
-        owner = self.method.__self__
-        return WholeOnly(getattr(type(owner), self.method.__name__).__get__(memo.get(id(owner), owner)), self.sentence)
+    A call that brings the whole state along (`save_split`) is let through.
+    """
+    if kwargs.get("state_dict") is None:
+        raise PlanError(sentence)
+    return method(*args, **kwargs)
 
 
 def refuse_whole_methods(model: Any, family: str, *, parallel_output: bool) -> None:
@@ -164,75 +115,76 @@ def refuse_whole_methods(model: Any, family: str, *, parallel_output: bool) -> N
     if parallel_output:
         refused["generate"] = "would choose among this rank's part of the vocabulary; split with parallel_output=False"
     for name, why in refused.items():
-        if not isinstance(getattr(model, name, None), (WholeOnly, type(None))):
-            setattr(model, name, WholeOnly(getattr(model, name), f"{family} is split: {name} {why}"))
+        if not isinstance(getattr(model, name, None), (partial, type(None))):
+            setattr(model, name, partial(whole_only, getattr(model, name), f"{family} is split: {name} {why}"))
 
 
-def finish_split(
-    model: Any,
-    plan: Plan,
-    arguments: dict[str, Any],
-    *,
-    parallel_output: bool,
-    sequence_parallel: str | None = None,
-    pg_collection: ProcessGroups | None,
-) -> SplitReport:
+@dataclass(frozen=True)
+class Splitting:
+    """How models are split on this rank: over which groups, into which stages, and what they give (`split_model`)."""
+
+    groups: ProcessGroups
+    layout: PipelineLayout | None = None
+    parallel_output: bool = False
+    sequence_parallel: str | None = None
+
+
+def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
     """Tags, seams, and the forward that decides the contracts of whole parameters."""
-    groups = resolve_groups(pg_collection)
-    group, tp, rank = groups.tp, groups.size("tp"), groups.rank("tp")
-    partial: set[str] = set()
-    unseen: set[str] = set()
+    groups, mode, parallel_output = how.groups, how.sequence_parallel, how.parallel_output
+    tp = groups.size("tp")
     sequence: SequenceParallel | None = None
-    cut_to_the_end = parallel_output and sequence_parallel in OVER_CONTEXT
-    if sequence_parallel is not None:
-        sequence = SequenceParallel(sequence_parallel, groups, plan.family, local_logits=cut_to_the_end)
+    if mode is not None:
+        sequence = SequenceParallel(mode, groups, plan.family, local_logits=parallel_output)
         layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     tag_slices(parameters, plan, groups)
-    for seam in plan.seams.values():
-        if seam.style == EXPERTS_SEAM:
-            modules[seam.module].forward = ExpertsForward(modules[seam.module], seam, groups)
     if parallel_output and (tp > 1 or sequence is not None):
-        plan = use_parallel_loss(model, plan, group, sequence if cut_to_the_end else None)
-    if tp > 1:
-        for name, number in plan.numbers.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(modules[owner], attribute, number // tp)
-        place_seams(modules, plan, group)
+        plan = use_parallel_loss(model, plan, groups.tp, sequence)
+    for name, number in plan.numbers.items() if tp > 1 else ():
+        owner, _, attribute = name.rpartition(".")
+        setattr(modules[owner], attribute, number // tp)
+    place_seams(modules, plan, groups)
     if sequence is not None:
         with refusing_failures(plan, *ONCE_SPLIT):
-            before = _first_output(model, arguments)  # over tensor parallelism alone
-        whole, plan = plan, sequence.cut_plan(model, plan, layers)
-        if plan is not whole:
-            place_seams(modules, plan, group, whole)
+            before = output_of(model, arguments)  # over tensor parallelism alone
+        if mode in OVER_TENSOR:
+            plan = over_sequence(model, plan, layers)
+            place_seams(modules, plan, groups)
+    report = SplitReport(plan, tp, frozenset(), frozenset())
     if tp > 1:
-        flow = watch(model, plan, arguments, [parameters[name] for name in parameters if name in plan.splits])
-        partial, unseen = declare_whole(parameters, plan, flow)
+        report = declare_whole(model, plan, tp, arguments, [parameters[n] for n in parameters if n in plan.splits])
     if sequence is not None:
         sequence.attach(model, layers)
-        with refusing_failures(plan, f"with {sequence_parallel!r}"):
-            after = _first_output(model, arguments)
+        with refusing_failures(plan, f"with {mode!r}"):
+            try:
+                after = output_of(model, arguments)
+            except RuntimeError:
+                if not sequence.local_logits:
+                    raise
+                # Behind its layers gpt2 gives hidden states the shape of its input: they are joined there.
+                sequence.local_logits = False
+                after = output_of(model, arguments)
         after = sequence.join(after, -2) if sequence.local_logits else after
-        refuse_other_output(plan, before, after, f"under {sequence_parallel!r}", OTHER_TOKENS)
+        refuse_other_output(plan, before, after, f"under {mode!r}", OTHER_TOKENS)
     if tp * plan.ep > 1 or sequence is not None or "forward" in vars(model):  # a stage has a forward of its own
         refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
-    report = SplitReport(plan, tp, rank, frozenset(partial), frozenset(unseen))
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report
 
 
-def place_seams(
-    modules: Mapping[str, nn.Module], plan: Plan, group: dist.ProcessGroup | None, before: Plan | None = None
-) -> None:
-    """Give modules the forwards of their seams. before: the plan that they have already, of which some seams change."""
-    known = {} if before is None else before.seams
+def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
+    """Give modules the forwards of their seams, in place of those of other seams that they have already."""
     for seam in plan.seams.values():
-        module = modules[seam.module]
-        if seam.style != EXPERTS_SEAM and seam != known.get(seam.module):
-            if seam.module in known:
-                del module.forward
-            module.forward = SeamForward(module, seam, group, _length(plan, seam.module))
+        module, split = modules[seam.module], plan.splits.get(f"{seam.module}.weight")
+        placed = getattr(vars(module).get("forward"), "seam", None)
+        if placed == seam or (groups.size("tp") == 1 and seam.style != EXPERTS_SEAM):
+            continue
+        if placed is not None:
+            del module.forward
+        kind = ExpertsForward if seam.style == EXPERTS_SEAM else SeamForward
+        module.forward = kind(module, seam, groups, 0 if split is None else split.length)
 
 
 def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
@@ -242,43 +194,41 @@ def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: Proce
         if split is not None and "tp" in split.axes and groups.size("tp") > 1:
             set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
         if split is not None and "ep" in split.axes:
-            for tag, value in EXPERT_TAGS.items():
-                setattr(parameter, tag, value)
+            vars(parameter).update(EXPERT_TAGS)
 
 
-def declare_whole(parameters: Mapping[str, nn.Parameter], plan: Plan, flow: Dataflow) -> tuple[set[str], set[str]]:
-    """Give whole parameters that learn their contracts, by what a watched forward showed: (partial, unseen) ones."""
-    partial: set[str] = set()
-    unseen: set[str] = set()
-    for name, parameter in parameters.items():
-        if name in plan.splits or not parameter.requires_grad:
-            continue
-        seen = name in flow.partial or name in flow.complete
-        if name in flow.partial or (not seen and name in plan.partial):
+def declare_whole(
+    model: nn.Module, plan: Plan, tp: int, arguments: dict[str, Any], split: Collection[nn.Parameter]
+) -> SplitReport:
+    """Give whole parameters that learn their contracts, by what one watched forward of a split model shows.
+
+    PlanError, naming the module, where no contract can make it right.
+    """
+    with refusing_failures(plan, *ONCE_SPLIT):
+        flow = run_watched(model, split, arguments)
+    if flow.faults:
+        more = f" (and {len(flow.faults) - 1} more places)" if len(flow.faults) > 1 else ""
+        raise PlanError(f"{plan.family}: {flow.faults[0]}{more}. {AGAIN}")
+    both = sorted(flow.partial & flow.complete)
+    if both:
+        raise PlanError(
+            f"{plan.family}: parameter {both[0]!r} is used beside split tensors and beside whole ones, so its gradient "
+            f"is neither whole nor a part of a sum over tp. {AGAIN}"
+        )
+    whole = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in plan.splits}
+    unseen = whole.keys() - flow.partial - flow.complete
+    partial_ones = (flow.partial | (unseen & plan.partial)) & whole.keys()
+    for name, parameter in whole.items():
+        if name in partial_ones:
             declare_gradient(parameter, partial_over=("tp",))
-            partial.add(name)
-        elif seen:
+        elif name not in unseen:
             declare_gradient(parameter)
-        if not seen:
-            unseen.add(name)
-    return partial, unseen
+    return SplitReport(plan, tp, frozenset(partial_ones), frozenset(unseen))
 
 
-def _length(plan: Plan, module: str) -> int:
-    """Of what a seam gathers or looks up, in the whole model; 0 where it does neither."""
-    split = plan.splits.get(f"{module}.weight")
-    return 0 if split is None else split.length
-
-
-def _first_output(model: Any, arguments: dict[str, Any]) -> Tensor:
+def output_of(model: Any, arguments: Mapping[str, Any]) -> Tensor:
     """The first tensor that a forward gives, in evaluation mode and without gradients."""
-    training = model.training
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            output = model.eval()(**arguments)
-    finally:
-        model.train(training)
-    return first_tensor(output)
+    return first_tensor(run_quietly(model, arguments))
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -301,22 +251,6 @@ def refuse_other_output(
         )
 
 
-def watch(model: Any, plan: Plan, arguments: dict[str, Any], split: list[nn.Parameter]) -> Dataflow:
-    """One watched forward of a split model. PlanError, naming the module, where no contract can make it right."""
-    with refusing_failures(plan, *ONCE_SPLIT):
-        flow = run_watched(model, split, arguments)
-    both = sorted(flow.partial & flow.complete)
-    if flow.faults:
-        more = f" (and {len(flow.faults) - 1} more places)" if len(flow.faults) > 1 else ""
-        raise PlanError(f"{plan.family}: {flow.faults[0]}{more}. {AGAIN}")
-    if both:
-        raise PlanError(
-            f"{plan.family}: parameter {both[0]!r} is used beside split tensors and beside whole ones, so its gradient "
-            f"is neither whole nor a part of a sum over tp. {AGAIN}"
-        )
-    return flow
-
-
 @contextmanager
 def refusing_failures(plan: Plan, when: str, advice: str = "") -> Iterator[None]:
     """A PlanError, naming the module, instead of an error of a model's own code."""
@@ -326,25 +260,34 @@ def refusing_failures(plan: Plan, when: str, advice: str = "") -> Iterator[None]
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
         text = str(error).strip().splitlines() or [""]
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        where = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, nn.Module)), "")
         raise PlanError(
-            f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module "
-            f"{where_it_failed(error)!r}). {advice}{AGAIN}"
+            f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module {where!r}). "
+            f"{advice}{AGAIN}"
         ) from error
 
 
-def where_it_failed(error: BaseException) -> str:
-    """The innermost module class whose forward the error came from."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            place = type(owner).__name__
-        trace = trace.tb_next
-    return place
+@contextmanager
+def refusing_together(what: str, *kinds: type[Exception], alone: bool = False) -> Iterator[None]:
+    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds. Collective.
+
+    alone: True for a model whose ranks outside the tensor-parallel group do something else, perhaps.
+    """
+    failure: Exception | None = None
+    caught: tuple[type[Exception], ...] = () if alone else (PlanError, *kinds)
+    try:
+        yield
+    except caught as error:
+        failure = error
+    if not alone:
+        agree.refuse(failure, None, what, PlanError)
 
 
-def example_of(model: Any, groups: ProcessGroups) -> dict[str, Any]:
-    """A forward's arguments for a model of token ids: one sequence of 8, or more where more ranks may cut it."""
+def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The example; without one, for a model of token ids, one sequence of 8, or more where more ranks may cut it."""
+    if example is not None:
+        return dict(example)
     if model.main_input_name != "input_ids":
         raise PlanError(
             f"{type(model).__name__} takes {model.main_input_name!r}; pass example= with the arguments of a small "

@@ -1,29 +1,39 @@
-"""split_stages: this rank's pipeline stages of a transformers model, each split over tensor parallelism and checked."""
+"""split_model, split_stages, split_empty: a whole model, this rank's stages of it, or either without memory at first.
+
+Every one cuts, gives the parts their tags and seams, and checks them; a model that is not cut into stages is one part.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from core import agree
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.split import (
+    REPORT,
+    SplitReport,
+    Splitting,
     cut_parameters,
     example_of,
     finish_split,
     first_tensor,
+    output_of,
     prepare,
     refuse_other_output,
+    refusing_failures,
+    refusing_together,
 )
 from core.hugging_face.stages import (
     ModelCut,
     find_cut,
     keep_stage,
+    mark_absent,
     run_quietly,
     stage_activations,
     stage_of,
@@ -36,6 +46,34 @@ from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"
+ALONE = "A pipeline sends hidden states alone. "
+
+
+def split_model(
+    model: Any,
+    plan: Plan | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    parallel_output: bool = False,
+    sequence_parallel: str | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> SplitReport:
+    """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
+
+    model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
+    default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
+    all ranks; by default 8 token ids. It is run before and after the cut, without backward, and the outputs must be
+    equal. parallel_output: keep the logits split and compute the loss from the parts. sequence_parallel: 'split_gather'
+    or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the context-parallel group; every rank of
+    it is given the whole sequence.
+
+    Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
+    cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
+    """
+    how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
+    (part,) = _split(model, plan, example, how)
+    report: SplitReport = getattr(part, REPORT)
+    return report
 
 
 def split_stages(
@@ -50,63 +88,101 @@ def split_stages(
 ) -> list[Any]:
     """This rank's stages of a transformers model, in the model's order, split over tensor parallelism too.
 
-    model: whole, with the same weights on all ranks, on a real device. It becomes the last stage of this rank; what
-    lies elsewhere leaves it. The other arguments are those of `split_model`. One forward of the example runs through
-    the whole model and one through the pipeline, and the outputs must be equal.
+    model: becomes the last stage of this rank; what lies elsewhere leaves it. The other arguments are those of
+    `split_model`. One forward of the example runs through the whole model and one through the pipeline, and the outputs
+    must be equal.
 
     Wrap the stages by `core.pipeline_parallel.wrap_stages`, and run them by a `PipelineRunner` with
     `stage_forward_step` and `stage_activations`. Collective over the world. Raises PlanError on all ranks for a model
     that cannot be cut so, and ValueError for a layout that does not fit the groups.
     """
-    groups = resolve_groups(pg_collection)
-    failure: Exception | None = None
-    chunks: list[Any] = []
+    how = Splitting(resolve_groups(pg_collection), layout, parallel_output, sequence_parallel)
+    return _split(model, plan, example, how)
+
+
+def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
+    layout, groups = how.layout, how.groups
     before: Tensor | None = None
-    try:
-        check_pipeline(layout, groups)
-        plan = prepare_stages(model, plan, groups)
+    with refusing_together(CUT, ValueError, alone=layout is None):
+        plan = prepare(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
-        arguments = dict(example_of(model, groups) if example is None else example)
-        order, output = watch_order(model, arguments)
-        before = None if parallel_output else first_tensor(output).detach()
+        arguments = example_of(model, groups, example)
+        order = None
+        if layout is not None:
+            order, output = watch_order(model, arguments)
+            before = first_tensor(output)
+        elif groups.size("tp") * plan.ep > 1:
+            before = output_of(model, arguments)
+        parts = _cut(model, order, plan, how)
+    finish_parts(parts, plan, arguments, how)
+    if before is not None and not how.parallel_output:
+        _compare_output(parts, plan, arguments, before, how)
+    return parts
+
+
+def split_empty(
+    model: Any,
+    layout: PipelineLayout | None,
+    plan: Plan | None,
+    *,
+    device: torch.device,
+    parallel_output: bool,
+    sequence_parallel: str | None,
+    pg_collection: ProcessGroups,
+) -> list[Any]:
+    """This rank's parts of a model without memory: stages of a layout, or the model itself, split as by `split_model`.
+
+    Each rank has slices of its own size, and no others. Their values are those of a new model, other ones in each
+    layout; weights of a checkpoint take their place. device: where they lie. The whole model exists on no rank, so no
+    output is compared with its. Collective over the world. Raises PlanError as `split_stages` does.
+    """
+    how = Splitting(pg_collection, layout, parallel_output, sequence_parallel)
+    with refusing_together(CUT, ValueError):
+        plan = prepare(model, plan, pg_collection)
+        parts = _cut(model, None, plan, how)
+        for part in parts:
+            draw(part, device)
+    finish_parts(parts, plan, example_of(parts[0], pg_collection), how)
+    return parts
+
+
+@torch.no_grad()
+def draw(model: Any, device: torch.device) -> None:
+    """Give parameters and buffers memory, and the values by which the family begins. Equal slices are equal."""
+    mark_absent(model)
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if id(tensor) not in made:  # tied ones stay tied
+                memory = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                is_learned = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_learned else memory
+            setattr(module, name, made[id(tensor)])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.initialize_weights()
+
+
+def _cut(model: Any, order: Mapping[str, bool] | None, plan: Plan, how: Splitting) -> list[Any]:
+    """This rank's stages with its slices: copies of the model, and the model itself as the last one."""
+    layout, groups = how.layout, how.groups
+    parts = [model]
+    if layout is not None:
         cut = find_cut(model, order)
         check_cut(cut, layout, groups)
-        for index in layout.stages_of(groups.rank("pp"))[:-1]:
-            chunks.append(keep_stage(_copied(model), cut, layout, index))
-        chunks.append(keep_stage(model, cut, layout, layout.stages_of(groups.rank("pp"))[-1]))
-        for chunk in chunks:
-            cut_parameters(chunk, of_stage(plan, chunk), groups)
-    except (PlanError, ValueError) as error:
-        failure = error
-    agree.refuse(failure, None, CUT, PlanError)
-    assert plan is not None, "a failure was refused"
-    options: dict[str, Any] = {"parallel_output": parallel_output, "sequence_parallel": sequence_parallel}
-    finish_stages(chunks, layout, plan, arguments, groups, **options)
-    if before is not None:
-        _compare_output(chunks, layout, plan, arguments, before, groups)
-    return chunks
-
-
-def prepare_stages(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
-    """The plan; one without splits for a family that has none, where nothing is split."""
-    if groups.size("tp") > 1 or plan is not None or getattr(model, "tp_plan", None):
-        return prepare(model, plan, groups)
-    family = f"{model.config.model_type} ({type(model).__name__})"
-    return prepare(model, Plan(family, {}, {}, whole={n: tuple(p.shape) for n, p in model.named_parameters()}), groups)
-
-
-def check_pipeline(layout: PipelineLayout, groups: ProcessGroups) -> None:
-    """Raise ValueError unless the layout is for as many ranks as the pipeline group has."""
-    if groups.size("pp") != layout.pp:
-        raise ValueError(
-            f"the layout has {layout.pp} pipeline ranks, and group 'pp' has {groups.size('pp')}; give "
-            f"initialize_model_parallel pipeline_model_parallel_size={layout.pp}"
-        )
+        numbers = layout.stages_of(groups.rank("pp"))
+        parts = [*(copied(model) for _ in numbers[:-1]), model]
+        for part, number in zip(parts, numbers, strict=True):
+            keep_stage(part, cut, layout, number)
+    for part in parts:
+        cut_parameters(part, plan, groups)
+    return parts
 
 
 def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> None:
     """Raise ValueError or PlanError unless a model can be cut as a layout says."""
+    layout.check_ranks(groups)
     layout.check_model(cut.count)
     if cut.tied and layout.pp > 1:
         check_embedding_group(layout, groups)
@@ -117,7 +193,7 @@ def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> N
         )
 
 
-def _copied(model: Any) -> Any:
+def copied(model: Any) -> Any:
     """A copy that has the same parameters, without memory of its own."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
@@ -136,48 +212,24 @@ def of_stage(plan: Plan, chunk: nn.Module) -> Plan:
     )
 
 
-def finish_stages(
-    chunks: Sequence[Any],
-    layout: PipelineLayout,
-    plan: Plan,
-    arguments: Mapping[str, Any],
-    groups: ProcessGroups,
-    *,
-    parallel_output: bool,
-    sequence_parallel: str | None = None,
-) -> None:
-    """Tags, seams and contracts of stages whose parameters are cut; and one forward of each. Collective."""
-    failure: Exception | None = None
-    try:
-        for chunk in chunks:
-            stage = stage_of(chunk)
-            given = {**arguments, **received_example(chunk, arguments)}
-            own = of_stage(plan, chunk)
-            finish_split(
-                chunk,
-                own,
-                given,
-                parallel_output=parallel_output and stage.part.post_process,
-                sequence_parallel=sequence_parallel,
-                pg_collection=groups,
-            )
-            output = run_quietly(chunk, given)
-            if bool((output if isinstance(output, Tensor) else first_tensor(output)).isnan().any()):
+def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], how: Splitting) -> None:
+    """Tags, seams and contracts of parts whose parameters are cut; and one forward of each stage. Collective."""
+    if how.layout is None:
+        finish_split(parts[0], plan, arguments, how)
+        return
+    with refusing_together(CUT), refusing_failures(plan, "without the layers of other stages", ALONE):
+        for part in parts:
+            stage, given = stage_of(part), {**arguments, **received_example(part, arguments)}
+            own = dataclasses.replace(how, parallel_output=how.parallel_output and stage.part.post_process)
+            finish_split(part, of_stage(plan, part), given, own)
+            if bool(output_of(part, given).isnan().any()):
                 raise PlanError(
                     f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
                     "earlier layers, beside the hidden states; a pipeline sends hidden states alone"
                 )
             for name in stage.cut.around:
-                chunk.get_parameter(name).pipeline_parallel = True
-        _tie(chunks, layout)
-    except PlanError as error:
-        failure = error
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        failure = PlanError(
-            f"{plan.family}: a stage's forward fails without the layers of other stages: {type(error).__name__}: "
-            f"{error}. A pipeline sends hidden states alone"
-        )
-    agree.refuse(failure, None, CUT, PlanError)
+                part.get_parameter(name).pipeline_parallel = True
+        tie_ends(parts, how.layout)
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -197,7 +249,7 @@ def _sent(chunk: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
     return stage_activations(chunk, *ids.shape)
 
 
-def _tie(chunks: Sequence[Any], layout: PipelineLayout) -> None:
+def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
     """A tied parameter has a copy on two ranks, whose gradients are added; or is one parameter of two stages."""
     first, last = chunks[0], chunks[-1]
     cut = stage_of(first).cut
@@ -222,33 +274,24 @@ def _tie(chunks: Sequence[Any], layout: PipelineLayout) -> None:
 
 
 def _compare_output(
-    chunks: Sequence[Any],
-    layout: PipelineLayout,
-    plan: Plan,
-    arguments: dict[str, Any],
-    before: Tensor,
-    groups: ProcessGroups,
+    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], before: Tensor, how: Splitting
 ) -> None:
-    """The pipeline gives what the whole model gave, or the model is refused. Collective over the world."""
+    """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world."""
+    layout = how.layout
+    if layout is None:
+        refuse_other_output(plan, before, output_of(parts[0], arguments))
+        return
     outputs: list[Tensor] = []
 
-    def run(chunk: Any) -> Any:
-        def forward(number: int, received: tuple[Tensor, ...]) -> Any:
-            output = run_quietly(chunk, {**arguments, **({"received": received[0]} if received else {})})
-            if stage_of(chunk).part.post_process:
-                outputs.append(first_tensor(output))
-            return output
+    def run(part: Any, number: int, received: tuple[Tensor, ...]) -> Any:
+        output = run_quietly(part, {**arguments, **({"received": received[0]} if received else {})})
+        if stage_of(part).part.post_process:
+            outputs.append(first_tensor(output))
+        return output
 
-        return forward
-
-    runs = {stage_of(chunk).part.index: run(chunk) for chunk in chunks}
-    sent = _sent(chunks[0], arguments)
-    group: Any = groups.pp
+    runs = {stage_of(part).part.index: functools.partial(run, part) for part in parts}
+    sent, group = _sent(parts[0], arguments), how.groups.require("pp")
     forward_only(layout, runs, 1, lambda stage: sent, group, before.device)
-    failure: Exception | None = None
-    try:
+    with refusing_together(CUT):
         for after in outputs:
             refuse_other_output(plan, before, after)
-    except PlanError as error:
-        failure = error
-    agree.refuse(failure, None, CUT, PlanError)

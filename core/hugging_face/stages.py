@@ -1,13 +1,14 @@
 """Pipeline stages of transformers models, without tracing: each runs the model's own forward, with modules left out.
 
-A stage holds its layers at their true index. A layer that lies on another stage has no parameters here: the first one
-after this stage's layers ends the forward, and the first layer of this stage takes what was received. Masks, positions
-and rotary tables are computed on every stage, by the model's own code. What absent modules give instead of a value is
-NaN, so that a model in which anything but hidden states goes from layer to layer is found and refused.
+A stage holds its layers at their true index. The first layer that lies on a later stage ends the forward, and the first
+layer of this stage takes what was received. Every stage computes masks, positions and rotary tables, by the model's own
+code. What absent modules give is NaN, so that a model in which anything but hidden states goes from layer to layer is
+found and refused.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.hugging_face.plan import PlanError
+from core.hugging_face.plan import PlanError, family_of
 from core.model_parallel_config import ModelParallelConfig
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
 from core.pipeline_parallel.runner import MicrobatchLoss
 
+INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
 NOT_RECEIVED = "a stage takes what the stage before it sent as received="
 
 
@@ -29,9 +31,9 @@ NOT_RECEIVED = "a stage takes what the stage before it sent as received="
 class ModelCut:
     """Where a model can be cut into stages.
 
-    layers: the name of its list of layers; count: how many there are. entry, exit: modules with parameters that are
-    used before the first layer, and after the last one. around: parameters of modules that hold the list itself; every
-    stage has a copy. tied: the names of parameters that are one and lie on the first stage and on the last.
+    layers: the name of its list of layers. entry, exit: modules with parameters that are used before the first layer,
+    and after the last one. around: parameters of modules that hold the list itself; every stage has a copy. tied: the
+    names of parameters that are one and lie on the first stage and on the last.
     """
 
     family: str
@@ -42,30 +44,15 @@ class ModelCut:
     around: frozenset[str]
     tied: frozenset[str]
 
-    def stage_of(self, parameter: str, layout: PipelineLayout) -> int | None:
-        """The stage that holds a parameter; None for one that every stage has a copy of."""
-        if parameter in self.around:
-            return None
-        layer = self.layer_of(parameter)
-        if layer is not None:
-            return next(s for s in range(layout.num_stages) if layer in layout.stage(s).layer_numbers)
-        return 0 if parameter.rpartition(".")[0] in self.entry else layout.num_stages - 1
-
-    def layer_of(self, name: str) -> int | None:
-        """The number of the layer that a parameter or module lies in; None outside the list."""
-        if not name.startswith(self.layers + "."):
-            return None
-        return int(name[len(self.layers) + 1 :].partition(".")[0])
-
 
 def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> ModelCut:
     """Where a transformers model can be cut. Local; the model may be on the meta device.
 
     used_before: of modules with parameters outside the layers, whether a forward used them before the first layer
-    (`watch_order`). Without it the pipeline plan of the family says so, else the order of registration.
+    (`watch_order`). Without it the order of registration says so.
     Raises PlanError for a model without one list of layers, and for parameters that lie on several stages.
     """
-    family = f"{model.config.model_type} ({type(model).__name__})"
+    family = family_of(model)
     layers = list_of_layers(model, f"{family}: a pipeline cuts a model at its")
     _refuse_router_loss(family, model)
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
@@ -74,35 +61,20 @@ def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> Model
                 f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
                 f"certain layer; set {name}=0.0 in the config"
             )
-    names = list(dict(model.named_modules()))
-    base = next(name for name, module in model.named_modules() if module is model.base_model)
-    plan = getattr(model.config, "base_model_pp_plan", None) or {}
-    planned = [f"{base}.{name}" if base else name for name in plan]
-    entry: set[str] = set()
-    exit: set[str] = set()
-    around: set[str] = set()
-    for owner, module in model.named_modules():
-        own = [f"{owner}.{leaf}" if owner else leaf for leaf, _ in module.named_parameters(recurse=False)]
-        if not own or owner.startswith(layers + "."):
-            continue
+    sides: dict[str, str] = {}  # parameter -> where it lies: entry, exit, around, or the number of a layer
+    is_behind = False
+    for owner, module in model.named_modules():  # in the order of registration
+        is_behind |= owner == layers
+        side = "entry" if (used_before or {}).get(owner, not is_behind) else "exit"
         if not owner or layers.startswith(owner + "."):
-            around.update(own)
-        elif used_before is not None and owner in used_before:
-            (entry if used_before[owner] else exit).add(owner)
-        elif owner in planned and layers in planned:
-            (entry if planned.index(owner) < planned.index(layers) else exit).add(owner)
-        else:
-            (entry if names.index(owner) < names.index(layers) else exit).add(owner)
-    cut = ModelCut(
-        family,
-        layers,
-        len(model.get_submodule(layers)),
-        frozenset(entry),
-        frozenset(exit),
-        frozenset(around),
-        frozenset(),
-    )
-    return ModelCut(**{**vars(cut), "tied": frozenset(_tied(model, cut))})
+            side = "around"
+        elif owner.startswith(layers + "."):
+            side = _layer_of(owner, layers)
+        sides.update({f"{owner}.{leaf}".strip("."): side for leaf, _ in module.named_parameters(recurse=False)})
+    entry, exit = (frozenset(n.rpartition(".")[0] for n in sides if sides[n] == end) for end in ("entry", "exit"))
+    around = frozenset(name for name in sides if sides[name] == "around")
+    tied = frozenset(_tied(family, model, sides, layers))
+    return ModelCut(family, layers, len(model.get_submodule(layers)), entry, exit, around, tied)
 
 
 def list_of_layers(model: nn.Module, needs: str) -> str:
@@ -128,7 +100,7 @@ def _refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> N
         )
 
 
-def _tied(model: nn.Module, cut: ModelCut) -> Iterator[str]:
+def _tied(family: str, model: nn.Module, sides: Mapping[str, str], layers: str) -> Iterator[str]:
     """Names of parameters that are used before the layers and after them. PlanError for ties of any other kind."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -136,44 +108,36 @@ def _tied(model: nn.Module, cut: ModelCut) -> Iterator[str]:
     # While a checkpoint is loaded, tied parameters are not one tensor yet.
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     for names in [*by_id.values(), *map(list, pairs)]:
-        owners = {_side(name, cut) for name in names}
+        owners = {sides.get(name) or _layer_of(name, layers) or "exit" for name in names}
         if owners == {"entry", "exit"}:
             yield from names
         elif len(owners) > 1:
             raise PlanError(
-                f"{cut.family}: {names[0]!r} and {names[1]!r} are one parameter in several layers; a pipeline can have "
+                f"{family}: {names[0]!r} and {names[1]!r} are one parameter in several layers; a pipeline can have "
                 "a copy of a tied parameter before the layers and after them only"
             )
 
 
-def _side(name: str, cut: ModelCut) -> str:
-    """Where a parameter lies: before or after the layers, around them, or in which one."""
-    if name in cut.around:
-        return "around"
-    layer = cut.layer_of(name)
-    if layer is not None:
-        return f"layer {layer}"
-    return "entry" if name.rpartition(".")[0] in cut.entry else "exit"
+def _layer_of(name: str, layers: str) -> str:
+    """The number of the layer that a module or parameter lies in; nothing for one outside the list of layers."""
+    return name.removeprefix(f"{layers}.").partition(".")[0] if name.startswith(f"{layers}.") else ""
 
 
 def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[dict[str, bool], Any]:
     """One forward of the whole model, without gradients: which modules came before the first layer, and the output."""
     cut = find_cut(model)
-    first_layer = model.get_submodule(f"{cut.layers}.0")
-    came: dict[str, bool] = {}
-    entered: list[bool] = []
-    handles = [first_layer.register_forward_pre_hook(lambda *_: entered.append(True))]
-    for name in sorted(cut.entry | cut.exit):
-        handles.append(model.get_submodule(name).register_forward_pre_hook(partial(_note, came, name, entered)))
+    first, order = f"{cut.layers}.0", list[str]()
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        for name in (first, *sorted(cut.entry | cut.exit))
+    ]
     try:
-        return came, run_quietly(model, example)
+        output = run_quietly(model, example)
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note(came: dict[str, bool], name: str, entered: list[bool], *_: Any) -> None:
-    came.setdefault(name, not entered)
+    before = order[: order.index(first)] if first in order else order
+    return {name: name in before for name in order}, output
 
 
 def run_quietly(model: Any, example: Mapping[str, Any]) -> Any:
@@ -186,22 +150,15 @@ def run_quietly(model: Any, example: Mapping[str, Any]) -> Any:
         model.train(training)
 
 
-# -- a stage's forward ----------------------------------------------------------------------------------------------
-
-
 class _Leave(Exception):
-    """A layer that lies on a later stage was called: the forward of this stage has come to its end."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__("the forward of a pipeline stage ends here")
-        self.hidden = hidden
+    """A layer that lies on a later stage was called: the forward of this stage ends, with these hidden states."""
 
 
 class StageForward:
     """A model's own forward on one stage: takes `received=`, and gives hidden states, or on the last stage the output.
 
-    It stands in the model's attribute `forward`. part: which layers lie here. All other arguments are the model's, the
-    same on every stage: token ids give the shape, and masks and positions are made of them.
+    It stands in the model's attribute `forward`. part: which layers lie here; absent: modules that lie on other stages.
+    All other arguments are the model's, the same on every stage: token ids give the shape, masks and positions.
     """
 
     def __init__(self, model: nn.Module, cut: ModelCut, part: StageSpec) -> None:
@@ -209,6 +166,7 @@ class StageForward:
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         self.received: Tensor | None = None
         self.entered = False  # True from this stage's first layer on
+        self.absent: list[str] = []
 
     def __call__(self, *args: Any, received: Tensor | None = None, **kwargs: Any) -> Any:
         """Hidden states [batch, sequence, hidden]; on the last stage what the model gives."""
@@ -222,7 +180,7 @@ class StageForward:
         try:
             output = type(self.model).forward(self.model, *args, **kwargs)
         except _Leave as leave:
-            return leave.hidden
+            return leave.args[0]
         finally:
             self.received = None
         if not self.part.post_process:
@@ -234,12 +192,24 @@ class StageForward:
         self.entered = True
         if self.received is None:
             return None
-        if args:
-            return (self.received, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.received}
+        return ((self.received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self.received})
 
-    def stand_in(self, width: int | None) -> Tensor:
-        """What an absent module gives, as wide as it: nothing that a layer of this stage may use."""
+    def absent_layer(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer that lies on another stage."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not self.entered:
+            return (hidden,)  # some models take the first of what a layer gives; nobody looks at it
+        if not isinstance(hidden, Tensor):
+            raise PlanError(
+                f"{self.cut.family}: its layers are called without hidden_states, so what a stage would send is unknown"
+            )
+        raise _Leave(hidden)
+
+    def absent_entry(self, width: int | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The forward of a module of the first stage, on another one: nothing that a layer of this stage may use.
+
+        width: of its output; None: that of hidden states.
+        """
         if self.received is None or self.entered:
             raise PlanError(
                 f"{self.cut.family}: stage {self.part.index} uses a module of the first stage beside its layers, so "
@@ -248,54 +218,17 @@ class StageForward:
         batch, sequence, hidden = self.received.shape
         return self.received.new_full((batch, sequence, width or hidden), torch.nan)
 
+    def absent_exit(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module of the last stage, on another one: nothing should call it."""
+        raise PlanError(
+            f"{self.cut.family}: {name!r} is used before the last layer, and was taken to belong to the last stage; "
+            "load the whole model by from_pretrained, whose forward shows where it belongs"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StageForward:
-        copied = object.__new__(StageForward)
-        vars(copied).update(vars(self))
-        memo[id(self)] = copied
+        copied = memo[id(self)] = copy.copy(self)
         copied.model = memo.get(id(self.model), self.model)
         return copied
-
-
-class AbsentLayer:
-    """The forward of a layer that lies on another stage."""
-
-    def __init__(self, stage: StageForward) -> None:
-        self.stage = stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not self.stage.entered:
-            # A tuple, because some models take the first of what a layer gives; nobody looks at it.
-            return (None if hidden is None else hidden,)
-        if not isinstance(hidden, Tensor):
-            raise PlanError(
-                f"{self.stage.cut.family}: its layers are called without hidden_states, so what a stage would send is "
-                "unknown"
-            )
-        raise _Leave(hidden)
-
-
-class AbsentEntry:
-    """The forward of a module of the first stage, on another one. width: of its output; None: that of hidden states."""
-
-    def __init__(self, stage: StageForward, width: int | None) -> None:
-        self.stage, self.width = stage, width
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.stage.stand_in(self.width)
-
-
-class AbsentExit:
-    """The forward of a module of the last stage, on another one: nothing should call it."""
-
-    def __init__(self, stage: StageForward, name: str) -> None:
-        self.stage, self.name = stage, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(
-            f"{self.stage.cut.family}: {self.name!r} is used before the last layer, and was taken to belong to the "
-            "last stage; load the whole model by from_pretrained, whose forward shows where it belongs"
-        )
 
 
 def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) -> Any:
@@ -307,18 +240,21 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) ->
         raise PlanError(f"{cut.family}: the model has a forward of its own on the instance; cut it into stages before")
     stage = StageForward(model, cut, part)
     modules = dict(model.named_modules())  # all of them, before children are taken out
+    absent: dict[str, Any] = {}
     for number in range(cut.count):
-        layer = modules[f"{cut.layers}.{number}"]
+        name = f"{cut.layers}.{number}"
         if number not in part.layer_numbers:
-            _empty(layer, AbsentLayer(stage))
+            absent[name] = stage.absent_layer
         elif number == part.layer_numbers[0]:
-            layer.register_forward_pre_hook(stage.enter, with_kwargs=True)
+            modules[name].register_forward_pre_hook(stage.enter, with_kwargs=True)
     for name in cut.entry if not part.pre_process else ():
-        module = modules[name]
-        width = getattr(module, "embedding_dim", getattr(module, "out_features", None))
-        _empty(module, AbsentEntry(stage, width))
+        width = getattr(modules[name], "embedding_dim", getattr(modules[name], "out_features", None))
+        absent[name] = partial(stage.absent_entry, width)
     for name in cut.exit if not part.post_process else ():
-        _empty(modules[name], AbsentExit(stage, name))
+        absent[name] = partial(stage.absent_exit, name)
+    for name, forward in absent.items():
+        empty_module(modules[name], forward)
+    stage.absent = list(absent)
     model.forward = stage
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", None) or {}
@@ -326,7 +262,8 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) ->
     return model
 
 
-def _empty(module: nn.Module, forward: Any) -> None:
+def empty_module(module: nn.Module, forward: Any) -> None:
+    """Take parameters, buffers and children out of a module, and give it another forward."""
     for name, _ in list(module.named_parameters(recurse=False)):
         setattr(module, name, None)
     for name, _ in [*module.named_buffers(recurse=False), *module.named_children()]:
@@ -334,10 +271,10 @@ def _empty(module: nn.Module, forward: Any) -> None:
     module.forward = forward
 
 
-def absent_modules(model: nn.Module) -> list[str]:
-    """The names of modules of a stage that lie on another one."""
-    kinds = AbsentLayer, AbsentEntry, AbsentExit
-    return [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), kinds)]
+def mark_absent(model: Any) -> None:
+    """Have transformers draw nothing for layers of other stages. Rotary tables are buffers, and are made."""
+    for module in model.modules():
+        setattr(module, INITIALIZED, not [*module.parameters(), *module.buffers()])
 
 
 def stage_of(chunk: nn.Module) -> StageForward:

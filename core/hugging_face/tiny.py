@@ -1,14 +1,13 @@
 """Tiny random copies of families, made offline: what `check` splits and compares.
 
-A configuration class is made small by a table of names that Transformers' configurations share. Everything that is no
-size (norms of queries, sinks, kinds of layers) stays as the family has it.
+A table of names that configurations share makes a class small. What is no size (norms of queries, sinks, kinds of
+layers) stays as the family has it.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,37 +19,34 @@ from core.hugging_face.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
 BATCH, TOKENS = 2, 12
+BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the tokenizer of bytes
 # Value -> names in configurations that get it. A name that a class does not have is left out.
 SMALL: dict[str, Any] = {
     name: value
     for value, names in (
         (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size vision_vocab_size"),
-        (HIDDEN, "hidden_size n_embd d_model embed_dim out_hidden_size mlp_hidden_size prediction_head_size"),
-        (HIDDEN, "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size moe_hidden_size"),
-        (HIDDEN, "shared_experts_intermediate_size moe_shared_expert_intermediate_size share_expert_dim"),
-        (HIDDEN, "expert_ffn_hidden_size shared_intermediate_size projector_hidden_size projector_input_dim"),
-        (HIDDEN, "projector_output_dim output_channels encoder_hidden_size"),
+        (HIDDEN, "hidden_size n_embd d_model out_hidden_size prediction_head_size moe_hidden_size output_channels"),
+        (HIDDEN, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
+        (HIDDEN, "moe_shared_expert_intermediate_size shared_intermediate_size share_expert_dim"),
+        (HIDDEN, "expert_ffn_hidden_size projector_hidden_size projector_input_dim projector_output_dim"),
         (2 * HIDDEN, "intermediate_size ffn_dim d_ff dense_intermediate_size intermediate_size_mlp ffn_hidden_size"),
         (2 * HIDDEN, "encoder_ffn_dim decoder_ffn_dim mlp_dim"),
-        (LAYERS, "num_hidden_layers n_layer num_layers depth encoder_layers decoder_layers"),
-        (HEADS, "num_attention_heads n_head num_heads swa_num_attention_heads num_sliding_attention_heads"),
+        (LAYERS, "num_hidden_layers n_layer num_layers depth decoder_layers"),
+        (HEADS, "num_attention_heads n_head num_heads swa_num_attention_heads"),
         (HEADS, "encoder_attention_heads decoder_attention_heads"),
-        (KEY_VALUE_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads"),
-        (HEAD, "head_dim kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim global_head_dim"),
-        (HEAD, "swa_v_head_dim rotary_dim index_head_dim indexer_head_dim d_kv"),
+        (KEY_VALUE_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
+        (HEAD, "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim rotary_dim index_head_dim d_kv"),
         (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
-        (2, "num_experts_per_tok moe_k num_experts_per_token moe_topk top_k_experts num_shared_experts"),
-        (1, "n_group topk_group num_expert_group"),
-        (16, "q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank hc_lowrank embedding_rank laurel_rank"),
+        (2, "num_experts_per_tok moe_k moe_topk top_k_experts num_shared_experts"),
+        (1, "n_group topk_group first_k_dense_replace num_dense_layers bos_token_id eos_token_id"),
+        (16, "q_lora_rank kv_lora_rank o_lora_rank hc_lowrank embedding_rank laurel_rank"),
         (16, "hidden_size_per_layer_input ple_embed_dim"),
         (64, "max_position_embeddings"),
-        (1, "first_k_dense_replace num_dense_layers"),
-        (4, "index_n_heads indexer_num_heads linear_num_key_heads"),
-        (HEADS, "linear_num_value_heads mamba_num_heads mamba_n_heads"),
-        (HEAD, "linear_key_head_dim linear_value_head_dim ssm_state_size mamba_d_state mamba_d_head mamba_head_dim"),
+        (4, "index_n_heads linear_num_key_heads"),
+        (HEADS, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
+        (HEAD, "linear_key_head_dim linear_value_head_dim linear_head_dim ssm_state_size mamba_d_state mamba_head_dim"),
         (4, "chunk_size mamba_chunk_size n_groups o_groups index_topk"),
         (0, "num_kv_shared_layers pad_token_id zero_expert_num"),
-        (1, "bos_token_id eos_token_id"),
     )
     for name in names.split()
 }
@@ -58,8 +54,8 @@ SMALL: dict[str, Any] = {
 
 # Sizes that a family may leave open, to be worked out from others; a small copy needs them.
 NEEDED = {
-    *("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "n_routed_experts"),
-    *("moe_intermediate_size", "top_k_experts", "n_group", "topk_group"),
+    *("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("n_routed_experts", "top_k_experts", "n_group", "topk_group"),
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -70,24 +66,31 @@ def families() -> dict[str, type]:
     import transformers.models as models
 
     found: dict[str, type] = {}
-    folder = os.path.dirname(str(models.__file__))
-    for family in sorted(os.listdir(folder)):
-        path = Path(folder, family, f"configuration_{family}.py")
-        if not path.exists() or "base_model_tp_plan" not in path.read_text(encoding="utf-8"):
-            continue
-        module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-        for _, kind in inspect.getmembers(module, inspect.isclass):
-            is_old_name = any(base.__module__ == module.__name__ for base in kind.__bases__)  # a deprecated subclass
-            if kind.__module__ == module.__name__ and getattr(kind, "base_model_tp_plan", None) and not is_old_name:
-                found[f"{family}/{kind.__name__}"] = kind
+    for path in sorted(Path(str(models.__file__)).parent.glob("*/configuration_*.py")):
+        if "base_model_tp_plan" in path.read_text(encoding="utf-8"):
+            own = _classes(f"transformers.models.{path.parent.name}.{path.stem}")
+            for name, kind in own.items():
+                is_old_name = any(base in own.values() for base in kind.__bases__)  # a deprecated subclass
+                if getattr(kind, "base_model_tp_plan", None) and not is_old_name:
+                    found[f"{path.parent.name}/{name}"] = kind
     return found
+
+
+def _classes(module: str) -> dict[str, type]:
+    """The classes that a module defines, by name."""
+    members = inspect.getmembers(importlib.import_module(module), inspect.isclass)
+    return {name: kind for name, kind in members if kind.__module__ == module}
 
 
 def families_with_policy() -> dict[str, type]:
     """The configuration class of each family that is split by a policy of this package, by `family/ClassName`."""
-    transformers = transformers_package()
-    kinds = {name.partition(",")[0]: transformers.CONFIG_MAPPING[name.partition(",")[0]] for name in POLICIES}
-    return {f"{kind.__module__.split('.')[2]}/{kind.__name__}": kind for kind in kinds.values()}
+    kinds = [transformers_package().CONFIG_MAPPING[name.partition(",")[0]] for name in POLICIES]
+    return {f"{kind.__module__.split('.')[2]}/{kind.__name__}": kind for kind in kinds}
+
+
+def all_families() -> dict[str, type]:
+    """Those with a plan and those with a policy."""
+    return {**families(), **families_with_policy()}
 
 
 def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -95,19 +98,27 @@ def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
 
     overrides: values that replace the table's. Configurations inside are small.
     """
-    outer = kind if _class_or_none(kind) is not None else container_of(kind)
-    return _shrunk(outer, overrides)
+    return _shrunk(kind if _class_or_none(kind) is not None else _container_of(kind), overrides)
+
+
+def tiny_of_bytes(family: str, length: int) -> Any:
+    """A small configuration of a family's model of bytes and three marks, for sequences of `length` tokens.
+
+    family: a model type, or a name of `families`. LookupError for one without a plan or a policy.
+    """
+    types = (family, f"{family}_text")  # a family of several towers has its text model's type beside its own
+    kinds = all_families().items()
+    found = next((kind for name, kind in kinds if name == family or getattr(kind, "model_type", "") in types), None)
+    if found is None:
+        raise LookupError(f"no family with a plan or a policy is called {family!r}")
+    sizes: dict[str, Any] = {"vocab_size": 256 + len(BYTE_MARKS), "max_position_embeddings": max(64, length)}
+    sizes |= {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}  # the marks' own
+    return tiny_config(found, {name: size for name, size in sizes.items() if hasattr(found, name)})
 
 
 def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     default: Any = kind()
-    values = {
-        name: value
-        for name, value in SMALL.items()
-        if hasattr(kind, name)
-        and (name in NEEDED or _value(default, name) is not None)
-        and not isinstance(getattr(kind, name), property)
-    }
+    values = {name: value for name, value in SMALL.items() if _is_size(default, name)}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # each head has its own keys, made from the compressed ones
     for name in dir(default):
@@ -129,6 +140,12 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     return config
 
 
+def _is_size(default: Any, name: str) -> bool:
+    kind = type(default)
+    known = hasattr(kind, name) and not isinstance(getattr(kind, name), property)
+    return known and (name in NEEDED or _value(default, name) is not None)
+
+
 def _value(config: Any, name: str) -> Any:
     """An attribute; False where it differs between layers, which some configurations refuse to read."""
     try:
@@ -137,13 +154,11 @@ def _value(config: Any, name: str) -> Any:
         return False
 
 
-def container_of(kind: type) -> type:
+def _container_of(kind: type) -> type:
     """The configuration class that a model is made of: this one, or one of its module that holds it as a part."""
-    module = importlib.import_module(kind.__module__)
-    for _, other in inspect.getmembers(module, inspect.isclass):
-        parts = getattr(other, "sub_configs", None) or {}
-        if other.__module__ == module.__name__ and kind in parts.values():
-            return container_of(other)
+    for other in _classes(kind.__module__).values():
+        if kind in (getattr(other, "sub_configs", None) or {}).values():
+            return _container_of(other)
     return kind
 
 
@@ -156,35 +171,15 @@ def model_class(kind: type) -> type:
 
 
 def _class_or_none(kind: type) -> type | None:
-    transformers = transformers_package()
-    if kind.__name__ in CLASSES:
-        return getattr(transformers, CLASSES[kind.__name__])
-    found = _mapped(transformers.MODEL_FOR_CAUSAL_LM_MAPPING, kind)
-    if found is not None:
-        return found
     family = kind.__module__.split(".")[2]
     try:
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        models = _classes(f"transformers.models.{family}.modeling_{family}")
     except ModuleNotFoundError:  # a family whose models are not shipped
         return None
-    fitting = [
-        found
-        for _, found in inspect.getmembers(module, inspect.isclass)
-        if getattr(found, "config_class", None) is kind and found.__module__ == module.__name__
-    ]
-    for ending in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"):
-        for found in fitting:
-            if found.__name__.endswith(ending) and not found.__name__.endswith("PreTrainedModel"):
-                return found
-    return _mapped(transformers.MODEL_MAPPING, kind)
-
-
-def _mapped(mapping: Any, kind: type) -> type | None:
-    try:
-        found = mapping[kind]
-    except (KeyError, ValueError):
-        return None
-    return found if isinstance(found, type) and getattr(found, "config_class", None) is kind else None
+    fitting = [name for name, found in models.items() if getattr(found, "config_class", None) is kind]
+    endings = (*FIRST.get(kind.__name__, ()), *ENDINGS)
+    order = [name for ending in endings for name in fitting if name.endswith(ending)]
+    return next((models[name] for name in order if not name.endswith("PreTrainedModel")), None)
 
 
 def tiny_model(config: Any) -> Any:
@@ -205,27 +200,22 @@ def tiny_model(config: Any) -> Any:
 
 def tiny_inputs(model: Any) -> dict[str, Any]:
     """Arguments of a forward: random token ids, or what `INPUTS` has for the class of the configuration."""
-    generator = torch.Generator().manual_seed(7)
-    config = model.config
-    special = INPUTS.get(type(config).__name__)
-    if special is not None:
-        return special(generator)
+    generator, config = torch.Generator().manual_seed(7), model.config
+    if type(config).__name__ in INPUTS:
+        return INPUTS[type(config).__name__](generator)
     if model.main_input_name != "input_ids":
         raise LookupError(f"{type(model).__name__} takes {model.main_input_name!r}, and a small one is not made here")
-    vocabulary = getattr(config.get_text_config(), "vocab_size", VOCABULARY)
-    ids = torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
-    return {
-        "input_ids": ids,
-        **({"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {"use_cache": False}),
-    }
+    ids = _ids(generator, getattr(config.get_text_config(), "vocab_size", VOCABULARY))
+    more: dict[str, Any] = {"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {"use_cache": False}
+    return {"input_ids": ids, **more}
 
 
 def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _ids(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (BATCH, TOKENS), generator=generator)
+def _ids(generator: torch.Generator, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
 
 
 # Families whose forward takes more than token ids; patches are those of one image of 4 by 4.
@@ -258,8 +248,8 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "Qwen3OmniMoeTalkerTextConfig": lambda g: {"inputs_embeds": _random(g, BATCH, TOKENS, HIDDEN)},
     "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
 }
-# Classes of models whose causal one is a part: the decoder.
-CLASSES = {"WhisperConfig": "WhisperForConditionalGeneration"}
+ENDINGS = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"]
+FIRST = {"WhisperConfig": ("ForConditionalGeneration",)}  # the causal one is a part: the decoder
 # What the table cannot say for a class: sizes that hang together, and lists of kinds of layers.
 SPECIAL: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 4, "image_token_index": 2},
@@ -269,43 +259,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **{"image_size": 32, "patch_size": 8, "window_size": 2, "global_attn_indexes": [1, 3], "mlp_ratio": 2.0},
         "num_pos_feats": HIDDEN // 2,
     },
-    "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
+    "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8},
     "SamMaskDecoderConfig": {"num_hidden_layers": 2, "iou_head_hidden_dim": 32},
-    "ViTConfig": {"image_size": 8, "patch_size": 4, "pooler_output_size": HIDDEN},
+    "ViTConfig": {"image_size": 8, "patch_size": 4},
     "WhisperConfig": {
         **{"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
         **{"decoder_start_token_id": 1, "begin_suppress_tokens": None},
     },
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "Dots1Config": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
-    "Dots3NoteVisionConfig": {
-        "pyramid_num_routed": [-1, 4, 4, 4],
-        **{"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "patch_size": 14},
-    },
+    "Dots1Config": {"n_shared_experts": 1},
+    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 4, 4, 4], "adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
     "EmbeddingGemma2TextConfig": {"global_head_dim": HEAD, "num_global_key_value_heads": KEY_VALUE_HEADS},
     "Llama4VisionConfig": {"image_size": 28, "vision_output_dim": HIDDEN, "intermediate_size": 4 * HIDDEN},
     "MuseGlimmerAssistantConfig": {"block_size": 4},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
-    "Ernie4_5_VL_MoeTextConfig": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
     "EsmcConfig": {"num_key_value_heads": HEADS},
-    "Glm5NextTextConfig": {
-        **{"index_kpool": 2, "index_topk": 4, "qk_rope_head_dim": 0, "num_key_value_heads": HEADS},
-    },
+    "Glm5NextTextConfig": {"index_kpool": 2, "qk_rope_head_dim": 0},
     "PaddleOCRTextConfig": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
-    "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "KimiLinearConfig": {"linear_head_dim": HEAD, "linear_num_heads": HEADS, "num_hidden_layers": 5},
+    "GraniteMoeHybridConfig": {"mamba_d_head": 16},
+    "KimiLinearConfig": {"num_hidden_layers": 5},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "NeoMMEConfig": {"head_dim": 16},
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": HIDDEN},
     "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": HEAD,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-        "ngram_vocab_size_base": 64,
-        "make_ngram_vocab_size_divisible_by": 8,
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD, "indexer_budget": 4},
+        **{"indexer_compress_ratio": 2, "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8},
         "split_ngram_parts": 1,
     },
     "Step3p7TextConfig": {"sliding_window": 4},

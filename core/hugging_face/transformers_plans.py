@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, style_of
+from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, family_of, style_of
 from core.hugging_face.policies import Policy, longest_fit, policy_of
 
 VERSIONS = ((5, 23), (5, 24))  # from, up to but not including: names and meanings of styles are read at these
@@ -26,6 +26,7 @@ PROJECTIONS = {
     **dict.fromkeys(("query", "key", "value", "q", "k", "v"), QUERY_HEADS),
 }
 EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # styles of expert parallelism: of modules, parameters
+TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # of the input and the output embedding, if they are one
 # Rules that are wrong in these versions, found by `check`: model type -> end of a rule's name -> style.
 # Gate and up lie one after the other in the experts' fused weight, and are chunked: each is cut for itself.
 CORRECTIONS: dict[str, dict[str, str]] = {
@@ -59,58 +60,173 @@ def read_plan(model: Any, policy: Policy | None = None) -> Plan:
     none. Raises PlanError where there are none, a style is unknown, or tied parameters would be cut differently.
     """
     transformers_package()
-    family = f"{model.config.model_type} ({type(model).__name__})"
-    rules: dict[str, str | Style] = dict(getattr(model, "tp_plan", None) or {})
-    if policy is None and not rules:
-        policy = policy_of(model.config)
-    if policy is not None:
-        rules = policy.expanded([name for name, _ in (*model.named_modules(), *_all_parameters(model))])
-    if not rules:
+    return _Reader(model, policy).plan()
+
+
+class _Reader:
+    """A model's rules, and what its modules say of heads."""
+
+    def __init__(self, model: Any, policy: Policy | None) -> None:
+        self.model, self.family, self.modules = model, family_of(model), dict(model.named_modules())
+        self.input, self.output = (_embedding(model, end) for end in ("input", "output"))
+        rules: dict[str, str | Style] = dict(getattr(model, "tp_plan", None) or {})
+        self.policy = policy_of(model.config) if policy is None and not rules else policy
+        if self.policy is not None:
+            names = [*self.modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+            fits = {name: longest_fit(name, self.policy.rules) for name in names}
+            rules = {name: self.policy.rules[fit] for name, fit in fits.items() if fit is not None}
+        if not rules:
+            raise PlanError(
+                f"{self.family} has no tensor-parallel plan (`base_model_tp_plan` of its config is empty) and no "
+                "policy here, so it cannot be split; give a Policy for it"
+            )
+        for end, style in CORRECTIONS.get(model.config.model_type, {}).items():
+            rules = {name: style if name.endswith(end) else old for name, old in rules.items()}
+        self.rules = {**self._rules_of_ties(rules), **rules}
+
+    def plan(self) -> Plan:
+        """The plan that the rules make."""
+        splits: dict[str, Split] = {}
+        seams: dict[str, Seam] = {}
+        partial: set[str] = set()
+        whole: dict[str, tuple[int, ...]] = {}
+        first_names: dict[int, str] = {}
+        for name, module in self.modules.items():
+            seam = self._seam(name, module)
+            if seam is not None:
+                seams[name] = seam
+            for leaf, parameter in module.named_parameters(recurse=False):
+                full = f"{name}.{leaf}" if name else leaf
+                split, is_partial = self._cut(name, full, parameter)
+                first = first_names.setdefault(id(parameter), full)
+                if first != full and (split is None) != (first not in splits):
+                    raise PlanError(
+                        f"{self.family}: {first!r} and {full!r} are one tied parameter, and the plan cuts one of them"
+                    )
+                if split is not None:
+                    splits[full] = split
+                elif is_partial:
+                    partial.add(full)
+                if split is None and first == full:
+                    whole[full] = tuple(parameter.shape)
+        numbers: dict[str, int] = {}
+        for name in self.modules:
+            for attribute in self._of_policy(name, "divided"):
+                numbers[f"{name}.{attribute}"] = self._number(name, attribute)
+            arguments = self._of_policy(name, "per_head")
+            if arguments:
+                seams[name] = Seam(name, "policy", "heads", heads=self._count_of_heads(name), arguments=arguments)
+        return Plan(self.family, splits, seams, frozenset(partial), whole, numbers)
+
+    def _seam(self, name: str, module: nn.Module) -> Seam | None:
+        word = _rule_for(name, self.rules)
+        how = Style() if word is None else style_of(self.family, name, word)
+        if word is None or not (how.before or how.after):
+            return None
+        others = [leaf for leaf, _ in module.named_parameters(recurse=False) if leaf != "weight"]
+        if how.before == "vocabulary" and others:
+            raise PlanError(
+                f"{self.family}: embedding {name!r} has {others[0]!r} beside its weight, which it places by token id; "
+                "a rank's part of the vocabulary has row numbers of its own"
+            )
+        heads = self._count_of_heads(name.rpartition(".")[0]) if how.after == "select" else 0
+        tail = self._rope_features(name) if how.after == "copy tail" else 0
+        if heads:
+            tail = module.weight.shape[0] // (heads + how.shared) * how.shared
+        return Seam(name, word if isinstance(word, str) else "policy", how.before, how.after, tail, heads)
+
+    def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
+        """How a parameter is cut, by its own rule or its module's; and whether it is whole with a partial gradient."""
+        own = _rule_for(name, self.rules)
+        word = own or _rule_for(owner, self.rules)
+        if word is None:
+            return None, False
+        style, shape = style_of(self.family, name if own else owner, word), tuple(parameter.shape)
+        cut = cut_of(style, name, shape, named=own is not None)
+        if cut is None:
+            return None, style.partial
+        dim, blocks = cut
+        is_output, gathered = self.modules[owner] is self.output, style.after == "gather"
+        tied = getattr(self.output, "bias", None) is parameter
+        padded = word in PADDED or (is_output and gathered) or (tied and not is_output)
+        heads = 0 if gathered or style.weight != -2 else self._heads(owner, shape[dim])
+        parent, _, leaf = owner.rpartition(".")
+        sharing = getattr(self.modules.get(parent), "num_key_value_groups", None)
+        if (
+            not heads
+            or blocks > 1
+            or leaf not in ("k_proj", "v_proj")
+            or style.before != "copy"
+            or not isinstance(sharing, int)
+        ):
+            return Split(name, shape, dim, blocks, padded, heads), False
+        return Split(name, shape, dim, blocks, padded, heads, f"{parent}.num_key_value_groups", heads * sharing), False
+
+    def _heads(self, owner: str, length: int) -> int:
+        """How many heads the outputs of an attention's projection are; 0 if it is none, or nothing says so."""
+        above, _, leaf = owner.rpartition(".")
+        parent = self.modules.get(above)
+        if leaf not in PROJECTIONS or parent is None:
+            return 0
+        width = getattr(parent, "head_dim", None)
+        if leaf in ("q_proj", "k_proj", "v_proj") and isinstance(width, int) and length % width == 0:
+            return length // width
+        holders = (parent, getattr(parent, "config", None))
+        counts = (getattr(holder, attribute, None) for holder in holders for attribute in PROJECTIONS[leaf])
+        return next((n for n in counts if isinstance(n, int) and n > 0 and length % n == 0), 0)
+
+    def _of_policy(self, name: str, field: str) -> tuple[str, ...]:
+        table: Mapping[str, tuple[str, ...]] = getattr(self.policy, field, {})
+        return table.get(longest_fit(name, table) or "", ())
+
+    def _number(self, name: str, attribute: str) -> int:
+        value = getattr(self.modules[name], attribute, None)
+        if not isinstance(value, int) or value < 1:
+            raise PlanError(f"{self.family}: the policy divides {attribute!r} of module {name!r}, which is {value!r}")
+        return value
+
+    def _count_of_heads(self, name: str) -> int:
+        """How many heads a policy says that an attention has: the first number that it divides there."""
+        numbers = self._of_policy(name, "divided")
+        if not numbers:
+            raise PlanError(f"the policy cuts heads of module {name!r} and does not say which number counts them")
+        return self._number(name, numbers[0])
+
+    def _rope_features(self, name: str) -> int:
+        """How many last features of a compressed projection are rotated keys, which all heads share."""
+        for holder in (self.modules.get(name.rpartition(".")[0]), self.model.config.get_text_config()):
+            width = getattr(holder, "qk_rope_head_dim", None)
+            if isinstance(width, int):
+                return width
         raise PlanError(
-            f"{family} has no tensor-parallel plan (`base_model_tp_plan` of its config is empty) and no policy here, "
-            "so it cannot be split; give a Policy for it"
+            f"{name!r} has style 'mla_kv_a_proj', and neither its attention nor the config has qk_rope_head_dim"
         )
-    for end, style in CORRECTIONS.get(model.config.model_type, {}).items():
-        rules = {name: style if name.endswith(end) else old for name, old in rules.items()}
-    rules = {**_rules_of_ties(model, rules), **rules}
-    modules = dict(model.named_modules())
-    splits: dict[str, Split] = {}
-    seams: dict[str, Seam] = {}
-    partial: set[str] = set()
-    whole: dict[str, tuple[int, ...]] = {}
-    by_id: dict[int, str] = {}
-    for name, module in modules.items():
-        word = _rule_for(name, rules)
-        how = None if word is None else style_of(family, name, word)
-        if word is not None and how is not None and how.has_seam:
-            label = word if isinstance(word, str) else "policy"
-            heads = _count_of_heads(policy, name.rpartition(".")[0], modules) if how.after == "select" else 0
-            tail = _rope_features(model, name, modules) if how.after == "copy tail" else 0
-            if heads:
-                tail = module.weight.shape[0] // (heads + how.shared) * how.shared
-            seams[name] = Seam(name, label, how.before, how.after, tail, heads)
-            others = [leaf for leaf, _ in module.named_parameters(recurse=False) if leaf != "weight"]
-            if how.before == "vocabulary" and others:
-                raise PlanError(
-                    f"{family}: embedding {name!r} has {others[0]!r} beside its weight, which it places by token id; a "
-                    "rank's part of the vocabulary has row numbers of its own"
-                )
-        for leaf, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{leaf}" if name else leaf
-            split, is_partial = _cut(model, family, rules, full, tuple(parameter.shape), modules)
-            first = by_id.setdefault(id(parameter), full)
-            if first != full and (split is None) != (first not in splits):
-                raise PlanError(
-                    f"{family}: {first!r} and {full!r} are one tied parameter, and the plan cuts one of them"
-                )
-            if split is not None:
-                splits[full] = split
-            elif is_partial:
-                partial.add(full)
-            if split is None and first == full:
-                whole[full] = tuple(parameter.shape)
-    numbers = {} if policy is None else _divide_modules(family, policy, modules, seams)
-    return Plan(family, splits, seams, frozenset(partial), whole, numbers)
+
+    def _rules_of_ties(self, rules: Mapping[str, str | Style]) -> dict[str, str | Style]:
+        """Rules for the input or output embedding that is tied to one with a rule, and has none itself."""
+        ends = (self.input, self.output)
+        if None in ends or getattr(ends[0], "weight", 0) is not getattr(ends[1], "weight", None):
+            return {}
+        names = {id(module): name for name, module in self.modules.items()}
+        tied = [(names.get(id(end), ""), style) for end, style in zip(ends, TIED_STYLES, strict=True)]
+        for (here, style), (there, its_style) in (tied, tied[::-1]):
+            if _rule_for(there, rules) == its_style and _rule_for(here, rules) is None:
+                return {here: style}
+        return {}
+
+
+def _embedding(model: Any, end: str) -> nn.Module | None:
+    """The input or the output embedding; None where the model does not have it."""
+    try:
+        return getattr(model, f"get_{end}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _rule_for(name: str, rules: Mapping[str, str | Style]) -> str | Style | None:
+    """The style of the rule that names a module or parameter; a number between dots matches `*`."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return rules.get(name, rules.get(generic))
 
 
 def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -119,7 +235,7 @@ def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     Raises PlanError for a style that is unknown, and for experts that hold something which is not one an expert.
     """
     rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
-    family = f"{model.config.model_type} ({type(model).__name__})"
+    family = family_of(model)
     for name, style in rules.items():
         if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor parallelism beside experts, which `tp_plan` has too
             style_of(family, name, style)
@@ -136,134 +252,4 @@ def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
                     "its plan, so its experts cannot be on several ranks; use expert_model_parallel_size=1"
                 )
         found[name] = {f"{name}.{leaf}": tuple(tensor.shape) for leaf, tensor in held}
-    return found
-
-
-def _divide_modules(
-    family: str, policy: Policy, modules: Mapping[str, nn.Module], seams: dict[str, Seam]
-) -> dict[str, int]:
-    """The numbers of modules that a policy divides; `seams` gets those at which arguments are cut by heads."""
-    numbers: dict[str, int] = {}
-    for name, module in modules.items():
-        for attribute in policy.divided.get(longest_fit(name, policy.divided) or "", ()):
-            numbers[f"{name}.{attribute}"] = _number(family, name, module, attribute)
-        arguments = policy.per_head.get(longest_fit(name, policy.per_head) or "", ())
-        if arguments:
-            heads = _count_of_heads(policy, name, modules)
-            seams[name] = Seam(name, "policy", before="heads", heads=heads, arguments=arguments)
-    return numbers
-
-
-def _all_parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
-
-
-def _number(family: str, name: str, module: nn.Module, attribute: str) -> int:
-    value = getattr(module, attribute, None)
-    if not isinstance(value, int) or value < 1:
-        raise PlanError(f"{family}: the policy divides {attribute!r} of module {name!r}, which is {value!r}")
-    return value
-
-
-def _count_of_heads(policy: Policy | None, name: str, modules: Mapping[str, nn.Module]) -> int:
-    """How many heads a policy says that an attention has: the first number that it divides there."""
-    fit = None if policy is None else longest_fit(name, policy.divided)
-    if policy is None or fit is None:
-        raise PlanError(f"the policy cuts heads of module {name!r} and does not say which number counts them")
-    return _number("policy", name, modules[name], policy.divided[fit][0])
-
-
-def _rule_for(name: str, rules: Mapping[str, str | Style]) -> str | Style | None:
-    """The style of the rule that names a module or parameter; a number between dots matches `*`."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    return rules.get(name, rules.get(generic))
-
-
-def _cut(
-    model: Any,
-    family: str,
-    rules: Mapping[str, str | Style],
-    name: str,
-    shape: tuple[int, ...],
-    modules: Mapping[str, nn.Module],
-) -> tuple[Split | None, bool]:
-    """How a parameter is cut, by its own rule or its module's; and whether it is whole with a partial gradient."""
-    owner = name.rpartition(".")[0]
-    own = _rule_for(name, rules)
-    word = own or _rule_for(owner, rules)
-    if word is None:
-        return None, False
-    style = style_of(family, name if own else owner, word)
-    cut = cut_of(style, name, shape, named=own is not None)
-    if cut is None:
-        return None, style.partial
-    dim, blocks = cut
-    output = _embeddings(model)[1]
-    is_output = modules[owner] is output
-    tied = output is not None and getattr(output, "bias", None) is modules[owner]._parameters[name.rpartition(".")[2]]
-    padded = word in PADDED or (is_output and style.after == "gather") or (tied and not is_output)
-    gathered = style.after == "gather"
-    heads = 0 if gathered else _heads(owner, modules, shape[dim], style.weight == -2)
-    groups, queries = _groups(owner, modules, heads) if style.before == "copy" and blocks == 1 else ("", 0)
-    return Split(name, shape, dim, blocks, padded, heads, groups, queries), False
-
-
-def _groups(owner: str, modules: Mapping[str, nn.Module], heads: int) -> tuple[str, int]:
-    """The attribute that says how many queries share a head of keys or values, and how many queries there are."""
-    parent, _, leaf = owner.rpartition(".")
-    sharing = getattr(modules.get(parent), "num_key_value_groups", None)
-    if leaf not in ("k_proj", "v_proj") or not heads or not isinstance(sharing, int):
-        return "", 0
-    return f"{parent}.num_key_value_groups", heads * sharing
-
-
-def _heads(owner: str, modules: Mapping[str, nn.Module], length: int, outputs: bool) -> int:
-    """How many heads the outputs of an attention's projection are; 0 if it is none, or nothing says so."""
-    leaf, parent = owner.rpartition(".")[2], modules.get(owner.rpartition(".")[0])
-    if not outputs or leaf not in PROJECTIONS or parent is None:
-        return 0
-    width = getattr(parent, "head_dim", None)
-    if leaf in ("q_proj", "k_proj", "v_proj") and isinstance(width, int) and length % width == 0:
-        return length // width
-    for holder in (parent, getattr(parent, "config", None)):
-        for attribute in PROJECTIONS[leaf]:
-            heads = getattr(holder, attribute, None)
-            if isinstance(heads, int) and heads > 0 and length % heads == 0:
-                return heads
-    return 0
-
-
-def _rope_features(model: Any, name: str, modules: Mapping[str, nn.Module]) -> int:
-    """How many last features of a compressed projection are rotated keys, which all heads share."""
-    for holder in (modules.get(name.rpartition(".")[0]), model.config.get_text_config()):
-        width = getattr(holder, "qk_rope_head_dim", None)
-        if isinstance(width, int):
-            return width
-    raise PlanError(
-        f"{name!r} has style 'mla_kv_a_proj', and neither its attention nor the config has qk_rope_head_dim"
-    )
-
-
-def _rules_of_ties(model: Any, rules: Mapping[str, str | Style]) -> dict[str, str | Style]:
-    """Rules for the input or output embedding that is tied to one with a rule, and has none itself."""
-    names = {id(module): name for name, module in model.named_modules()}
-    inputs, outputs = _embeddings(model)
-    if inputs is None or outputs is None or getattr(inputs, "weight", 0) is not getattr(outputs, "weight", None):
-        return {}
-    first, last = names.get(id(inputs), ""), names.get(id(outputs), "")
-    if _rule_for(last, rules) == "colwise_gather_output" and _rule_for(first, rules) is None:
-        return {first: "embedding_rowwise"}
-    if _rule_for(first, rules) == "embedding_rowwise" and _rule_for(last, rules) is None:
-        return {last: "colwise_gather_output"}
-    return {}
-
-
-def _embeddings(model: Any) -> list[nn.Module | None]:
-    """The input and the output embedding; None for one that the model does not have."""
-    found: list[nn.Module | None] = []
-    for getter in (model.get_input_embeddings, model.get_output_embeddings):
-        try:
-            found.append(getter())
-        except (AttributeError, NotImplementedError):
-            found.append(None)
     return found

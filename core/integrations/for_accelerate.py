@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ class AcceleratorParts(Base):
     """What differs from accelerate's class; `from core.integrations import Accelerator` is both.
 
     ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
-    The other arguments are accelerate's. Its plugins for DeepSpeed, FSDP and Megatron are refused. On one process
-    everything is accelerate's own.
+    The other arguments are accelerate's. Its plugins for DeepSpeed, FSDP and Megatron are refused, and so is a
+    ParallelismConfig that shards or splits. On one process everything is accelerate's own.
     """
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        _check_parallelism(given.get("parallelism_config"))
         super().__init__(*args, **kwargs)
+        _check_parallelism(self.parallelism_config)  # which environment variables may have made
         self.ddp_config = default_config() if ddp_config is None else ddp_config
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
@@ -38,8 +42,8 @@ class AcceleratorParts(Base):
                 "out, and say in ddp_config what to shard"
             )
         _check_handler(self.ddp_handler)
-        theirs: Any = self.scaler
-        if theirs is not None and self.use_distributed:
+        if self.mixed_precision == "fp16" and self.use_distributed:
+            self.native_amp = True  # accelerate forgets fp16 on a CPU, without a word
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler: Any = GradScaler(self.device.type, **options)
         if self.use_distributed:
@@ -214,6 +218,20 @@ def with_tied(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         there = [name for name in tied if name in state]
         found |= {name: state[there[0]] for name in tied if there and name not in state}
     return found
+
+
+def _check_parallelism(config: Any) -> None:
+    """Refuse a ParallelismConfig that asks accelerate to shard or split; replicas are what there is without one."""
+    instead = {
+        "dp_shard_size": "say in ddp_config=DistributedDataParallelConfig(data_parallel_sharding_strategy=...) what to "
+        "shard, and in num_distributed_optimizer_instances over how many ranks",
+        "tp_size": "for a split model write the loop yourself, or take HybridParallelPlugin of core.booster",
+        "cp_size": "for a split sequence write the loop yourself, or take HybridParallelPlugin of core.booster",
+        "sp_size": "for a split sequence write the loop yourself, or take HybridParallelPlugin of core.booster",
+    }
+    for name, ours in instead.items():
+        if config is not None and getattr(config, name, 1) > 1:
+            raise ValueError(f"ParallelismConfig({name}={getattr(config, name)}) is accelerate's own wrapping; {ours}")
 
 
 def _check_handler(handler: Any) -> None:

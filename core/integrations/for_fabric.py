@@ -24,7 +24,8 @@ else:
 class StrategyParts(Base):
     """What differs from Fabric's DDPStrategy; `from core.integrations import FabricStrategy` is both.
 
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(DistributedDataParallelConfig(...)))
+        strategy = FabricStrategy(DistributedDataParallelConfig(...))
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         model, optimizer = fabric.setup(model, optimizer)
 
     ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP. The

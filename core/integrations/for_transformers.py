@@ -20,7 +20,8 @@ else:
 class TrainerParts(Base):
     """What differs from Transformers' class; `from core.integrations import Trainer` is both.
 
-        trainer = Trainer(model, arguments, train_dataset=data, ddp_config=DistributedDataParallelConfig(...))
+        config = DistributedDataParallelConfig(...)
+        trainer = Trainer(model, arguments, train_dataset=data, ddp_config=config)
         trainer.train()
 
     ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP. The

@@ -23,7 +23,8 @@ from core.optimizer.step.inner_step import Factors, InnerStep
 class LoopOptimizer(AdoptedOptimizer):
     """Reduces the gradients where the loop has not, and steps `user`, a torch optimizer over the model's parameters.
 
-        model = DistributedDataParallel(None, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(None, config, model)
         optimizer = LoopOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         loss_of(model, batch).backward()
         optimizer.clip(1.0)

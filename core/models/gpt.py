@@ -25,7 +25,8 @@ class GPTModel(nn.Module):
     this stage, counted over the whole model; by default all. tied_weight: the word embedding of another chunk on this
     rank, which the logits of a last stage without embeddings then use instead of a copy.
 
-        model = GPTModel(TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256))
+        sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+        model = GPTModel(TransformerConfig(**sizes, vocab_size=256))
         loss = model(tokens, labels=labels).mean()
     """
 

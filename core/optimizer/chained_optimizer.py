@@ -32,7 +32,8 @@ class ChainedOptimizer(MegatronOptimizer):
     `get_megatron_optimizer` needs none: its optimizer holds dense and expert parameters of all chunks. A chain joins
     models with different configurations, such as an encoder that learns slowly and a decoder:
 
-        optimizer = ChainedOptimizer([get_megatron_optimizer(slow, [encoder]), get_megatron_optimizer(fast, [decoder])])
+        first = get_megatron_optimizer(slow, [encoder])
+        optimizer = ChainedOptimizer([first, get_megatron_optimizer(fast, [decoder])])
 
     Made, and stepped, by every rank of the job together. ValueError for optimizers that could not decide alike.
     """

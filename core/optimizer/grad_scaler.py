@@ -17,7 +17,7 @@ class GradScaler(torch.amp.GradScaler):
             loss = loss_of(model, batch)
         scaler.scale(loss).backward()
         finalize_model_grads([model])
-        scaler.step(optimizer)  # skipped on all ranks where a gradient of any rank is not finite
+        scaler.step(optimizer)  # skipped on all ranks where a gradient of any is not finite
         scaler.update()
 
     A rank that holds a shard of the gradients sees no overflow in another's, so torch's own class would step on some

@@ -49,12 +49,27 @@ class OptimizerConfig:
     weight_decay: of parameters that decay; biases and one-dimensional parameters do not, by default.
     decoupled_weight_decay: AdamW's decay of the weights themselves; False adds it to the gradient, as Adam did. SGD
         always adds it to the gradient.
-    adam_beta1, adam_beta2, adam_eps, sgd_momentum: the algorithm's own numbers.
+    adam_beta1, adam_beta2: how slowly the means of gradients and of their squares move.
+    adam_eps: added to the root of the squares.
+    sgd_momentum: the share of the last update in the next one.
+    lion_beta1, lion_beta2: the weights of the momentum in the update, and in the next momentum.
+    muon_momentum: how slowly the mean of gradients moves.
+    muon_nesterov: take the gradient's part once more into the update.
+    muon_split_qkv: orthogonalize queries, keys and values of a fused weight apart.
+    muon_scale_mode: by what an update is multiplied, from the matrix's shape: 'spectral', 'shape_scaling',
+        'unit_rms_norm', or 'none'.
+    muon_extra_scale_factor: a further factor of the update.
+    muon_coefficient_type, muon_num_ns_steps: coefficients and number of the Newton-Schulz steps.
+    muon_fp32_matmul_prec: torch's precision of fp32 products within the step.
+    muon_tp_mode: 'duplicated' gathers matrices that are split over tensor parallelism; 'blockwise' orthogonalizes the
+        parts.
+    muon_scalar_optimizer: 'adam' or 'lion', for what is no matrix.
     fp16, bf16, params_dtype: what the model's parameters are; checked. 16-bit parameters get fp32 master weights.
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
         next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
-    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU; with
-        overlap_cpu_optimizer_d2h_h2d, copies to and from the device run beside the steps.
+    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU.
+    overlap_cpu_optimizer_d2h_h2d: copies to and from the device run beside the steps on the CPU.
+    pin_cpu_grads, pin_cpu_params: hold those copies in locked memory, from which a device reads faster.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
     initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of the dynamic scale, see DynamicLossScaler.
     clip_grad: scale all gradients so that their global norm is at most this; 0 and math.inf turn clipping off.

@@ -60,8 +60,10 @@ class OptimizerParamScheduler:
         stay. With neither, they must be equal.
 
         scheduler = OptimizerParamScheduler(
-            optimizer, init_lr=0.0, max_lr=3e-4, min_lr=3e-5, lr_warmup_steps=1000, lr_decay_steps=100_000,
-            lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=100_000, wd_incr_style="constant")
+            optimizer, init_lr=0.0, max_lr=3e-4, min_lr=3e-5, lr_warmup_steps=1000,
+            lr_decay_steps=100_000, lr_decay_style="cosine", start_wd=0.1, end_wd=0.1,
+            wd_incr_steps=100_000, wd_incr_style="constant",
+        )
         if optimizer.step()[0]:
             scheduler.step(increment=global_batch_size)
 

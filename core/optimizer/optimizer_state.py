@@ -152,19 +152,21 @@ def load_master(segment: Segment, parts: list[Entry]) -> None:
 
 
 def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimizer, scratch: Scratch) -> None:
-    """Give the inner optimizer the state of a segment, put together from those of its shards."""
+    """Give the inner optimizer the state of a segment, put together from those of its shards, which are used up."""
     fused = bool(inner.param_groups[segment.group].get("fused"))
     device = segment.master.device
     state: dict[str, Any] = {}
-    for key, value in parts[0].items():
+    for key in list(parts[0]):
+        of_shards = [part.pop(key) for part in parts]  # two copies of one key live at a time, not of all
+        value = of_shards[0]
         if key == MASTER:
             continue
         if _is_of_elements(key, value, segment.shards[0].numel):
             dtype = segment.master.dtype if value.is_floating_point() else value.dtype
             joined = torch.zeros(segment.master.shape, dtype=dtype, device=device)
             flat = joined.view(-1)
-            for shard, part in zip(segment.shards, parts, strict=True):
-                flat[shard.start - segment.start : shard.end - segment.start].copy_(part[key])
+            for shard, part in zip(segment.shards, of_shards, strict=True):
+                flat[shard.start - segment.start : shard.end - segment.start].copy_(part)
             state[key] = scratch.adopt(segment, key, joined) if segment.in_scratch else joined
             if key in segment.moments:
                 segment.moments[key].copy_(flat)

@@ -26,8 +26,8 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
     schedule: a name from SCHEDULES; by default 1F1B, and Interleaved1F1B where the model comes in several chunks.
 
         losses = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterator, model=chunks, num_microbatches=8,
-            seq_length=1024, micro_batch_size=4,
+            forward_step_func=forward_step, data_iterator=iterator, model=chunks,
+            num_microbatches=8, seq_length=1024, micro_batch_size=4,
         )
     """
 

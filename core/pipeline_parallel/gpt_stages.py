@@ -111,8 +111,7 @@ def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: Proc
             f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} and virtual_pipeline_model_parallel_"
             f"size={config.virtual_pipeline_model_parallel_size}; make them agree"
         )
-    if groups.size("pp") != layout.pp:
-        raise ValueError(f"the layout has {layout.pp} pipeline ranks, and group 'pp' has {groups.size('pp')}")
+    layout.check_ranks(groups)
 
 
 def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:

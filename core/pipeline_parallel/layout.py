@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from core.process_groups import ProcessGroups
 
 Placement = Literal["loop", "v"]
 
@@ -28,9 +31,9 @@ class PipelineLayout:
     placement: 'loop' gives stage s to rank s mod pp; 'v' has two chunks a rank and turns around on the last one, so
     that rank 0 holds the first stage and the last.
 
-        PipelineLayout.even(24, pp=4)                     # 6 layers on each of 4 ranks
-        PipelineLayout((5, 7, 7, 5), pp=4)                # uneven, to make room for embeddings and head
-        PipelineLayout.even(24, pp=4, chunks=3)           # 12 stages of 2 layers, virtual chunks
+        PipelineLayout.even(24, pp=4)            # 6 layers on each of 4 ranks
+        PipelineLayout((5, 7, 7, 5), pp=4)       # uneven: room for embeddings and head
+        PipelineLayout.even(24, pp=4, chunks=3)  # 12 stages of 2 layers, virtual chunks
 
     Raises ValueError, with the arithmetic, on numbers that make no pipeline.
     """
@@ -101,6 +104,21 @@ class PipelineLayout:
             )
         return cls(tuple(counts), pp, placement)
 
+    @classmethod
+    def with_ends(
+        cls, num_layers: int, pp: int, chunks: int = 1, *, first: int | None = None, last: int | None = None
+    ) -> PipelineLayout:
+        """`first` layers on the first rank and `last` on the last one; the ranks between share the rest evenly.
+
+        A rank's layers are spread evenly over its chunks. Raises ValueError where the numbers do not add up.
+        """
+        middle = pp - (first is not None) - (last is not None)
+        each = (num_layers - (first or 0) - (last or 0)) // (middle or 1)
+        held = [each if first is None else first, *[each] * (pp - 2), each if last is None else last][:pp]
+        layout = cls(tuple(count // chunks for count in held) * chunks, pp)
+        layout.check_model(num_layers)
+        return layout
+
     @property
     def num_layers(self) -> int:
         """Layers of the whole model."""
@@ -155,6 +173,15 @@ class PipelineLayout:
             raise ValueError(
                 f"layers_per_stage {list(self.layers_per_stage)} places {self.num_layers} layers, and the model has "
                 f"{num_layers}; for example {list(_spread(num_layers, self.num_stages))}"
+            )
+
+    def check_ranks(self, groups: ProcessGroups) -> None:
+        """Raise ValueError unless the layout is for as many ranks as the pipeline group has."""
+        if groups.size("pp") != self.pp:
+            ranks = "" if groups.pp is None else f" {groups.ranks('pp')}"
+            raise ValueError(
+                f"the layout is for {self.pp} pipeline ranks and group 'pp'{ranks} has {groups.size('pp')}; give "
+                f"initialize_model_parallel pipeline_model_parallel_size={self.pp}"
             )
 
     def describe(self) -> str:

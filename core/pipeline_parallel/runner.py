@@ -63,7 +63,8 @@ class PipelineRunner:
 
         layout = plan_pipeline(config.num_layers, pp=2, microbatches=8)
         chunks = wrap_stages(config, ddp_config, build_gpt_stages(config, layout))
-        runner = PipelineRunner(chunks, layout, gpt_forward_step, gpt_activations(config, 4, 128))
+        activations = gpt_activations(config, 4, 128)
+        runner = PipelineRunner(chunks, layout, gpt_forward_step, activations)
         for batches in data:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -98,11 +99,7 @@ class PipelineRunner:
         self.config: Any = config if config is not None else getattr(self.chunks[0], "config", None)
         self.groups = pg_collection or getattr(self.chunks[0], "groups", None) or parallel_state.get_process_groups()
         self.group = self.groups.require("pp")
-        if self.groups.size("pp") != layout.pp:
-            raise ValueError(
-                f"the layout is for {layout.pp} pipeline ranks and group 'pp' {self.groups.ranks('pp')} has "
-                f"{self.groups.size('pp')}; give initialize_model_parallel pipeline_model_parallel_size={layout.pp}"
-            )
+        layout.check_ranks(self.groups)
         self.stage_numbers = layout.stages_of(self.groups.rank("pp"))
         if len(self.chunks) != len(self.stage_numbers):
             raise ValueError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.plan.device import Device
-from core.plan.plan_run import RunPlan, plan_run
+from core.plan.model_run import ModelRun, run_of_model
+from core.plan.plan_run import Plannable, RunPlan, plan_run
 from core.training.config import JobConfig
 from core.training.errors import ConfigError
 from core.training.plan import plan_job
@@ -44,13 +46,40 @@ def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConf
         more *= 2
 
 
-def changes_that_fit(config: JobConfig, ranks: int, device: Device, most: int = 3) -> list[tuple[str, RunPlan]]:
+def single_model_changes(told: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
+    """As `single_changes`, of a Hugging Face model."""
+    for zero in range(told.zero + 1, len(STRATEGIES)):
+        yield f"--zero {zero}", replace(told, zero=zero), ranks
+    source: Any = run_of_model(told, ranks).source
+    for size in sorted(divisors(source.micro_batch_size), reverse=True)[1:]:
+        yield f"--micro-batch {size}", replace(told, micro_batch_size=size), ranks
+    if not told.recompute:
+        yield "--recompute", replace(told, recompute=True), ranks
+    for axis in ("tp", "pp"):
+        size = 2 * getattr(told, axis)
+        while size <= ranks:
+            yield f"--{axis} {size}", replace(told, **{axis: size}), ranks
+            size *= 2
+    more = 2 * ranks
+    while more <= MOST_RANKS:
+        yield f"--ranks {more}", told, more
+        more *= 2
+
+
+def changes_that_fit(
+    config: JobConfig | ModelRun | Plannable, ranks: int, device: Device, most: int = 3
+) -> list[tuple[str, RunPlan]]:
     """The changes after which the run fits, the fastest first; of one option the first value that fits.
 
     More ranks come last, because they cost more than time.
     """
     found: dict[str, tuple[str, RunPlan]] = {}
-    for words, changed, wanted in single_changes(config, ranks):
+    changes: Iterator[tuple[str, Any, int]]
+    if isinstance(config, Plannable):
+        changes = config.smaller(ranks)
+    else:
+        changes = single_model_changes(config, ranks) if isinstance(config, ModelRun) else single_changes(config, ranks)
+    for words, changed, wanted in changes:
         option = words.split()[0]
         if option in found:
             continue
@@ -64,7 +93,7 @@ def changes_that_fit(config: JobConfig, ranks: int, device: Device, most: int = 
     return in_order[:most]
 
 
-def advice(config: JobConfig, plan: RunPlan) -> str:
+def advice(config: JobConfig | ModelRun | Plannable, plan: RunPlan) -> str:
     """The changes in words; for a plan that does not fit."""
     ranks, before = plan.run.grid.world_size, plan.time.seconds
     changes = changes_that_fit(config, ranks, plan.device)

@@ -7,20 +7,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.hugging_face.sequence import MODES
+from core.plan.advise import advise
+from core.plan.calibrate import calibrate
 from core.plan.changes import advice
 from core.plan.device import known_devices, read_device
+from core.plan.model_run import TINY, ModelRun
+from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
 from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra
+from core.training.extras import MissingExtra, require
+from core.training.run_directory import check_writable
 
 DOES_NOT_FIT, USAGE_ERROR = 1, 2
+CALIBRATE = "calibrate"
+NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
+# Options of Hugging Face models alone; those of the main job have names there.
+OF_MODELS = ("zero", "sequence_parallel", "dtype", "recompute", "documents")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print a plan; 0 if the run fits, 1 if it does not, 2 with one line on standard error for what cannot be built."""
     try:
+        if list(arguments[:1]) == [CALIBRATE]:
+            return calibrate(arguments[1:])
         return _plan(list(arguments))
     except (ConfigError, MissingExtra) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -29,35 +41,96 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     options, more = _parser().parse_known_args(arguments)
-    config = job_config(options, more)
+    if options.advise:
+        return _advise(options, more)
+    if options.picture is not None:
+        check_writable(options.picture, "--picture")
+        require("matplotlib", "drawing the plots")
+    config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
     plan = plan_run(config, options.ranks, read_device(options.device))
     print(plan.describe())
+    if options.picture is not None:
+        print("drawn:", *draw_plan(options.picture, plan))
     if not plan.fits:
         print(advice(config, plan))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
+    """Print the layouts that fit. Sizes that are given are kept."""
+    if options.picture is not None:
+        raise ConfigError("--picture is of one layout; give --advise without it, and draw the layout that you choose")
+    if is_hugging_face(options.model):
+        raise ConfigError("--advise is for models of the main job; plan a Hugging Face model's layouts one by one")
+    fixed = {axis: getattr(options, axis) for axis in AXIS_OPTIONS if getattr(options, axis) is not None}
+    if options.micro_batch is not None:
+        fixed["micro"] = options.micro_batch
+    found = advise(job_config(options, more), options.ranks, read_device(options.device), fixed=fixed)
+    print(found.describe())
+    return 0 if found.candidates else DOES_NOT_FIT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m core.plan",
         description="Plan a run: memory of one rank of each kind, and the time of a step. Options of the main "
-        "job (--model.num-layers 32, "
-        "--ddp.bucket-size ...) may be added.",
+        "job (--model.num-layers 32, --ddp.bucket-size ...) may be added, if the model is not Hugging Face's.",
     )
-    parser.add_argument("--model", type=Path, action="append", default=[], help="a TOML file of the main job")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        help=f"a TOML file of the main job; or of Hugging Face a config.json, a directory with one, or {TINY}FAMILY",
+    )
     parser.add_argument("--ranks", type=int, required=True, help="of the whole job")
     parser.add_argument("--device", default="h100", help=f"{', '.join(known_devices())}, or a .json file like theirs")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="DIR",
+        help="draw memory, the time line and the axes' roofline into .svg files there",
+    )
     parser.add_argument("--seq", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of a step")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward")
+    parser.add_argument("--advise", action="store_true", help="look for what is not given; the layouts that fit")
     for axis in AXIS_OPTIONS:
         parser.add_argument(f"--{axis}", type=int, help=f"{axis} parallel size")
+    of_models = parser.add_argument_group("of Hugging Face models")
+    of_models.add_argument("--zero", type=int, help="what is sharded over data ranks, 0 to 3")
+    of_models.add_argument("--sequence-parallel", help=f"a mode of split_model: {', '.join(MODES)}")
+    of_models.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the parameters")
+    of_models.add_argument("--recompute", action="store_true", default=None, help="run each layer again in backward")
+    of_models.add_argument("--documents", action="store_true", default=None, help="pack documents, with position ids")
     return parser
+
+
+def is_hugging_face(models: Sequence[str]) -> bool:
+    """True if what is given names a Hugging Face model. ConfigError for several of these."""
+    found = [name for name in models if name.startswith(TINY) or name.endswith(".json") or Path(name).is_dir()]
+    if found and len(models) > 1:
+        raise ConfigError(f"--model is given as {', '.join(models)}; a Hugging Face model is given alone")
+    return bool(found)
+
+
+def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
+    """The run of a Hugging Face model that some options come to."""
+    others = [*more, *[f"--{axis}" for axis in AXIS_OPTIONS if axis not in _FIELDS and getattr(options, axis)]]
+    if others:
+        raise ConfigError(f"{others[0]} is no option of a Hugging Face model's plan; leave it out")
+    given = {NAMES.get(name, name): value for name, value in vars(options).items() if value is not None}
+    return ModelRun(options.model[0], **{name: given[name] for name in _FIELDS & given.keys() if name != "model"})
+
+
+_FIELDS = {"model", "tp", "pp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 
 def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
     """The main job's configuration that some options come to."""
-    flags = [part for file in options.model for part in ("--config", str(file))]
+    for name in OF_MODELS:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is of Hugging Face models; the main job has its own options")
+    flags = [part for file in options.model for part in ("--config", file)]
     named = {
         "--model.sequence-length": options.seq,
         "--run.global-batch-size": options.global_batch,

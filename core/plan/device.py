@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,28 @@ class Link:
     latency_s: float
     bytes_per_s: float
 
+    def slower(self, turns: float) -> Link:
+        """The link of ranks that take turns on their cores."""
+        return Link(self.latency_s * turns, self.bytes_per_s / turns)
+
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's part of a machine.
+    """One rank's part of a machine. Read one with `read_device`; measure one with `python -m core.plan calibrate`.
 
     memory_bytes: of one rank's device; of the whole machine where is_host says that ranks are processes on CPUs.
     matmul_flops: operations a second of matrix products, by dtype, as achieved. peak_flops: what MFU is a fraction of.
     memory_bandwidth: bytes a second read and written. operator_overhead_s: the least that an operator takes. inside,
     between: links within a machine and between machines. ranks_per_machine: where one ends and the other begins.
+
+    What a measured file adds: matmul_sizes: by dtype, (operations of a product, operations a second). memory_sizes:
+    (bytes of an operator, bytes a second). operators: of a host, by name and dtype (operations or bytes of an operator,
+    seconds of a core); operator_overhead_s is what a host adds to each. optimizer_bandwidth: bytes a second of the
+    update; 0 takes the memory's. optimizer_bucket_s, step_overhead_s: what a bucket and a step cost beside. gradients:
+    the link that reductions of gradients have within a machine, with the latency of a bucket; None takes `inside`.
+    collectives: by name, (ranks, latency, bytes a second) within a machine. communicator_bytes: what a rank holds for
+    each communicator; None where nobody has measured it, and then it is not counted. ranks: that were measured at once.
+    cores: those that the ranks of a host share; 0 for a device of a rank's own. turns: ranks that take turns on a core.
     """
 
     name: str
@@ -45,13 +60,86 @@ class Device:
     ranks_per_machine: int
     source: str
     has_figures: bool = True  # False where only the memory is known
+    matmul_sizes: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict, repr=False)
+    memory_sizes: Sequence[Sequence[float]] = field(default=(), repr=False)
+    optimizer_bandwidth: float = 0.0
+    optimizer_bucket_s: float = 0.0
+    step_overhead_s: float = 0.0
+    gradients: Link | None = None
+    operators: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict, repr=False)
+    collectives: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict, repr=False)
+    ranks: int = 0
+    cores: int = 0
+    turns: float = 1.0
+    communicator_bytes: int | None = None
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
         """From a file's content. KeyError, TypeError or ValueError where it is not one."""
         links = {where: Link(**link) for where, link in table["links"].items()}
         own = {key: value for key, value in table.items() if key != "links"}
-        return cls(inside=links["inside"], between=links["between"], **own)
+        return cls(inside=links["inside"], between=links["between"], gradients=links.get("gradients"), **own)
+
+    def matmul_rate(self, dtype: str, flops: float) -> float:
+        """Operations a second of a product of that many; fp32's for a dtype that the file does not name."""
+        name = dtype if dtype in self.matmul_flops else "float32"
+        return rate_at(self.matmul_sizes.get(name, ()), flops) or self.matmul_flops[name]
+
+    def memory_rate(self, nbytes: float) -> float:
+        """Bytes a second of an operator that reads and writes that many."""
+        return rate_at(self.memory_sizes, nbytes) or self.memory_bandwidth
+
+    def operator_s(self, name: str, size: float) -> float | None:
+        """Seconds of a core for an operator of some operations or bytes; None for one that was not measured."""
+        points = self.operators.get(name)
+        if not points:
+            return None
+        rates = [(point, point / max(seconds, 1e-9)) for point, seconds in points]
+        return points[0][1] if size <= points[0][0] else size / rate_at(rates, size)
+
+    def link(self, collective: str, ranks: int) -> Link:
+        """What carries a collective of some ranks of one machine."""
+        points = self.collectives.get(collective)
+        if not points:
+            return self.inside
+        _, latency_s, bytes_per_s = next((point for point in points if point[0] >= ranks), points[-1])
+        return Link(latency_s, bytes_per_s).slower(self.link_turns)
+
+    @property
+    def link_turns(self) -> float:
+        """How much longer a core takes to come to a rank than it did when links were measured."""
+        return self.turns / (max(1.0, self.ranks / self.cores) if self.cores else 1.0)
+
+    def room(self, ranks: int) -> int:
+        """Bytes that one of some ranks may use."""
+        return self.memory_bytes // (min(ranks, self.ranks_per_machine) if self.is_host else 1)
+
+    def shared_by(self, ranks: int) -> Device:
+        """The device as one of several ranks of a host has it: ranks beyond the cores take turns.
+
+        Links were measured with ranks that took turns, if there were more than cores.
+        """
+        turns = max(1.0, min(ranks, self.ranks_per_machine) / self.cores) if self.cores else 1.0
+        shared = replace(self, turns=turns)
+        slower = shared.link_turns
+        return replace(
+            shared,
+            inside=self.inside.slower(slower),
+            gradients=None if self.gradients is None else self.gradients.slower(slower),
+        )
+
+
+def rate_at(points: Sequence[Sequence[float]], size: float) -> float:
+    """The rate at a size, between the two measured sizes around it on a logarithmic scale; 0.0 without points."""
+    if not points:
+        return 0.0
+    if size <= points[0][0]:
+        return points[0][1]
+    for (small, slow), (large, fast) in pairwise(points):
+        if size <= large:
+            share = math.log(size / small) / math.log(large / small)
+            return slow * (fast / slow) ** share
+    return points[-1][1]
 
 
 def known_devices() -> list[str]:
@@ -64,8 +152,8 @@ def read_device(name: str) -> Device:
     path = Path(name) if name.endswith(".json") else FILES / f"{name.lower()}.json"
     if not path.is_file():
         raise ConfigError(
-            f"--device {name} is not known; known are {', '.join(known_devices())}, or the path of a .json file "
-            f"with the figures of {FILES / 'h100.json'}, measured on your machine"
+            f"--device {name} is not known; known are {', '.join(known_devices())}, or the path of a .json file with "
+            "such figures: python -m core.plan calibrate --out FILE measures those of the machine it runs on"
         )
     try:
         if path.stat().st_size > LONGEST_FILE:
@@ -73,5 +161,5 @@ def read_device(name: str) -> Device:
         return Device.of(json.loads(path.read_text()))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"--device {name}: the file is no device ({error!r}); begin with a copy of {FILES / 'h100.json'}"
+            f"--device {name}: the file is no device ({error!r}); python -m core.plan calibrate writes one"
         ) from error

@@ -1,20 +1,35 @@
-"""`--dry-run` of the main job: the plan on this machine, before anything is allocated."""
+"""A job on this machine, before anything is allocated: `--dry-run`, and the refusal of what cannot fit."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from core.plan.changes import advice
+from core.plan.changes import advice, changes_that_fit
 from core.plan.command import DOES_NOT_FIT
 from core.plan.device import Device, read_device
-from core.plan.plan_run import plan_run
-from core.training.config import JobConfig
+from core.plan.plan_run import Plannable, plan_run
+from core.plan.report import gib
+from core.training.config import JobConfig, RunOptions
+from core.training.errors import ConfigError
 from core.training.memory import device_memory_bytes, host_memory_bytes
 
+MARGIN = 1.25  # of the memory: a plan that is wrong by less than this refuses no job that fits
 
-def this_machine(config: JobConfig, ranks_here: int) -> Device:
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, other packages warn of nothing: they do so again when the job runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def this_machine(options: RunOptions, ranks_here: int) -> Device:
     """The memory of this machine, or of its GPUs. Its speed is not known; a GPU's figures put changes into an order."""
-    of_gpu = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
+    of_gpu = None if options.device == "cpu" else device_memory_bytes(ranks_here)
     where = "memory of all ranks of this machine" if of_gpu is None else "memory of one GPU of this machine"
     return replace(
         read_device("h100"),
@@ -27,9 +42,38 @@ def this_machine(config: JobConfig, ranks_here: int) -> Device:
     )
 
 
-def dry_run(config: JobConfig, ranks: int, ranks_here: int, *, says: bool) -> int:
+@quietly()
+def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int) -> None:
+    """ConfigError, with the cheapest changes, for a job whose plan is more than MARGIN times the memory that is here.
+
+    Ranks on CPU share a machine's memory, so all of them together are compared with it. Of several machines it is not
+    known which ranks are here; each is taken as the one that holds least.
+    """
+    device = this_machine(options, ranks_here)
+    try:
+        plan = plan_run(config, ranks, device)
+    except (ValueError, RuntimeError):  # what cannot be planned is not refused for its memory
+        return
+    peaks = [memory.peak for memory in plan.memories]
+    if not device.is_host:
+        needed = max(peaks)
+    else:
+        needed = ranks_here * sum(peaks) // len(peaks) if ranks == ranks_here else ranks_here * min(peaks)
+    if needed <= MARGIN * device.memory_bytes:
+        return
+    changes = changes_that_fit(config, ranks, device)
+    told = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
+    what = f"{ranks_here} ranks of this machine" if device.is_host else f"rank {plan.fullest.rank}"
+    raise ConfigError(
+        f"{what} would hold {gib(needed)} at the highest point of a step, and {gib(device.memory_bytes)} are there; "
+        f"{told}--dry-run shows what is held, and --run.no-check-memory starts the job all the same"
+    )
+
+
+@quietly()
+def dry_run(config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int, *, says: bool) -> int:
     """Print what a job would hold here; the exit status: 0 if it fits, 1 if not. says: True on one rank of the job."""
-    plan = plan_run(config, ranks, this_machine(config, ranks_here))
+    plan = plan_run(config, ranks, this_machine(options, ranks_here))
     if says:
         print(plan.describe())
         if not plan.fits:

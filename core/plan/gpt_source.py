@@ -12,9 +12,10 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode
 
 from core.models.gpt import GPTModel
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activations
+from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
-from core.plan.step_figures import AFTER, BEFORE, PartFigures, watch_step
+from core.plan.step_figures import PartFigures, watch_step
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -32,6 +33,11 @@ class GptSource:
     config: TransformerConfig
     micro_batch_size: int
     sequence_length: int
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the head has the embedding's weight."""
+        return self.config.share_embeddings_and_output_weights
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, as a job builds them."""
@@ -66,7 +72,7 @@ class GptSource:
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):
             some = [kind for kind in kinds if kind.recomputed == recomputed]
-            if some or not (recomputed or found):
+            if some or not (recomputed or kinds):
                 found |= self._watch(some, groups, recomputed)
         return found
 

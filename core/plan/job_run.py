@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.plan.gpt_source import GptSource
 from core.plan.run_memory import Run
 from core.training.config import JobConfig
@@ -15,8 +17,11 @@ def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_
     plan = plan_job(config, world_size)
     tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 1)
     vocabulary = check_vocabulary(tokens, config.model, config.parallel.tp)
+    model = transformer_config(config, vocabulary)
+    if plan.layout.chunks > 1:
+        model = replace(model, virtual_pipeline_model_parallel_size=plan.layout.chunks)
     return Run(
-        GptSource(transformer_config(config, vocabulary), plan.micro_batch_size, config.model.sequence_length),
+        GptSource(model, plan.micro_batch_size, config.model.sequence_length),
         check_ranks(config.parallel, world_size),
         plan.layout,
         config.parallel.schedule_name,

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 FORWARD, BACKWARD = "forward", "backward"
+BEFORE, AFTER = "embedding", "head"  # what runs before the first layer, and after the last one
 # Operators that torch's table of floating-point operations lists under the name of their GPU kernel.
 SAME_WORK = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",
@@ -36,11 +37,26 @@ class Place(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One operator: floating-point operations, bytes read and written, and the dtype of its first result."""
+    """One operator: floating-point operations, bytes read and written, the dtype of its first result, its name."""
 
     flops: int
     nbytes: int
     dtype: torch.dtype
+    name: str = ""
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
+        """What an operator does to its arguments; None for one that makes nothing, such as a view."""
+        made = _tensors(result)
+        if not made or func.is_view:
+            return None
+        name = str(func.overloadpacket)
+        count = FLOPS.get(SAME_WORK.get(name, name))
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        if flops and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
+            flops //= 2
+        nbytes = sum(tensor.nbytes for tensor in (*_tensors((args, kwargs)), *made))
+        return cls(flops, nbytes, made[0].dtype, name)
 
 
 class LiveMemory(TorchDispatchMode):
@@ -66,16 +82,27 @@ class LiveMemory(TorchDispatchMode):
         self.peak[self.place] = max(self.peak[self.place], self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "aten::_local_scalar_dense":  # no value is known; a check of values passes, a count is 0
-            return False if args[0].dtype == torch.bool else 0
-        result = func(*args, **(kwargs or {}))
-        made = [value for value in _tensors(result)]
-        for tensor in made:
+        answer = self._without_values(func.name(), args, kwargs or {})
+        (result,) = (func(*args, **(kwargs or {})),) if answer is None else answer
+        for tensor in _tensors(result):
             self._follow(tensor)
         self.peak[self.place] = max(self.peak[self.place], self.live)
-        if made and not func.is_view:
-            self._note_work(func, args, kwargs or {}, result, made)
+        work = Work.of(func, args, kwargs or {}, result)
+        if work is not None:
+            self.work[self.place][work] += 1
         return result
+
+    def _without_values(self, name: str, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """What some operators give for tensors without values, which torch cannot say; None for all others."""
+        if not args or not isinstance(args[0], Tensor) or args[0].untyped_storage().device.type != "meta":
+            return None
+        if name == "aten::_local_scalar_dense":  # a check of values passes, a count is 0
+            return (False if args[0].dtype == torch.bool else 0,)
+        if name == "aten::nonzero" and self.place.part in ("", BEFORE):  # a check of masks: nothing is found
+            return (args[0].new_empty(0, args[0].dim(), dtype=torch.int64),)
+        if name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return (_grouped_product(*args, **kwargs),)
+        return None
 
     def _follow(self, tensor: Tensor, counted: bool = True) -> None:
         storage = tensor.untyped_storage()
@@ -93,14 +120,13 @@ class LiveMemory(TorchDispatchMode):
         self.live += nbytes
         self.live_of[part] += nbytes
 
-    def _note_work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[Tensor]) -> None:
-        name = str(func.overloadpacket)
-        count = FLOPS.get(SAME_WORK.get(name, name))
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-        if flops and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
-            flops //= 2
-        read = sum(value.nbytes for value in _tensors((args, kwargs)))
-        self.work[self.place][Work(flops, read + sum(tensor.nbytes for tensor in made), made[0].dtype)] += 1
+
+def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What a product of groups of rows would give: [rows, n], or of a gradient of weights [groups, k, n]."""
+    if first.dim() == second.dim() == 2:
+        assert offs is not None, "two matrices are cut into groups by offsets"
+        return first.new_empty(len(offs), first.shape[0], second.shape[1])
+    return first.new_empty(*first.shape[:-1], second.shape[-1])
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from core.hugging_face.plan import PlanError
+from core.plan.communicators import communicators, in_words
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
-from core.plan.report import gib, memory_table, time_table
+from core.plan.model_run import ModelRun, run_of_model
+from core.plan.report import COMMUNICATORS, gib, memory_table, time_table
 from core.plan.run_memory import RankMemory, Run, StageParts, parts_of_stages, plan_memory
 from core.plan.step_time import StepTime, plan_time
 from core.training.config import JobConfig
 from core.training.config_file import load_config
+from core.training.errors import ConfigError
+
+FILES_TAKE_NO_TIME = "the time of reading and writing files is not in it: a device file has no speed of a disk"
+
+
+@runtime_checkable
+class Plannable(Protocol):
+    """What a job is told, where the job itself says what that comes to."""
+
+    def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
+        """The run on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+
+    def smaller(self, ranks: int) -> Iterator[tuple[str, Plannable, int]]:
+        """(flags in words, the changed job, ranks) for each option that takes memory off a rank."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +51,7 @@ class RunPlan:
     @property
     def room(self) -> int:
         """Bytes that one rank may use: its device, or its part of a machine's memory."""
-        if not self.device.is_host:
-            return self.device.memory_bytes
-        return self.device.memory_bytes // min(self.run.grid.world_size, self.device.ranks_per_machine)
+        return self.device.room(self.run.grid.world_size)
 
     @cached_property
     def fullest(self) -> RankMemory:
@@ -46,6 +63,13 @@ class RunPlan:
         """True if every rank has room."""
         return self.fullest.peak <= self.room
 
+    @property
+    def not_counted(self) -> str:
+        """The communicators of the fullest rank in words, where the device's file does not say what they hold."""
+        if self.device.communicator_bytes is not None or not self.parts:
+            return ""
+        return in_words(communicators(self.run, self.fullest, self.parts), on_cpu=self.run.on_cpu)
+
     def describe(self) -> str:
         """The plan in words."""
         fullest = self.fullest
@@ -55,14 +79,19 @@ class RunPlan:
             else f"does not fit: rank {fullest.rank} would hold {gib(fullest.peak)}, and has {gib(self.room)}"
         )
         device = f"{self.device.name}: {self.device.about}"
+        unknown = [self.not_counted] if self.not_counted else []
         time = ["", time_table(self.time)] if self.device.has_figures else []
-        return "\n".join([device, memory_table(self.memories, self.room), verdict, *time])
+        files = [FILES_TAKE_NO_TIME] if time and any(sum(memory.files.values()) for memory in self.memories) else []
+        return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *files])
 
 
-def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = "h100") -> RunPlan:
-    """Plan a run of the main job. Local: no process group, and no memory for weights.
+def plan_run(
+    config: JobConfig | ModelRun | Plannable | Path | str, ranks: int, device: str | Device = "h100"
+) -> RunPlan:
+    """Plan a run of the main job, or of a Hugging Face model. Local: no process group, and no memory for weights.
 
-    config: what the main job is told, or the path of a TOML file of it. ranks: of the whole job. device: a name of
+    config: what the main job is told, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model; or what
+    another job is told, such as core.finetune.planned.PlannedTuning. ranks: of the whole job. device: a name of
     `known_devices`, the path of a file like theirs, or a Device.
 
     Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.
@@ -70,10 +99,26 @@ def plan_run(config: JobConfig | Path | str, ranks: int, device: str | Device = 
         plan = plan_run("configs/tiny.toml", ranks=4, device="h100")
         print(plan.describe())
     """
-    if not isinstance(config, JobConfig):
+    if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
     found = read_device(device) if isinstance(device, str) else device
     one_host = found.is_host and ranks <= found.ranks_per_machine
-    run = run_of_job(config, ranks, on_cpu=found.is_host, one_host=one_host)
-    parts = parts_of_stages(run)
-    return RunPlan(run, found, plan_memory(run, parts=parts), parts)
+    where = {"on_cpu": found.is_host, "one_host": one_host}
+    try:
+        if isinstance(config, Plannable):
+            run = config.run_on(ranks, **where)
+        elif isinstance(config, ModelRun):
+            run = run_of_model(config, ranks, **where)
+        else:
+            run = run_of_job(config, ranks, **where)
+        parts = parts_of_stages(run)
+        memories = plan_memory(run, parts=parts)
+        if found.communicator_bytes is not None:
+            each = {memory.rank: len(communicators(run, memory, parts)) for memory in memories}
+            memories = [
+                replace(memory, state={**memory.state, COMMUNICATORS: each[memory.rank] * found.communicator_bytes})
+                for memory in memories
+            ]
+        return RunPlan(run, found, memories, parts)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error

@@ -9,7 +9,8 @@ from core.plan.state_bytes import STATE_KINDS
 from core.plan.step_memory import STEP_KINDS
 from core.plan.step_time import StepTime
 
-KINDS = (*STATE_KINDS, *STEP_KINDS)
+COMMUNICATORS = "communicators"
+KINDS = (*STATE_KINDS, COMMUNICATORS, *STEP_KINDS)
 
 
 def gib(nbytes: float) -> str:
@@ -28,7 +29,10 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
 
 
 def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
-    """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use."""
+    """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use.
+
+    What lies in files below the device comes last, and takes no room.
+    """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
     rows = [("", head)]
@@ -40,6 +44,11 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
+    rows += [
+        (f"in files: {kind}", [gib(memory.files.get(kind, 0)) for memory in columns])
+        for kind in STATE_KINDS
+        if any(memory.files.get(kind, 0) for memory in columns)
+    ]
     first = max(len(name) for name, _ in rows)
     widths = [max(len(cells[place]) for _, cells in rows) for place in range(len(columns))]
     return "\n".join(

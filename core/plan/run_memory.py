@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
-from core.plan.state_bytes import state_bytes
+from core.plan.state_bytes import UserOptimizer, state_bytes
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, StageFigures, memory_along
 from core.rank_grid import RankGrid
@@ -30,6 +29,10 @@ class Source(Protocol):
     @property
     def config(self) -> Any:
         """The model's configuration, for contracts; None for a model without one."""
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the head has the embedding's weight."""
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device."""
@@ -46,7 +49,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine."""
+    """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine.
+
+    user_optimizer: makes the torch optimizer that the wrapper's masters are stepped by; None for that of `optimizer`.
+    """
 
     source: Source
     grid: RankGrid
@@ -58,6 +64,7 @@ class Run:
     optimizer: OptimizerConfig
     on_cpu: bool = False
     one_host: bool = True
+    user_optimizer: UserOptimizer | None = None
 
     def groups_of(self, rank: int) -> PlannedGroups:
         """The groups of one rank."""
@@ -78,7 +85,7 @@ class Run:
 class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
-    plans: what the wrapper would plan for each of its chunks.
+    plans: what the wrapper would plan for each of its chunks. files: bytes by kind in files below the device.
     """
 
     rank: int
@@ -86,6 +93,7 @@ class RankMemory:
     state: Mapping[str, int]
     moments: Sequence[Moment]
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
+    files: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def highest(self) -> Moment:
@@ -133,8 +141,12 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
         chunks = wrapped_plans(run, groups)
-        state: Counter[str] = state_bytes(
-            chunks, run.ddp, run.optimizer, groups, on_cpu=run.on_cpu, one_host=run.one_host
+        state = state_bytes(
+            *(chunks, run.ddp, run.optimizer, groups),
+            on_cpu=run.on_cpu,
+            one_host=run.one_host,
+            accumulates=run.microbatches > 1,
+            user=run.user_optimizer,
         )
         moments = memory_along(
             orders[place],
@@ -143,5 +155,5 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
         )
-        found.append(RankMemory(rank, stages, state, moments, [plan for _, plan in chunks]))
+        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], state.files))
     return found

@@ -1,39 +1,48 @@
 """What a rank holds between steps, to the byte: parameters, gradients, pools, masters and moments.
 
-The layout is the wrapper's, and the optimizer's masters are made by its own code, on tensors of the meta device.
+The layout and the places of buckets are the wrapper's, and the optimizer's masters are made by its own code, on tensors
+of the meta device.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallelConfig
-from core.distributed.buffer.bucket_pool import pool_numel
+from core.distributed.buffer.bucket_pool import POOL_BUCKETS, pool_numel
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.layout.places import Places, places_of
 from core.distributed.reduce.residents import WINDOW
 from core.global_names import namer
 from core.optimizer import OptimizerConfig
+from core.optimizer.adopted_optimizer import AdoptedGroups, needs_shapes, twin_of
 from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.param_groups import ParamGroups
-from core.optimizer.masters.master_weights import BucketMasters
+from core.optimizer.masters.master_weights import BucketMasters, is_per_element
 from core.optimizer.masters.memory import moments_of, scratch_bytes
 from core.optimizer.masters.scratch import kept_dtype, scratch_numel
 from core.process_groups import ProcessGroups
+from core.training.errors import ConfigError
 
 # Kinds of memory, in the order in which a table shows them.
 PARAMETERS, GRADIENTS, POOL, GATHERED = "parameters", "gradients", "pools of whole buckets", "gathered parameters"
+WHOLE = "whole gradients of microbatches"
 MASTERS, MOMENTS, SCRATCH = "master weights", "moments", "scratch of the optimizer"
-STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, GATHERED, MASTERS, MOMENTS, SCRATCH)
+STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, WHOLE, GATHERED, MASTERS, MOMENTS, SCRATCH)
+
+
+# Makes the torch optimizer of a user for the parameters of some modules.
+UserOptimizer = Callable[[Sequence[nn.Module]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,13 @@ class PlannedBucket:
     state_tier: None = None
 
 
+class TierBytes(NamedTuple):
+    """Bytes by kind on each tier: what lies on the device, and what lies in files below it."""
+
+    device: Counter[str]
+    files: Counter[str]
+
+
 def state_bytes(
     chunks: Sequence[tuple[nn.Module, ModelPlan]],
     ddp_config: DistributedDataParallelConfig,
@@ -57,74 +73,136 @@ def state_bytes(
     *,
     on_cpu: bool,
     one_host: bool,
-) -> Counter[str]:
+    accumulates: bool = False,
+    user: UserOptimizer | None = None,
+) -> TierBytes:
     """Bytes by kind that a rank holds between steps, of all its chunks together.
 
     chunks: (module on the meta device, its plan). on_cpu: True for ranks on CPU. one_host: True if ranks on CPU map
-    each other's buffers, so that a gather of parameters copies nothing.
+    each other's buffers, so that a gather of parameters copies nothing. accumulates: True if a step has several
+    microbatches. user: makes the optimizer that steps masters, where it is a user's own. ConfigError for a placement
+    that cannot be planned.
     """
-    held: Counter[str] = Counter()
+    held, files = TierBytes(Counter(), Counter())
+    _check_placement(ddp_config, on_cpu=on_cpu)
     for _, plan in chunks:
-        held += _of_buffers(plan, ddp_config, mapped=on_cpu and one_host and ddp_config.share_host_memory)
-    held += _of_optimizer(chunks, ddp_config, optimizer_config, groups, on_cpu=on_cpu)
-    return held
+        places = places_of(plan, ddp_config)
+        _add_buffers(held, files, plan, ddp_config, places)
+        mapped = on_cpu and one_host and ddp_config.share_host_memory
+        held[GATHERED] += _gathered_bytes(plan, ddp_config, places, mapped=mapped)
+        if accumulates and not ddp_config.residency.keeps_whole and not ddp_config.reduces_every_microbatch:
+            held[WHOLE] += sum(_beside_the_pool(layout) for layout in plan.layout.buffers)
+    _add_optimizer(held, files, chunks, ddp_config, optimizer_config, groups, user, on_cpu=on_cpu)
+    return TierBytes(held, files)
 
 
-def _of_buffers(plan: ModelPlan, ddp_config: DistributedDataParallelConfig, *, mapped: bool) -> Counter[str]:
-    """Parameters and gradients, whole or cut as the strategy says."""
-    held: Counter[str] = Counter()
+def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool) -> None:
+    placement = ddp_config.placement
+    if placement is None:
+        return
+    if placement.memory_budget_bytes is not None:
+        raise ConfigError(
+            f"placement.memory_budget_bytes is {placement.memory_budget_bytes}: which buckets a budget keeps whole is "
+            "known when the first step has run, so it cannot be planned; plan with fractions, offload_param_frac and "
+            "its kin, or without a placement"
+        )
+    if placement.offloads and not on_cpu:
+        raise ConfigError(
+            "placement offloads to files, which is for ranks on CPUs; plan it on a device that is a host, such as "
+            "laptop, or leave it out"
+        )
+
+
+def _add_buffers(
+    held: Counter[str],
+    files: Counter[str],
+    plan: ModelPlan,
+    ddp_config: DistributedDataParallelConfig,
+    places: Places,
+) -> None:
+    """Parameters and gradients, whole or cut as the strategy says, where the placement says."""
     residency = ddp_config.residency
-    for layout in plan.layout.buffers:
+    for number, layout in enumerate(plan.layout.buffers):
         grad = dtype_named(layout.key.grad_dtype).itemsize
-        held[GRADIENTS] += layout.numel // residency.kept_by(layout.shards) * grad
+        for bucket in layout.buckets:
+            tier = files if (number, bucket.index) in places.grads else held
+            tier[GRADIENTS] += bucket.numel // residency.kept_by(layout.shards) * grad
         if not residency.keeps_whole:
             held[POOL] += pool_numel([bucket.numel for bucket in layout.buckets]) * grad
-        held[PARAMETERS] += _param_bytes(layout, keeps_whole=residency.keeps_params)
-    for layout in plan.frozen_layout.buffers:
-        held[PARAMETERS] += _param_bytes(layout, keeps_whole=False)
+    for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
+        cut = not residency.keeps_params
+        for bucket in layout.buckets:
+            tier = files if (number, bucket.index) in places.params else held
+            tier[PARAMETERS] += bucket.numel // (layout.shards if cut else 1) * _param_itemsize(layout)
     in_buffers = {slot.name for layout in plan.frozen_layout.buffers for slot in layout.slots}
     held[PARAMETERS] += sum(param.nbytes for name, param in plan.frozen.items() if name not in in_buffers)
-    if not residency.keeps_params and not mapped:
-        held[GATHERED] += _gathered_bytes([*plan.layout.buffers, *plan.frozen_layout.buffers], list(plan.named))
-    return held
 
 
-def _param_bytes(layout: BufferLayout, *, keeps_whole: bool) -> int:
-    return layout.numel // (1 if keeps_whole else layout.shards) * dtype_named(layout.key.param_dtype).itemsize
+def _beside_the_pool(layout: BufferLayout) -> int:
+    """Bytes of whole gradients that wait for the last microbatch and find no room in the pool, which others fill."""
+    grad = dtype_named(layout.key.grad_dtype).itemsize
+    return sum(bucket.numel for bucket in layout.buckets[POOL_BUCKETS:]) * grad
 
 
-def _gathered_bytes(layouts: Sequence[BufferLayout], names: Sequence[str]) -> int:
-    """Of sharded parameters: the buckets that are whole at a time, and the one that is gathered ahead."""
-    position = {name: place for place, name in enumerate(names)}
-    sizes = [
-        (min(position[slot.name] for slot in bucket.slots), bucket.numel * dtype_named(layout.key.param_dtype).itemsize)
-        for layout in layouts
-        if layout.shards > 1
-        for bucket in layout.buckets
-    ]
-    in_order = [nbytes for _, nbytes in sorted(sizes)]
-    together = WINDOW + 1
-    return max((sum(in_order[first : first + together]) for first in range(len(in_order))), default=0)
+def _param_itemsize(layout: BufferLayout) -> int:
+    return dtype_named(layout.key.param_dtype).itemsize
 
 
-def _of_optimizer(
+def _gathered_bytes(plan: ModelPlan, ddp_config: DistributedDataParallelConfig, places: Places, *, mapped: bool) -> int:
+    """Of sharded parameters: the buckets that are whole at a time beside their shards, and the one gathered ahead.
+
+    mapped: True if ranks map each other's shards; then a gather copies nothing but what lies in files.
+    """
+    if ddp_config.residency.keeps_params:
+        return 0
+    position = {name: place for place, name in enumerate(plan.named)}
+    staying, moving, is_collective = 0, [], False
+    for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
+        for bucket in layout.buckets:
+            where, nbytes = (number, bucket.index), bucket.numel * _param_itemsize(layout)
+            if where not in places.params and (mapped or layout.shards == 1):
+                continue
+            is_collective |= not mapped and layout.shards > 1
+            if where in places.params_stay or not ddp_config.reshard_after_forward:
+                staying += nbytes
+            else:
+                moving.append((min(position[slot.name] for slot in bucket.slots), nbytes))
+    in_order = [nbytes for _, nbytes in sorted(moving)]
+    waits = ddp_config.placement is not None and ddp_config.placement.prefetch == 0
+    together = WINDOW + (is_collective and not waits)
+    return staying + max((sum(in_order[first : first + together]) for first in range(len(in_order))), default=0)
+
+
+def _add_optimizer(
+    held: Counter[str],
+    files: Counter[str],
     chunks: Sequence[tuple[nn.Module, ModelPlan]],
     ddp_config: DistributedDataParallelConfig,
     config: OptimizerConfig,
     groups: ProcessGroups,
+    user: UserOptimizer | None,
     *,
     on_cpu: bool,
-) -> Counter[str]:
+) -> None:
     """Masters and moments, made by the optimizer's own code from buckets of the meta device."""
-    of_groups = ParamGroups(config, list(_trainable(chunks)), frozen=_frozen(chunks))
-    if of_groups.problem is not None:
-        raise ValueError(of_groups.problem)
-    torch_groups = of_groups.torch_groups(config)
-    shaped = [algorithm_needs_shapes(group["optimizer"]) for group in torch_groups]
+    of_groups: ParamGroups
+    if user is None:
+        of_groups = ParamGroups(config, list(_trainable(chunks)), frozen=_frozen(chunks))
+        if of_groups.problem is not None:
+            raise ValueError(of_groups.problem)
+        torch_groups = of_groups.torch_groups(config)
+        shaped = [algorithm_needs_shapes(group["optimizer"]) for group in torch_groups]
+        moments = [moments_of(config, group["optimizer"]) for group in torch_groups]
+    else:
+        optimizer = user([module for module, _ in chunks])
+        of_groups = AdoptedGroups(optimizer)
+        torch_groups = of_groups.torch_groups(config)
+        shaped = [needs_shapes(optimizer)] * len(torch_groups)
+        moments = [_kept_by(optimizer, group) for group in torch_groups]
     device = torch.device("cpu" if on_cpu else "cuda")
-    held: Counter[str] = Counter()
     for _, plan in chunks:
-        for bucket, kinds in _planned_buckets(plan, ddp_config, groups):
+        places = places_of(plan, ddp_config)
+        for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups):
             stands_in: Any = bucket
             masters = BucketMasters(
                 stands_in,
@@ -134,19 +212,32 @@ def _of_optimizer(
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
-            held[MASTERS] += masters.kept.nbytes
+            below = (number, bucket.layout.index) in places.states
+            tier = files if below else held
+            tier[MASTERS] += masters.kept.nbytes
+            most = 0
             for segment in masters.segments:
-                algorithm = torch_groups[segment.group]["optimizer"]
-                dtypes = [kept_dtype(key, config) or masters.dtype for key in moments_of(config, algorithm)]
-                held[MOMENTS] += segment.numel * sum(dtype.itemsize for dtype in dtypes)
+                dtypes = [kept_dtype(key, config) or masters.dtype for key in moments[segment.group]]
+                each = sum(dtype.itemsize for dtype in dtypes)
+                tier[MOMENTS] += 0 if below else segment.numel * each
+                most = max(most, each)
+            tier[MOMENTS] += masters.grad.numel() * most if below else 0  # in files a moment has the bucket's length
             held[SCRATCH] = max(held[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu))
-    return held
+
+
+def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """Names of what a user's optimizer keeps for each element of a group, as the step of a twin on one number shows."""
+    number = nn.Parameter(torch.zeros(2))
+    number.grad = torch.zeros(2)
+    twin = twin_of(optimizer, [{**group, "params": [number]}])
+    twin.step()
+    return tuple(key for key, value in twin.state[number].items() if is_per_element(key, value, number))
 
 
 def _planned_buckets(
     plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups
-) -> Iterator[tuple[PlannedBucket, dict[str, torch.dtype]]]:
-    for layout in plan.layout.buffers:
+) -> Iterator[tuple[int, PlannedBucket, dict[str, torch.dtype]]]:
+    for number, layout in enumerate(plan.layout.buffers):
         rank = groups.rank(shard_and_replica(layout.key.data_group, ddp_config)[0])
         kinds = {"param_dtype": dtype_named(layout.key.param_dtype), "grad_dtype": dtype_named(layout.key.grad_dtype)}
         for bucket in layout.buckets:
@@ -157,7 +248,7 @@ def _planned_buckets(
             )
             params = [plan.params[slot.name] for slot in bucket.slots]
             contracts = [plan.contracts[slot.name] for slot in bucket.slots]
-            yield PlannedBucket(bucket, owned, params, contracts, grad, shard), kinds
+            yield number, PlannedBucket(bucket, owned, params, contracts, grad, shard), kinds
 
 
 def _trainable(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str, nn.Parameter, bool]]:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.plan.live_memory import BACKWARD, FORWARD, LiveMemory, Place, Work
+from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Place, Work
 from core.plan.planned_groups import Ledger
 
-BEFORE, AFTER = "embedding", "head"  # what runs before the first layer, and after the last one
 Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (calls, bytes that this rank sends)
+
+Params = Sequence[tuple[int, bool]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class PartFigures:
     """One part of a model, for one microbatch.
 
     saved: bytes that its forward leaves for backward. forward, backward: the most bytes beside what earlier parts have
-    saved, while it runs. work, sent: of both phases, by name.
+    saved, while it runs. work, sent: of both phases, by name. params: (elements on this rank, True for an expert's) of
+    each trainable parameter; those before the layers are the first part's, and those behind them the last part's.
     """
 
     saved: int
@@ -34,6 +36,7 @@ class PartFigures:
     backward: int
     work: Mapping[str, Counter[Work]]
     sent: Mapping[str, Sent]
+    params: Params = ()
 
 
 def watch_step(
@@ -84,15 +87,28 @@ def watch_step(
     finally:
         for handle in handles:
             handle.remove()
-    return _figures(live, saved, ledger, [BEFORE, *map(str, range(len(layers))), AFTER])
+    return _figures(live, saved, ledger, _params(module, layers))
+
+
+def _params(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Params]:
+    """Of each part, in the order in which parts run."""
+    part_of = {id(param): str(number) for number, layer in enumerate(layers) for param in layer.parameters()}
+    found: dict[str, list[tuple[int, bool]]] = {part: [] for part in (BEFORE, *map(str, range(len(layers))), AFTER)}
+    around = BEFORE
+    for param in module.parameters():
+        part = part_of.get(id(param), around)
+        around = AFTER if id(param) in part_of else around
+        if param.requires_grad:
+            found[part].append((param.numel(), not getattr(param, "allreduce", True)))
+    return dict(found)
 
 
 def _figures(
-    live: LiveMemory, saved: Mapping[str, int], ledger: Ledger, parts: Sequence[str]
+    live: LiveMemory, saved: Mapping[str, int], ledger: Ledger, params: Mapping[str, Params]
 ) -> dict[str, PartFigures]:
     figures = {}
     before = 0  # what earlier parts have saved
-    for part in parts:
+    for part in params:
         places = {phase: Place(phase, part) for phase in (FORWARD, BACKWARD)}
         figures[part] = PartFigures(
             saved.get(part, 0),
@@ -107,6 +123,7 @@ def _figures(
                 }
                 for phase in places
             },
+            params[part],
         )
         before += saved.get(part, 0)
     return figures

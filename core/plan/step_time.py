@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
-from core.distributed.layout.model_plan import ModelPlan, dtype_name, shard_and_replica
-from core.plan.device import Device, Link
+from core.distributed.layout.model_plan import ModelPlan, dtype_name
+from core.plan.device import Device
 from core.plan.live_memory import BACKWARD, FORWARD, Work
+from core.plan.operator_times import operator_key, work_size
 from core.plan.planned_groups import PlannedGroups
 from core.plan.run_memory import RankMemory, Run, StageParts
-from core.plan.schedule_order import Action, actions_of_ranks
+from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import MASTERS, MOMENTS
 from core.plan.step_figures import PartFigures
-
-
-@dataclass(frozen=True)
-class Travel:
-    """What one rank sends over one group in a step. link: 'inside' a machine or 'between' machines."""
-
-    group: str
-    collective: str
-    link: str
-    calls: int
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Span:
-    """One action of one pipeline position, in seconds from the begin of the step."""
-
-    place: int
-    action: Action
-    start_s: float
-    end_s: float
+from core.plan.time_line import Span, pipeline_spans, shared_spans
+from core.plan.travels import Travel, gradient_travels, layer_travels, rule_travels, travel
 
 
 @dataclass(frozen=True)
@@ -67,13 +47,20 @@ class StepTime:
 
 
 def work_seconds(work: Mapping[Work, int], device: Device) -> float:
-    """Each operator takes as long as its arithmetic or its memory, whichever is longer; a launch at least."""
+    """Each operator takes as long as its arithmetic or its memory, whichever is longer.
+
+    A GPU takes at least as long as a launch. A CPU does what surrounds an operator before it begins.
+    """
     seconds = 0.0
     for operator, count in work.items():
-        arithmetic = operator.flops / flops_of(device.matmul_flops, operator.dtype) if operator.flops else 0.0
-        memory = operator.nbytes / device.memory_bandwidth
-        seconds += count * max(arithmetic, memory, device.operator_overhead_s)
-    return seconds
+        name = dtype_name(operator.dtype)
+        measured = device.operator_s(operator_key(operator), work_size(operator))
+        if measured is None:
+            arithmetic = operator.flops / device.matmul_rate(name, operator.flops) if operator.flops else 0.0
+            measured = max(arithmetic, operator.nbytes / device.memory_rate(operator.nbytes))
+        overhead = device.operator_overhead_s
+        seconds += count * (measured + overhead if device.is_host else max(measured, overhead))
+    return seconds * device.turns
 
 
 def flops_of(table: Mapping[str, float], dtype: torch.dtype) -> float:
@@ -81,123 +68,11 @@ def flops_of(table: Mapping[str, float], dtype: torch.dtype) -> float:
     return table.get(dtype_name(dtype), table["float32"])
 
 
-def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
-    """'inside' where all ranks of a group are on one machine, else 'between'."""
-    machines = {rank // device.ranks_per_machine for rank in groups.ranks(name)}
-    return "inside" if len(machines) == 1 else "between"
-
-
-def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device) -> Travel:
-    """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
-    where = link_of(groups, name, device)
-    link: Link = device.inside if where == "inside" else device.between
-    return Travel(name, collective, where, calls, nbytes, calls * link.latency_s + nbytes / link.bytes_per_s)
-
-
-def layer_travels(parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device) -> list[Travel]:
-    """What the layers of one stage exchange for one microbatch."""
-    total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for part in parts:
-        for key, (calls, nbytes) in part.sent[phase].items():
-            total[key][0] += calls
-            total[key][1] += nbytes
-    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
-
-
-def gradient_travels(
-    plans: Sequence[ModelPlan],
-    ddp_config: DistributedDataParallelConfig,
-    groups: PlannedGroups,
-    device: Device,
-    microbatches: int,
-) -> tuple[list[Travel], list[Travel]]:
-    """(reductions of gradients, gathers of parameters) of a step, bucket by bucket as the wrapper has laid them out."""
-    reductions: Counter[tuple[str, str, int]] = Counter()
-    gathers: Counter[tuple[str, str, int]] = Counter()
-    rounds = microbatches if ddp_config.reduces_every_microbatch else 1
-    for plan in plans:
-        for layout in plan.layout.buffers:
-            shard, replica = shard_and_replica(layout.key.data_group, ddp_config)
-            grad, param = (dtype_named(name).itemsize for name in layout.key[:2][::-1])
-            for bucket in layout.buckets:
-                if ddp_config.sharded:
-                    reductions[shard, "reduce_scatter", _part(bucket.numel * grad, groups.size(shard))] += rounds
-                    if replica is not None:
-                        cut = bucket.numel * grad // max(1, groups.size(shard))
-                        reductions[replica, "all_reduce", 2 * _part(cut, groups.size(replica))] += rounds
-                    times = 2 * microbatches if ddp_config.shards_parameters else 1
-                    gathers[shard, "all_gather", _part(bucket.numel * param, groups.size(shard))] += times
-                else:
-                    reductions[shard, "all_reduce", 2 * _part(bucket.numel * grad, groups.size(shard))] += rounds
-    return _travels(reductions, groups, device), _travels(gathers, groups, device)
-
-
-def _part(nbytes: int, ranks: int) -> int:
-    return nbytes * (ranks - 1) // ranks
-
-
-def _travels(counted: Mapping[tuple[str, str, int], int], groups: PlannedGroups, device: Device) -> list[Travel]:
-    total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for (name, collective, nbytes), calls in counted.items():
-        if groups.size(name) > 1:
-            total[name, collective][0] += calls
-            total[name, collective][1] += calls * nbytes
-    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
-
-
-def optimizer_seconds(state: Mapping[str, int], owned_bytes: int, device: Device) -> float:
+def optimizer_seconds(state: Mapping[str, int], owned_bytes: int, device: Device, buckets: int = 0) -> float:
     """Gradients are read; masters and moments are read and written; parameters are written."""
-    return (owned_bytes + 2 * (state.get(MASTERS, 0) + state.get(MOMENTS, 0))) / device.memory_bandwidth
-
-
-def pipeline_spans(
-    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], hop_s: float, num_stages: int
-) -> list[Span]:
-    """When each position does what: an action begins when its rank is free and what it needs has arrived.
-
-    seconds: (kind of action, stage) -> its duration. hop_s: of a message between neighbouring stages.
-    """
-    done: dict[tuple[str, int, int], float] = {}
-    free = [0.0] * len(orders)
-    at = [0] * len(orders)
-    spans: list[Span] = []
-    left = sum(map(len, orders))
-    while left:
-        before = left
-        for place, order in enumerate(orders):
-            while at[place] < len(order):
-                action = order[at[place]]
-                ready = _ready(action, done, hop_s, num_stages)
-                if ready is None:
-                    break
-                start = max(free[place], ready)
-                end = start + seconds[action.kind, action.stage]
-                done[action.kind, action.stage, action.microbatch] = end
-                spans.append(Span(place, action, start, end))
-                free[place] = end
-                at[place] += 1
-                left -= 1
-        if left == before:
-            raise ValueError("the order of the pipeline's actions waits for itself")
-    return spans
-
-
-def _ready(action: Action, done: Mapping[tuple[str, int, int], float], hop_s: float, num_stages: int) -> float | None:
-    kind, stage, microbatch = action
-    if kind == "F":
-        needed: list[tuple[tuple[str, int, int], float]] = [(("F", stage - 1, microbatch), hop_s)] if stage else []
-    elif kind == "W":
-        needed = [(("I", stage, microbatch), 0.0)]
-    else:
-        needed = [(("F", stage, microbatch), 0.0)]
-        if stage < num_stages - 1:
-            following = next((k for k in ("B", "I") if (k, stage + 1, microbatch) in done), None)
-            if following is None:
-                return None
-            needed.append(((following, stage + 1, microbatch), hop_s))
-    if any(key not in done for key, _ in needed):
-        return None
-    return max((done[key] + hop for key, hop in needed), default=0.0)
+    rate = device.optimizer_bandwidth or device.memory_bandwidth
+    moved = (owned_bytes + 2 * (state.get(MASTERS, 0) + state.get(MOMENTS, 0))) / rate
+    return (moved + buckets * device.optimizer_bucket_s) * device.link_turns
 
 
 def stage_seconds(parts: Sequence[PartFigures], device: Device) -> dict[str, float]:
@@ -217,6 +92,7 @@ def model_flops(parts: Sequence[PartFigures]) -> Counter[torch.dtype]:
 def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, device: Device) -> StepTime:
     """The time of a step. memories: one rank of each pipeline position, in order. parts: of all stages."""
     microbatches, num_stages = run.microbatches, run.layout.num_stages
+    device = device.shared_by(run.grid.world_size)
     groups = [run.groups_of(memory.rank) for memory in memories]
     compute = {
         (phase, stage): seconds for stage, row in parts.items() for phase, seconds in stage_seconds(row, device).items()
@@ -234,13 +110,11 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         }
         halves = dict.fromkeys("IW", whole[BACKWARD] / 2)
         seconds |= {(kind, stage): s for kind, s in {"F": whole[FORWARD], "B": whole[BACKWARD], **halves}.items()}
-    hop = travel(groups[0], "pp", "send", 1, run.source.sent_bytes() if num_stages > 1 else 0, device)
-    orders = actions_of_ranks(run.schedule, run.layout, microbatches)
-    spans = pipeline_spans(orders, seconds, hop.seconds if num_stages > 1 else 0.0, num_stages)
+    spans = _spans(run, groups[0], seconds, device)
     slowest: StepTime | None = None
     for place, memory in enumerate(memories):
-        end = max(span.end_s for span in spans if span.place == place)
-        arithmetic = microbatches * sum(compute[phase, s] for s in memory.stages for phase in (FORWARD, BACKWARD))
+        own = [span for span in spans if span.place == place]
+        busy, end = sum(span.end_s - span.start_s for span in own), max(span.end_s for span in own)
         inner = [
             replace(
                 row,
@@ -254,18 +128,19 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         ]
         hops = microbatches * sum((s > 0) + (s < num_stages - 1) for s in memory.stages)
         between = [travel(groups[place], "pp", "send", hops, hops * run.source.sent_bytes(), device)] if hops else []
-        exchanged = sum(row.seconds for row in inner)
+        exchanged = min(busy, sum(row.seconds for row in inner))
         reductions, gathers = gradient_travels(memory.plans, run.ddp, groups[place], device, microbatches)
         rules = rule_travels(memory.plans, run.ddp, groups[place], device)
-        update = optimizer_seconds(memory.state, owned_bytes(memory.plans), device)
+        buckets = sum(len(layout.buckets) for plan in memory.plans for layout in plan.layout.buffers)
+        update = optimizer_seconds(memory.state, owned_bytes(memory.plans), device, buckets)
         last_backward = sum(seconds["B", s] for s in memory.stages)
-        exposed = _exposed(run, memory, reductions, gathers, last_backward, update, arithmetic)
+        exposed = _exposed(run, device, buckets, reductions, gathers, last_backward, update, busy - exchanged)
         here = StepTime(
-            arithmetic,
+            busy - exchanged,
             exchanged,
-            max(0.0, end - arithmetic - exchanged),
+            end - busy,
             exposed + sum(row.seconds for row in rules),
-            update,
+            update + device.step_overhead_s * device.link_turns,
             0.0,
             0.0,
             [*inner, *between, *reductions, *gathers, *rules],
@@ -276,7 +151,7 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
     assert slowest is not None, "a pipeline has a rank"
     replicas = run.grid.world_size // run.layout.pp
     done = sum(
-        flops / flops_of(device.peak_flops, dtype) * microbatches * replicas
+        flops / flops_of(device.peak_flops, dtype) * microbatches * replicas * device.turns
         for row in parts.values()
         for dtype, flops in model_flops(row).items()
     )
@@ -287,18 +162,36 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
     )
 
 
+def _spans(run: Run, groups: PlannedGroups, seconds: Mapping[tuple[str, int], float], device: Device) -> list[Span]:
+    """The time line of the pipeline. Ranks that wait leave their cores to others, if they have to share them."""
+    num_stages = run.layout.num_stages
+    hop_s = travel(groups, "pp", "send", 1, run.source.sent_bytes(), device).seconds if num_stages > 1 else 0.0
+    orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
+    if device.turns == 1.0 or len(orders) == 1:
+        return pipeline_spans(orders, seconds, hop_s, num_stages)
+    alone = {action: taken / device.turns for action, taken in seconds.items()}
+    replicas = run.grid.world_size // run.layout.pp
+    return shared_spans(orders, alone, hop_s, num_stages, lambda busy: max(1.0, busy * replicas / device.cores))
+
+
 def _exposed(
     run: Run,
-    memory: RankMemory,
+    device: Device,
+    buckets: int,
     reductions: Sequence[Travel],
     gathers: Sequence[Travel],
     last_backward: float,
     update: float,
     arithmetic: float,
 ) -> float:
-    """Seconds of reductions and gathers that nothing hides. The last bucket has nothing behind it that could."""
+    """Seconds of reductions and gathers that nothing hides. The last bucket has nothing behind it that could.
+
+    A core that adds gradients does nothing else, so nothing is hidden on a host.
+    """
     reduce_s, gather_s = (sum(row.seconds for row in rows) for rows in (reductions, gathers))
-    buckets = max(1, sum(len(layout.buckets) for plan in memory.plans for layout in plan.layout.buffers))
+    if device.is_host:
+        return reduce_s + gather_s
+    buckets = max(1, buckets)
     if run.ddp.overlap_grad_reduce:
         reduce_s = max(reduce_s - last_backward, reduce_s / buckets)
     if run.ddp.shards_parameters:
@@ -306,22 +199,6 @@ def _exposed(
     elif run.ddp.overlap_param_gather:
         gather_s = max(gather_s - update, gather_s / buckets)
     return reduce_s + gather_s
-
-
-def rule_travels(
-    plans: Sequence[ModelPlan], ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, device: Device
-) -> list[Travel]:
-    """What sync rules add up after the data-parallel reduction, by the contracts."""
-    counted: Counter[tuple[str, str, int]] = Counter()
-    for plan in plans:
-        grads = {slot.name: layout for layout in plan.layout.buffers for slot in layout.slots}
-        for name, contract in plan.contracts.items():
-            layout = grads[name]
-            nbytes = plan.params[name].numel() * dtype_named(layout.key.grad_dtype).itemsize
-            kept = nbytes // (layout.shards if ddp_config.sharded else 1)
-            for axis in (*contract.partial_over, *contract.averaged_over):
-                counted[axis, "all_reduce", 2 * _part(kept, groups.size(axis))] += 1
-    return _travels(counted, groups, device)
 
 
 def owned_bytes(plans: Sequence[ModelPlan]) -> int:

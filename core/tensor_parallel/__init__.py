@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism: split layers, the collectives between them, the split loss, random streams."""
 
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from core.tensor_parallel.data import broadcast_data
 from core.tensor_parallel.initialization import draw_master, tensor_parallel_join, tensor_parallel_slice
 from core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -35,6 +36,7 @@ __all__ = [
     "RNGStatesTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "broadcast_data",
     "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "draw_master",

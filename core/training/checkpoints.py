@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,11 +16,10 @@ from core.checkpoint import (
     CheckpointError,
     CheckpointNotFound,
     CheckpointSaver,
-    list_steps,
     load_checkpoint,
     save_checkpoint,
 )
-from core.training.config import CheckpointOptions, RunConfig
+from core.training.config import RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.trainer import Trainer
@@ -137,32 +136,6 @@ class JobCheckpoints:
     ) -> None:
         if self.saver is not None:
             self.saver.__exit__(kind, error, traceback)
-
-
-def check_root(options: CheckpointOptions) -> None:
-    """ConfigError where a run that begins would save among another run's checkpoints, and delete them under `keep`."""
-    if options.dir is None or options.resume or options.step is not None:
-        return
-    try:
-        saved = list_steps(options.dir)
-    except CheckpointError as error:
-        raise ConfigError(f"--checkpoint.dir {options.dir}: {error}") from error
-    if saved:
-        raise ConfigError(
-            f"--checkpoint.dir {options.dir} holds checkpoints of another run (steps {saved[0]} to {saved[-1]}), and "
-            "this run begins; add --checkpoint.resume to go on from them, or give another directory"
-        )
-
-
-def after_restart(config: Config) -> Config:
-    """What a job does that its launcher has started again: it goes on from its newest checkpoint.
-
-    One that was told to begin from a certain step begins there again.
-    """
-    options = config.checkpoint
-    if options.dir is None or options.step is not None:
-        return config
-    return replace(config, checkpoint=replace(options, resume=True))
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

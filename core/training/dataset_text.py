@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from core.training.config import DataOptions
 from core.training.extras import require
+from core.training.text import digest_of
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 
@@ -42,11 +42,7 @@ class DatasetText:
 
     def digest(self) -> str:
         """A hash of the documents and their order."""
-        digest = hashlib.sha256()
-        for document in self.documents():
-            digest.update(f"{len(document)}\0".encode())
-            digest.update(document)
-        return digest.hexdigest()
+        return digest_of(self.documents())
 
 
 def open_dataset(options: DataOptions) -> DatasetText:

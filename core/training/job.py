@@ -22,7 +22,8 @@ from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.rank_grid import size_options
 from core.tensor_parallel import model_parallel_manual_seed
-from core.training.checkpoints import JobCheckpoints, check_root
+from core.training.checkpoint_options import check_root
+from core.training.checkpoints import JobCheckpoints
 from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError

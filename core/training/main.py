@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from core.interrupts import INTERRUPTED
-from core.training.checkpoints import after_restart, check_root
+from core.training.checkpoint_options import after_restart, check_root
 from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import load_config
 from core.training.dataset_text import FILE_KINDS, open_dataset
@@ -20,10 +20,10 @@ from core.training.indexed_tokens import read_index
 from core.training.launch import Launch, find_launch
 from core.training.memory import device_memory_bytes, host_memory_bytes
 from core.training.output import outputs_that_may_go
-from core.training.own_ranks import end_with_parent, start_ranks
+from core.training.own_ranks import STARTED_BY_US, end_with_parent, start_ranks
 from core.training.plan import JobPlan, plan_job
 from core.training.run_directory import check_writable
-from core.training.sizes import check_memory
+from core.training.sizes import check_memory, most_bytes
 from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
@@ -42,8 +42,8 @@ class Command(Generic[Config, Plan]):
 
     load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
     many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part.
-    dry_run: prints what a job of so many ranks, so many of them here, would hold, and gives the exit status; None for a
-    job that cannot tell. All but `run` raise ConfigError, or MissingExtra.
+    dry_run: prints what a job of so many ranks, so many of them here, would hold, and gives the exit status. check_fit:
+    refuses what so many ranks, so many of them here, cannot hold. All but `run` raise ConfigError, or MissingExtra.
     """
 
     load: Callable[[list[str]], Config]
@@ -51,7 +51,8 @@ class Command(Generic[Config, Plan]):
     check: Callable[[Config, int], None]
     check_places: Callable[[Config], None]
     run: Callable[[Config, Plan, Launch], object]
-    dry_run: Callable[[Config, int, int, bool], int] | None = None
+    dry_run: Callable[[Config, int, int, bool], int]
+    check_fit: Callable[[Config, int, int], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +85,6 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
         ranks = config.run.ranks if launch is None else launch.world_size
         plan = command.plan(config, ranks)
         if dry:
-            if command.dry_run is None:
-                raise ConfigError(f"{DRY_RUN} is for the main job; this one cannot be planned yet, so leave it out")
             return command.dry_run(config, ranks, ranks_here, launch is None or launch.rank == 0)
         threads = intra_op_threads(
             os.environ,
@@ -94,6 +93,8 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
             local_world_size=ranks_here,
         )
         command.check(config, ranks_here)
+        if STARTED_BY_US not in os.environ:  # who started this rank has checked
+            command.check_fit(config, ranks, ranks_here)
         if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
             command.check_places(config)
     except (ConfigError, MissingExtra) as error:
@@ -131,7 +132,23 @@ def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object
 def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, says: bool) -> int:
     from core.plan.dry_run import dry_run
 
-    return dry_run(config, ranks, ranks_here, says=says)
+    return dry_run(config, config.run, ranks, ranks_here, says=says)
+
+
+def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
+    """Find out by the plan whether the job cannot fit. A job that is far from it is not planned."""
+    if not config.run.check_memory:
+        return
+    plan = plan_job(config, ranks)
+    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
+    sharing = ranks_here if device_bytes is None else 1
+    in_flight = plan.num_microbatches if config.parallel.pp > 1 else 1
+    most = sharing * most_bytes(config, plan.micro_batch_size, in_flight)
+    if most <= (host_memory_bytes() if device_bytes is None else device_bytes):
+        return
+    from core.plan.dry_run import refuse_what_cannot_fit
+
+    refuse_what_cannot_fit(config, config.run, ranks, ranks_here)
 
 
 def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
@@ -223,5 +240,5 @@ def _refuse(error: Exception, launch: Launch | None) -> int:
 
 
 PRETRAIN: Command[JobConfig, JobPlan] = Command(
-    load_config, plan_job, _check_pretraining, check_places, _run_pretraining, _dry_run_pretraining
+    load_config, plan_job, _check_pretraining, check_places, _run_pretraining, _dry_run_pretraining, check_fit
 )

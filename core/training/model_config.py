@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from core.distributed import DistributedDataParallelConfig
+from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.optimizer import OptimizerConfig
 from core.training.config import JobConfig, OptimizerOptions
 from core.transformer.transformer_config import TransformerConfig
@@ -95,3 +96,14 @@ def ddp_config(config: JobConfig) -> DistributedDataParallelConfig:
     if config.model.dtype == "float16" and config.ddp.check_for_nan_in_grad:
         return replace(config.ddp, check_for_nan_in_grad=False, record_nan_in_grad=True)
     return config.ddp
+
+
+def zero_config(zero: int) -> DistributedDataParallelConfig:
+    """The wrapper's configuration of a Hugging Face model; zero: 0 to 3, what is sharded over data ranks."""
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=STRATEGIES[zero],
+        use_distributed_optimizer=zero > 0,
+        overlap_grad_reduce=True,
+        overlap_param_gather=zero in (1, 2),
+        check_for_nan_in_grad=True,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
+from core.rank_grid import RankGrid
 from core.training.config import JobConfig, ParallelOptions, RunConfig
 from core.training.errors import ConfigError
 from core.training.limits import check_numbers
@@ -71,16 +72,25 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
     instances = config.ddp.num_distributed_optimizer_instances
     check_divides("dp x cp", grid.dp * grid.cp, "--ddp.num-distributed-optimizer-instances", instances)
     check_divides("the experts' dp", grid.expt_dp, "--ddp.num-distributed-optimizer-instances", instances)
-    arithmetic = f"world {world_size} / (tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp})"
-    check_divides("--run.global-batch-size", run.global_batch_size, f"dp ({arithmetic} =)", grid.dp)
-    share = run.global_batch_size // grid.dp
     layout = _plan_layers(config)
-    micro = default_micro_batch(share, parallel, layout) if run.micro_batch_size is None else run.micro_batch_size
-    share_in_words = f"a rank's share of the global batch, {run.global_batch_size} / dp {grid.dp} ="
-    check_divides(share_in_words, share, "--run.micro-batch-size", micro)
-    check_pipeline_batch(parallel, layout, run.global_batch_size, grid.dp, micro)
+    micro, count = share_batch(grid, parallel, layout, run.global_batch_size, run.micro_batch_size)
     _check_the_rest(config)
-    return JobPlan(world_size, grid.dp, micro, share // micro, run.global_batch_size * model.sequence_length, layout)
+    return JobPlan(world_size, grid.dp, micro, count, run.global_batch_size * model.sequence_length, layout)
+
+
+def share_batch(
+    grid: RankGrid, parallel: ParallelOptions, layout: PipelineLayout, global_batch: int, micro: int | None
+) -> tuple[int, int]:
+    """(sequences of a microbatch, microbatches of a step) of one rank; ConfigError where the sizes do not divide."""
+    arithmetic = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "cp", "pp"))
+    dp = f"dp (world {grid.world_size} / ({arithmetic}) =)"
+    check_divides("--run.global-batch-size", global_batch, dp, grid.dp)
+    share = global_batch // grid.dp
+    micro = default_micro_batch(share, parallel, layout) if micro is None else micro
+    share_in_words = f"a rank's share of the global batch, {global_batch} / dp {grid.dp} ="
+    check_divides(share_in_words, share, "--run.micro-batch-size", micro)
+    check_pipeline_batch(parallel, layout, global_batch, grid.dp, micro)
+    return micro, share // micro
 
 
 def check_pipeline_batch(

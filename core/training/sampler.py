@@ -13,8 +13,8 @@ class GlobalBatchSampler:
     The global batch of a step is the same for every number of data ranks and every microbatch size. Every window comes
     once an epoch, in a new order each epoch; a batch may reach over the end of an epoch.
 
-        indices = sampler.next_global_batch()                    # [global_batch_size], equal on all ranks
-        for micro in microbatches(indices, dp_rank, dp, size):   # [size] each, this rank's part
+        indices = sampler.next_global_batch()                   # [global_batch_size]
+        for micro in microbatches(indices, dp_rank, dp, size):  # [size] each, of this rank
             ...
     """
 

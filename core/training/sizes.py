@@ -46,12 +46,12 @@ def either(numbers: Iterable[int]) -> str:
     return " or ".join(str(number) for number in numbers)
 
 
-def check_ranks(parallel: ParallelOptions, world_size: int) -> RankGrid:
-    """The grids of ranks that the parallel sizes give."""
+def check_ranks(parallel: ParallelOptions, world_size: int, context: str = "cp") -> RankGrid:
+    """The grids of ranks that the parallel sizes give. context: the user's name of the ranks that share a sequence."""
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.ep
     etp = tp if parallel.etp is None else parallel.etp
     for product, words in (
-        (tp * cp * pp, f"tp {tp} x cp {cp} x pp {pp}"),
+        (tp * cp * pp, f"tp {tp} x {context} {cp} x pp {pp}"),
         (etp * ep * pp, f"etp {etp} x ep {ep} x pp {pp}, which one copy of all experts needs,"),
     ):
         if world_size % product:
@@ -66,9 +66,9 @@ def check_ranks(parallel: ParallelOptions, world_size: int) -> RankGrid:
         raise ConfigError(f"--parallel.order {parallel.order}: {error}") from error
     if parallel.dp is not None and parallel.dp != grid.dp:
         raise ConfigError(
-            f"--parallel.dp is {parallel.dp}, and {world_size} ranks / (tp {tp} x cp {cp} x pp {pp}) leave {grid.dp}; "
-            f"start {parallel.dp * tp * cp * pp} ranks (--run.ranks, or the launcher's number), or leave --parallel.dp "
-            "out"
+            f"--parallel.dp is {parallel.dp}, and {world_size} ranks / (tp {tp} x {context} {cp} x pp {pp}) leave "
+            f"{grid.dp}; start {parallel.dp * tp * cp * pp} ranks (--run.ranks, or the launcher's number), or leave "
+            "--parallel.dp out"
         )
     return grid
 
@@ -178,6 +178,27 @@ def check_memory(config: JobConfig, ranks: int, memory_bytes: int, where: str = 
             f"{where} would hold {needed / 2**30:,.0f} GiB and may use {memory_bytes / 2**30:,.0f} GiB; use a smaller "
             "--model.hidden-size or --model.num-layers, or share the model among more machines (--tp, --pp)"
         )
+
+
+def most_bytes(config: JobConfig, micro_batch_size: int, microbatches: int) -> int:
+    """More than any rank holds, by a rule of thumb. A job far below its memory needs no plan, which takes a second.
+
+    Nothing is divided by parallel sizes, and nothing computed again. Parameters, gradients, masters and moments count 8
+    elements each; a token of a layer four times what a layer makes of it, and a logit 8 elements.
+    """
+    model = config.model
+    itemsize = 8 if model.dtype == "float64" else 4
+    wide = model.ffn_width
+    if model.num_experts is not None:
+        wide = max(wide, model.moe_router_topk * model.expert_width)
+        wide += model.num_experts + (model.moe_shared_expert_intermediate_size or 0)
+    of_layer = 24 * model.hidden_size + 12 * wide + 8 * model.num_attention_heads * model.sequence_length
+    known = {"bytes": 256, "bpe": config.data.bpe_vocab_size}
+    vocabulary = model.vocab_size or known.get(config.data.tokenizer, 1 << 17)
+    of_token = (model.num_layers + 2) * of_layer + 8 * vocabulary
+    tokens = microbatches * micro_batch_size * model.sequence_length
+    parameters = count_parameters(model) + 2 * vocabulary * model.hidden_size
+    return itemsize * (8 * parameters + tokens * of_token)
 
 
 def count_parameters(model: ModelOptions) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,16 @@ class Text:
 
     def digest(self) -> str:
         """A hash of the contents and their order. How the paths were spelled is no part of it."""
-        digest = hashlib.sha256()
-        for document in self.documents():
-            digest.update(f"{len(document)}\0".encode())
-            digest.update(document)
-        return digest.hexdigest()
+        return digest_of(self.documents())
+
+
+def digest_of(documents: Iterable[bytes]) -> str:
+    """A hash of documents and their order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{len(document)}\0".encode())
+        digest.update(document)
+    return digest.hexdigest()
 
 
 def open_text(paths: Sequence[Path]) -> Text:

@@ -1,7 +1,13 @@
 """Sphinx settings; `make docs` builds the pages with warnings as errors."""
 
+import functools
 import inspect
 import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import options as option_tables  # docs/options.py
 
 project = "gradient-core"
 author = copyright = "the gradient-core authors"
@@ -15,52 +21,76 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 add_module_names = False
+python_maximum_signature_line_length = 88
 myst_heading_anchors = 3
 exclude_patterns: list[str] = []
-
-# `name: meaning`, `name, name: meaning` or `*_suffix: meaning`, at the start of a sentence.
-ARGUMENT = re.compile(r"(?:^|(?<=[.;] ))(\*?\w+(?:, \*?\w+)*): ")
 
 
 def rst_inline(text):
     """`code` becomes a literal; outside of it nothing is markup."""
     words = re.split(r"(`+[^`]+`+)", text)
-    words[::2] = [re.sub(r"([*|])|(?<=\w)(_)(?!\w)", r"\\\1\2", word) for word in words[::2]]
+    words[::2] = [
+        re.sub(r"([*|])|(?<=\w)(_)(?!\w)", r"\\\1\2", word) for word in words[::2]
+    ]
     words[1::2] = [f"``{word.strip('`')}``" for word in words[1::2]]
     return "".join(words)
 
 
-def paragraph_to_rst(text, arguments):
-    """A paragraph as it is, or cut where it begins to explain an argument, one list item each."""
-
-    def explains(found):
-        return all(name in arguments or name.startswith("*") for name in found[1].split(", "))
-
-    cuts = [found for found in ARGUMENT.finditer(text) if explains(found)]
-    if not cuts:
-        return [rst_inline(text), ""]
-    ends = [found.start() for found in cuts[1:]] + [len(text)]
-    items = [
-        f"- **{rst_inline(found[1])}**: {rst_inline(text[found.end() : end].strip())}"
-        for found, end in zip(cuts, ends, strict=True)
+def argument_items(texts):
+    """One list item for each argument that a paragraph explains."""
+    return [
+        f"- **{rst_inline(', '.join(names))}**: {rst_inline(text)}"
+        for names, text in texts
     ]
-    before = text[: cuts[0].start()].strip()
-    return [*([rst_inline(before), ""] if before else []), *items, ""]
+
+
+def option_table(cls):
+    """The options of a class as a table."""
+    lines = [
+        ".. list-table::",
+        "   :class: options",
+        "   :header-rows: 1",
+        "   :widths: 28 12 34 26",
+        "",
+    ]
+    cells = [("option", "default", "what it does", "when to change it")]
+    for row in option_tables.table_of(cls):
+        default = f"``{row.default}``" if row.default != "required" else row.default
+        cells.append(
+            (f"``{row.shown}``", default, rst_inline(row.what), rst_inline(row.when))
+        )
+    for option, *rest in cells:
+        lines += [f"   * - {option}", *(f"     - {cell}" for cell in rest)]
+    return [*lines, ""]
+
+
+def has_table(obj):
+    return inspect.isclass(obj) and option_tables.path_of(obj) in option_tables.CLASSES
 
 
 def plain_text_to_rst(app, what, name, obj, options, lines):
-    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, arguments explained."""
+    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, arguments explained.
+
+    The arguments of a class that has a table are in the table.
+    """
+    tabled = what == "class" and has_table(obj)
     try:
-        arguments = set(inspect.signature(obj).parameters)
+        arguments = list(inspect.signature(obj).parameters)
     except (TypeError, ValueError):
-        arguments = set()
+        arguments = []
     result, paragraph, code = [], [], []
 
     def close():
         if paragraph:
-            result.extend(paragraph_to_rst(re.sub(" +", " ", " ".join(paragraph)), arguments))
+            before, texts = option_tables.explained(
+                re.sub(" +", " ", " ".join(paragraph)), arguments
+            )
+            result.extend([rst_inline(before), ""] if before else [])
+            result.extend([] if tabled else [*argument_items(texts), ""])
         if any(line.strip() for line in code):
-            language = "python" if "=" in "".join(code) or "(" in "".join(code) else "text"
+            language = (
+                "python" if "=" in "".join(code) or "(" in "".join(code) else "text"
+            )
             result.extend([f".. code-block:: {language}", "", *code, ""])
         paragraph.clear()
         code.clear()
@@ -75,8 +105,25 @@ def plain_text_to_rst(app, what, name, obj, options, lines):
                 close()
             paragraph.append(line.strip())
     close()
-    lines[:] = result
+    lines[:] = [*result, *(option_table(obj) if tabled else [])]
+
+
+def short_signature(app, what, name, obj, options, signature, returns):
+    """The arguments of a class that has a table are in the table."""
+    return ("(...)", returns) if what == "class" and has_table(obj) else None
+
+
+def without_fields(app, what, name, obj, skip, options):
+    """Fields are explained by their class; its members are methods and properties."""
+    is_method = (
+        inspect.isroutine(obj)
+        or inspect.isclass(obj)
+        or isinstance(obj, (property, functools.cached_property))
+    )
+    return True if what == "class" and not is_method else None
 
 
 def setup(app):
+    app.connect("autodoc-skip-member", without_fields)
     app.connect("autodoc-process-docstring", plain_text_to_rst)
+    app.connect("autodoc-process-signature", short_signature)

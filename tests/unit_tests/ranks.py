@@ -50,6 +50,7 @@ START_LIMIT_S = 180.0  # starting a worker on a busy machine; not counted as the
 GRACE_S = 1.0  # after the first failure, how long the other ranks may take to tell theirs
 SEED = 1234
 PRELOADED = ("core.training.job", "core.booster.plugin", "core.gradient_accumulation", "core.verify.gpt")
+LIBRARIES = ("transformers.models.llama.modeling_llama", "safetensors.torch")
 EAGER = ("test_process_groups", "test_parallel_state", "test_ranks")  # connect all pairs of a group when it is made
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
@@ -179,8 +180,10 @@ class Pool:
         if method == "forkserver":
             # torch.optim imports torch._dynamo at its first use, a second in each worker if not done here.
             # So is the package: a worker of eight that imports it for itself costs a second, and so after each failure.
+            # A whole suite comes to the models of transformers too: two seconds in each worker, if not done here.
+            suite = LIBRARIES if "PYTEST_XDIST_WORKER" in os.environ else ()
             self.context.set_forkserver_preload(
-                ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED]
+                ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED, *suite]
             )
         # On IPv4, as torch asks for the name of whoever connects: a name server may take 5 s for ::ffff:127.0.0.1.
         self.store = local_store()

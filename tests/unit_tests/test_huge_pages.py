@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import mmap
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from core import huge_pages
-from core.huge_pages import HUGE_PAGE, LEAST_BYTES
+from core.huge_pages import HUGE_PAGE, LEAST_BYTES, Blocks
 
 CPU = torch.device("cpu")
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -23,24 +25,68 @@ needs_huge_pages = pytest.mark.skipif(
 NUMEL = 17 * HUGE_PAGE // 4 + 5  # above 32 MiB, from where on malloc never hands out memory that was used before
 
 
-def memory_of_this_process() -> tuple[int, int]:
-    """(bytes in huge pages, resident bytes) without files, by the kernel."""
-    found = {"AnonHugePages:": 0, "Pss_Anon:": 0}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+def resident(tensor_or_place: torch.Tensor | tuple[int, int]) -> int:
+    """Bytes of a tensor, or of (address, bytes), that lie in memory now, by the kernel's table of this process's pages.
+
+    Of these addresses alone: what the whole process holds changes while other threads and the kernel work.
+    """
+    address, nbytes = place(tensor_or_place) if isinstance(tensor_or_place, torch.Tensor) else tensor_or_place
+    first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:
+        table.seek(8 * first)
+        entries = np.frombuffer(table.read(8 * (last + 1 - first)), dtype=np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def bytes_in_huge_pages(address: int) -> int:
+    """Of the map that holds `address`."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
-        if words[0] in found:
-            found[words[0]] = int(words[1]) * 1024
-    return found["AnonHugePages:"], found["Pss_Anon:"]
+        if "-" in words[0]:
+            start, end = (int(number, 16) for number in words[0].split("-"))
+            here = start <= address < end
+        elif here and words[0] == "AnonHugePages:":
+            return int(words[1]) * 1024
+    return 0
 
 
 @needs_huge_pages
-def test_a_long_tensor_lies_in_huge_pages_and_takes_no_more_memory() -> None:
-    huge_before, resident_before = memory_of_this_process()
+def test_a_long_tensor_lies_in_huge_pages_and_takes_memory_when_it_is_written() -> None:
     tensor = huge_pages.zeros(NUMEL, torch.float32, CPU)
-    huge, resident = memory_of_this_process()
-    assert huge - huge_before >= tensor.nbytes - 2 * HUGE_PAGE  # its ends lie in small ones
-    assert abs(resident - resident_before - tensor.nbytes) <= HUGE_PAGE
+    assert resident(tensor) <= 2 * mmap.PAGESIZE  # its ends may share pages with others
     assert not tensor.any()
+    tensor.fill_(1)
+    assert (
+        bytes_in_huge_pages(tensor.data_ptr() + HUGE_PAGE) >= tensor.nbytes - 2 * HUGE_PAGE
+    )  # its ends lie in small ones
+    assert tensor.nbytes <= resident(tensor) <= tensor.nbytes + 2 * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not ENABLED.exists(), reason="the kernel is asked for resident memory")
+def test_freed_blocks_are_the_systems_but_for_those_that_the_next_tensors_get() -> None:
+    blocks, numel = Blocks(most=2), 2**18
+    tensors = [blocks.borrow(numel, torch.float32).fill_(number) for number in range(8)]
+    view = tensors[3][5:9]  # keeps the memory of the fourth
+    places = [place(tensor) for tensor in tensors]
+    assert all(resident(where) >= 4 * numel for where in places)
+    tensors.clear()
+    kept = sum(map(resident, places))
+    assert 4 * numel <= kept <= 2 * 4 * numel + 2**19 and view.tolist() == [3.0] * 4
+    again = blocks.borrow(numel - 7, torch.float32)
+    assert not blocks.free and again.data_ptr() != view.data_ptr()
+    assert blocks.borrow(numel, torch.bfloat16).data_ptr() != again.data_ptr()
+    assert blocks.borrow(0, torch.float32).tolist() == []
+    longest = blocks.borrow(2 * numel, torch.float32)
+    where = longest.data_ptr()
+    del view, longest, again  # the longest of them stay, so that memory fits what comes
+    assert not blocks.lent and sorted(map(len, blocks.free)) == [4 * numel, 8 * numel]
+    longest = blocks.borrow(2 * numel, torch.float32)
+    assert longest.data_ptr() == where
 
 
 def test_short_tensors_and_other_devices_get_plain_zeros() -> None:

@@ -29,3 +29,24 @@ def test_what_the_terminal_shows_is_what_the_readme_quotes() -> None:
     readme = (ROOT / "README.md").read_text()
     for line in DRAWN["TERMINAL"]:
         assert line.removeprefix("$ ").removesuffix(" ...") in readme, line
+
+
+def test_every_picture_has_a_form_for_dark_pages_a_transparent_ground_and_words() -> None:
+    assert not re.findall(r"!\[.*\]\(.*\.(?:png|svg)\)", PAGES), "a picture for light pages only"
+    shown = re.findall(r'\{image\} (\S+)_(light|dark)\.(svg|png)\n:alt: "(.+)"\n:class: only-(light|dark)\n', PAGES)
+    assert len(shown) == PAGES.count("{image}") and len(shown) > 20
+    assert {(stem, kind) for stem, kind, *_ in shown} == {(s, k) for s, *_ in shown for k in ("light", "dark")}
+    source = ROOT / "docs" / "source"
+    assert {path.suffix for path in source.rglob("*.*g")} == {".svg", ".png"}
+    assert {path.relative_to(source).as_posix() for path in source.rglob("*.*g")} == {
+        f"{stem}_{kind}.{suffix}" for stem, kind, suffix, *_ in shown
+    }
+    for stem, kind, suffix, words, named in shown:
+        assert kind == named and len(words) > 60, stem
+        path = source / f"{stem}_{kind}.{suffix}"
+        if suffix == "png":
+            corner = pytest.importorskip("matplotlib.image").imread(path)[0, 0]
+            assert corner[3] == 0, path
+        else:
+            width = re.search(r"viewBox=.0 0 (\S+) (\S+?).>?\s", path.read_text())
+            assert width is None or f'width="{width[1]}" height="{width[2]}" fill="#ffffff"' not in path.read_text()

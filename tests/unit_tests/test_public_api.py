@@ -23,7 +23,8 @@ LIST = Path(__file__).with_name("public_api.txt")
 MODULES = (
     *("parallel_state", "distributed", "optimizer", "checkpoint", "pipeline_parallel", "tensor_parallel"),
     *("context_parallel", "moe", "transformer", "models", "model_parallel_config", "process_groups", "verify", "plan"),
-    "hyper_comm_grid",
+    *("hyper_comm_grid", "timers", "microbatches", "optimizer.algorithms.layerwise"),
+    *("booster.launch", "booster.lr_schedules", "booster.rank_logger"),
     *("booster", "booster.plugin", "booster.mixed_precision", "booster.checkpoint_io", "interface"),
     *("gradient_accumulation", "gradient_handler", "compat.install", "compat.megatron", "compat.colossalai"),
     "integrations",

@@ -176,6 +176,7 @@ def test_a_function_inside_a_function_is_refused() -> None:
         run_on_ranks(lambda rank: None, 2, {})
 
 
+@pytest.mark.nightly
 def test_no_worker_and_no_file_outlives_a_killed_pytest_process(tmp_path: Path) -> None:
     program = (
         "import time\n"

@@ -46,6 +46,7 @@ def run(command: list[str], where: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_wheel_trains_outside_of_the_checkout(tmp_path: Path) -> None:
     source, wheels, installed, elsewhere = (tmp_path / name for name in ("source", "wheels", "installed", "elsewhere"))
     elsewhere.mkdir()

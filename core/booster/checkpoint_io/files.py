@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from core.bounded_read import file_name
 from core.checkpoint import tensor_files
-from core.checkpoint.bounded_read import file_name
 from core.checkpoint.durable_file import sync_directory
 from core.checkpoint.tensor_files import runs_by_size, save_safetensors, save_torch
 from core.optimizer.optimizer_state import plain_numbers

@@ -154,7 +154,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         """Read one file."""
-        self._checked(lambda: self._load(model, [lambda: tensor_files.load(checkpoint)], None, strict), checkpoint)
+        self._checked(lambda: self._load(model, [lambda: self.read_file(checkpoint)], None, strict), checkpoint)
 
     def load_sharded_model(
         self, model: nn.Module, index_file: Path, strict: bool, low_cpu_mem_mode: bool = True, num_threads: int = 1
@@ -163,9 +163,15 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def load() -> None:
             weight_map, _ = files.read_index(index_file)
-            self._load(model, _readers(weight_map.values(), low_cpu_mem_mode, num_threads), set(weight_map), strict)
+            readers = _readers(weight_map.values(), low_cpu_mem_mode, num_threads, self.read_file)
+            self._load(model, readers, set(weight_map), strict)
 
         self._checked(load, index_file)
+
+    def read_file(self, path: Path) -> Mapping[str, Any]:
+        """The tensors of one file of a model, by name."""
+        content: Mapping[str, Any] = tensor_files.load(path)
+        return content
 
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
@@ -292,7 +298,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Write the adapters of a peft model, and their configuration, into a directory."""
-        module = self._checked(lambda: _adapted(model), checkpoint)
+        module = self._checked(lambda: _adapted(self.whole_module(model)), checkpoint)
         trained = {name for name, param in module.named_parameters() if param.requires_grad or "lora_" in name}
         adapters = (item for item in self.model_tensors(model) if item[0] in trained)
         content = self._collect("adapters", adapters, False)
@@ -400,9 +406,9 @@ def second_names(model: nn.Module) -> set[str]:
 def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Refuse tensors of another shape, before anything is changed."""
     for name, value in found.items():
-        mine = own.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and value.shape != mine.shape:
-            raise ValueError(f"{name!r} is {list(value.shape)} in the checkpoint and {list(mine.shape)} in the model")
+        mine, shape = own.get(name), getattr(value, "shape", None)
+        if shape is not None and isinstance(mine, torch.Tensor) and shape != mine.shape:
+            raise ValueError(f"{name!r} is {list(shape)} in the checkpoint and {list(mine.shape)} in the model")
 
 
 def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, int]:
@@ -427,8 +433,7 @@ def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict
     return numbers
 
 
-def _adapted(model: nn.Module) -> Any:
-    module = plain(model)
+def _adapted(module: nn.Module) -> Any:
     if not hasattr(module, "peft_config"):
         raise TypeError(f"save_lora_as_pretrained got a {type(module).__name__}; call booster.enable_lora first")
     return module
@@ -456,7 +461,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _readers(
-    paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int, load: Callable[[Path], Any] = tensor_files.load
+    paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int, load: Callable[[Path], Any]
 ) -> list[Callable[[], Any]]:
     """One function a file that reads it: when it is called, or all together by threads before."""
     unique = list(dict.fromkeys(paths))

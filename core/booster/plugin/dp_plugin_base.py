@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,27 @@ from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.plugin_base import Plugin
 
 
+class World(NamedTuple):
+    """A rank, the number of ranks, and the device on which they train."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+_PLANNED: ContextVar[World | None] = ContextVar("the world that is planned", default=None)
+
+
+@contextmanager
+def planned_world(rank: int, size: int, device: torch.device) -> Iterator[None]:
+    """Inside, plugins are made for a rank of a world that does not run. They can say what they would do, not do it."""
+    token = _PLANNED.set(World(rank, size, device))
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
 class DPPluginBase(Plugin):
     """Every rank of the world is a data-parallel rank, on its own device.
 
@@ -28,6 +51,10 @@ class DPPluginBase(Plugin):
     """
 
     def __init__(self) -> None:
+        self._planned = _PLANNED.get()
+        if self._planned is not None:
+            self.rank, self.world_size, _ = self._planned
+            return
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 f"{type(self).__name__} trains on the ranks of torch.distributed, which is not started; call "
@@ -46,7 +73,7 @@ class DPPluginBase(Plugin):
 
     def device(self) -> torch.device:
         """Where models go. RuntimeError, by the plugin's name, for a device that it does not run on."""
-        device = device_of_group()
+        device = device_of_group() if self._planned is None else self._planned.device
         if device.type not in self.supported_devices():
             raise RuntimeError(
                 f"{type(self).__name__} does not run on {device.type!r}, only on {self.supported_devices()}; start "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +34,6 @@ class GeminiModel(LowLevelZeroModel):
         """The module's forward."""
         outputs = super().forward(*args, **kwargs)
         return tree.tree_map_only(torch.Tensor, _to_fp32, outputs) if self.outputs_fp32 else outputs
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Have whole parameters, on all ranks: to evaluate, export, generate or write them. Collective."""
-        if not isinstance(self.module, DistributedDataParallel):
-            yield
-            return
-        with self.module.gathered():
-            yield
 
     @property
     def memstats(self) -> MemStats | None:

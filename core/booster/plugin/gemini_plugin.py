@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
+from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
+from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
+from core.booster.plugin.hybrid_parallel_options import REFUSED
+from core.booster.plugin.plugin_base import Boosted
+from core.booster.plugin.split_gemini import SplitGemini
 from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.process_groups import ProcessGroups
 
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
 INTERVAL = 1024  # elements between two sizes that are tried, where no hidden_dim is given
 NOT_SPLIT = (
-    "GeminiPlugin trains a whole model on every rank and leaves its modules as they are; {} is an option of models "
-    "that are split or rewritten. {}"
+    "GeminiPlugin leaves the modules of a model as they are where tp_size is 1; {}=True is an option of models that "
+    "are split. Leave it False, and choose it in the model itself"
 )
 
 
@@ -45,7 +52,10 @@ class GeminiPlugin(ZeroPluginBase):
     parameters; False leaves no fp32 copy of anything. force_outputs_fp32: outputs of the forward become fp32.
     strict_ddp_mode: replicate everything, as DDP does. initial_scale .. max_scale: of the dynamic loss scale, with fp16
     only. max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
-    extra_dp_size: shard within world / extra_dp_size neighbouring ranks only, and replicate across.
+    tp_size: cut a transformers model over that many ranks, and shard its slices over the others.
+    enable_sequence_parallelism, enable_flash_attention: with it, the sequence is cut too, and attention is torch's
+    scaled_dot_product_attention.
+    extra_dp_size: shard within data ranks / extra_dp_size neighbours only, and replicate across.
     enable_async_reduce: reduce chunks while backward goes on. fp8_communication: gradients travel in 8 bits. use_fp8:
     linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
 
@@ -119,16 +129,19 @@ class GeminiPlugin(ZeroPluginBase):
             use_fp8=use_fp8,
             extra_dp_size=extra_dp_size,
         )
-        self._refuse_rewriting(
+        self.tp_size = tp_size
+        of_slices = {
+            "enable_flash_attention": enable_flash_attention,
+            "enable_sequence_parallelism": enable_sequence_parallelism,
+        }
+        self._check_slices(
             {
                 "enable_all_optimization": enable_all_optimization,
                 "enable_fused_normalization": enable_fused_normalization,
-                "enable_flash_attention": enable_flash_attention,
-                "enable_sequence_parallelism": enable_sequence_parallelism,
                 "enable_jit_fused": enable_jit_fused,
                 "enable_sequence_overlap": enable_sequence_overlap,
             },
-            tp_size,
+            of_slices,
         )
         self._check_chunks(search_range_m, hidden_dim, min_chunk_size_m, chunk_init_device)
         self._check_placement(
@@ -209,15 +222,22 @@ class GeminiPlugin(ZeroPluginBase):
                 "enable_gradient_accumulation": (enable_gradient_accumulation, False),
             }
             self._refuse_changed(of_shards, "strict_ddp_mode or keep_gathered shards nothing")
+        self._split = None
+        if tp_size > 1:
+            self._split = SplitGemini(self, overlap_communication=enable_async_reduce, **of_slices)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
-    def _refuse_rewriting(self, wanted: dict[str, bool], tp_size: int) -> None:
-        if tp_size != 1:
-            raise ValueError(NOT_SPLIT.format(f"tp_size={tp_size}", "Leave it 1"))
-        for name, value in wanted.items():
-            if value:
-                raise ValueError(NOT_SPLIT.format(f"{name}=True", "Leave it False, and choose it in the model itself"))
+    def _check_slices(self, rewriting: dict[str, bool], of_slices: dict[str, bool]) -> None:
+        size, extra = self.tp_size, self.extra_dp_size
+        if type(size) is not int or size < 1 or self.world_size % (size * extra):
+            raise ValueError(
+                f"the world of {self.world_size} ranks does not split into tp_size={size!r} times extra_dp_size={extra}"
+            )
+        for name in (name for name, value in rewriting.items() if value):
+            raise ValueError(f"{name}=True would change nothing: {REFUSED[name][1]}")
+        for name in (name for name, value in of_slices.items() if value and size == 1):
+            raise ValueError(NOT_SPLIT.format(name))
 
     def _check_chunks(
         self, search_range_m: float, hidden_dim: int | None, min_chunk_size_m: float, device: Any
@@ -315,9 +335,36 @@ class GeminiPlugin(ZeroPluginBase):
     def _title(self) -> str:
         return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements"
 
-    def get_checkpoint_io(self) -> GeminiCheckpointIO:
+    def get_checkpoint_io(self) -> LowLevelZeroCheckpointIO:
         """Whole tensors in files, shards in memory."""
-        return GeminiCheckpointIO()
+        return GeminiCheckpointIO() if self._split is None else HybridParallelCheckpointIO()
+
+    def data_rank(self) -> int:
+        """Which part of the data is this rank's; the ranks of a replica that is cut have the same."""
+        return super().data_rank() if self._split is None else self._split.data_rank()
+
+    def data_size(self) -> int:
+        """In how many parts the data is split."""
+        return self.world_size // self.tp_size
+
+    def groups(self) -> ProcessGroups:
+        """parallel_state's groups, or made here at the first call. Collective then."""
+        return super().groups() if self._split is None else self._split.groups()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Give every rank rank 0's weights, cut the model over tp_size ranks, and shard the optimizer. Collective.
+
+        model: of transformers where tp_size > 1, whole or on the meta device; otherwise any. See the base's.
+        """
+        boost = super().configure if self._split is None else self._split.configure
+        return boost(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def _boosted_model(
         self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None

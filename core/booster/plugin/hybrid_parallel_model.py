@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,11 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed import DistributedDataParallel
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.plan import Split
+from core.hugging_face.policies import Policy
+from core.parallel_state import get_rank_watch
 from core.pipeline_parallel import PipelineLayout
 from core.process_groups import ProcessGroups
+from core.rank_watch import is_peers
 
 if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
@@ -27,18 +30,21 @@ class WholeModel:
     """What the model was before it was cut: for checkpoints, which know no layout.
 
     shell: the model without memory, with its names, shapes, ties and config. tied: for each name the names of the same
-    parameter. splits: how parameters are cut over tensor parallelism.
+    parameter. splits: how parameters are cut over tensor parallelism. policy: by which they were, if not by the
+    family's own plan.
     """
 
     shell: nn.Module
     tied: Mapping[str, tuple[str, ...]]
     splits: Mapping[str, Split]
+    policy: Policy | None = None
 
 
 class HybridParallelModel(LowLevelZeroModel):
     """`module` is the engine's wrapper of this rank's stage, or a list of them; `chunks` lists them in any case.
 
-    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it.
+    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it. unread: names of the
+    whole model that have no values yet, because it was boosted on the meta device.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class HybridParallelModel(LowLevelZeroModel):
         groups: ProcessGroups,
         cast_to: torch.dtype | None,
         engine: AdoptedOptimizer | None,
+        unread: Collection[str] = (),
     ) -> None:
         super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), cast_to, engine)
         self.chunks = list(chunks)
@@ -56,6 +63,8 @@ class HybridParallelModel(LowLevelZeroModel):
         self.whole = whole
         self.groups = groups
         self.runner: Any = None  # of the pipeline, made at its first batch
+        self.unread = set(unread)
+        self.bytes_read = 0  # of files, by this rank, in its last load of weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, on this rank's slices."""
@@ -64,15 +73,32 @@ class HybridParallelModel(LowLevelZeroModel):
                 f"the model is cut into {self.layout.num_stages} pipeline stages, and this rank has a part of them; "
                 "call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
-        return refuse_use_of_split_logits(self.unwrap(), super().forward(*args, **kwargs))
+        self.expect_values()
+        with self.failures_told():
+            output = super().forward(*args, **kwargs)
+        return refuse_use_of_split_logits(self.unwrap(), output)
 
-    def parts(self) -> list[nn.Module]:
-        """The plain modules of this rank's stages."""
-        return [part.module if isinstance(part, DistributedDataParallel) else part for part in self.chunks]
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Name this rank on all others if a forward fails here alone: they wait in its exchanges.
 
-    def unwrap(self) -> nn.Module:
-        """The transformers model; this rank's first stage of it, where there are several."""
-        return self.parts()[0]
+        A ValueError is a refusal of the inputs, which all ranks of a replica have alike.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            watch = get_rank_watch()
+            if watch is not None and not is_peers(error):
+                watch.tell_failure(error)
+            raise
+
+    def expect_values(self) -> None:
+        """RuntimeError, on all ranks alike, while a model that was on the meta device has not been loaded."""
+        if self.unread:
+            raise RuntimeError(
+                f"the model was boosted on the meta device, and {len(self.unread)} of its tensors, the first "
+                f"{min(self.unread)!r}, have no values yet; call booster.load_model(model, directory) before"
+            )
 
     def cast(self, inputs: Any) -> Any:
         """Floating inputs in the plugin's precision."""

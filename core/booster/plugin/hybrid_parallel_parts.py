@@ -29,7 +29,16 @@ def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def splits_of(part: Any) -> Mapping[str, Split]:
     """How the parameters of a part are cut over tensor and expert parallelism."""
     report = getattr(part, "split_report", None)
-    return {} if report is None else report.plan.splits
+    if report is None or not hasattr(part, "peft_config"):
+        return {} if report is None else report.plan.splits
+    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters stand beside
+    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
+    return {**report.plan.splits, **{n: below[name_in_base(n)] for n in names if name_in_base(n) in below}}
+
+
+def name_in_base(name: str) -> str:
+    """The name that a parameter of a model with adapters has in the model without them."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def parameters_here(

@@ -1,4 +1,4 @@
-"""HybridParallelPlugin: transformers models over tensor, pipeline and data parallelism, with ZeRO stages 0 to 2."""
+"""HybridParallelPlugin: transformers models over tensor, pipeline and data parallelism, with ZeRO stages 0 to 3."""
 
 from __future__ import annotations
 
@@ -15,35 +15,28 @@ from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParal
 from core.booster.plugin import hybrid_parallel_parts as parts_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, WholeModel
 from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
+from core.booster.plugin.hybrid_parallel_options import (
+    REFUSED,
+    SCHEDULES,
+    check_pipeline,
+    check_sizes,
+    check_zero,
+    resolve_sequence,
+)
+from core.booster.plugin.hybrid_parallel_step import run_pipeline
 from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from core.booster.plugin.plugin_base import Boosted, PipelinePluginBase
-from core.booster.plugin.sequence_options import resolve_sequence
+from core.booster.plugin.split_adapters import MARK, put_on, take_off
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
-from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stage_activations, stages_config
-from core.hugging_face.parallel_loss import gather_logits, refuse_use_of_split_logits
-from core.hugging_face.stages import find_cut, stage_of
-from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
+from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config
+from core.hugging_face.split_stages import draw, split_empty
+from core.hugging_face.stages import find_cut
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import DynamicLossScaler
-from core.pipeline_parallel import MicrobatchLoss, PipelineLayout, PipelineRunner, plan_pipeline, wrap_stages
+from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
 from core.process_groups import ProcessGroups
-
-SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-# Option -> (its default, why no other value is taken).
-REFUSED: dict[str, tuple[Any, str]] = {
-    "enable_all_optimization": (False, "modules stay as the family wrote them; set enable_flash_attention=True alone"),
-    "enable_fused_normalization": (False, "modules stay as the family wrote them, and so do its norms"),
-    "enable_jit_fused": (False, "modules stay as the family wrote them; compile the model with torch.compile yourself"),
-    "enable_sequence_overlap": (False, "a gather waits for its module; the option went from ColossalAI too"),
-    "find_unused_parameters": (False, "parameters without a gradient are always found"),
-    "check_reduction": (False, "the first step always compares the gradients of copies"),
-    "gradient_as_bucket_view": (False, "gradients are always views of their buckets"),
-    "static_graph": (False, "the graph may change in every step, at no cost"),
-    "enable_metadata_cache": (True, "shapes are known before a step, so no metadata is sent"),
-    "overlap_p2p": (True, "stages always send while they compute"),
-    "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of tp_size"),
-    "scheduler_nodes": (None, "the schedule of pp_style='zbv' is torch's"),
-}
 
 
 class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
@@ -53,8 +46,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
     sequence_parallelism_mode says: 'split_gather' (the default) or 'ring' over the tensor-parallel ranks, 'all_to_all'
     or 'ring_attn' over sp_size ranks of their own. dp_outside: True if ranks of one replica are neighbours;
     False if those of one stage are. precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are.
-    zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too (without
-    stages only). parallel_output: leave logits split and compute a causal model's loss from the parts.
+    zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too, 3 all
+    parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts.
     custom_policy: a core.hugging_face.Policy, for a family without a plan.
     num_microbatches, microbatch_size: of a pipeline's batch, one of the two. pp_style: '1f1b', 'interleaved' (with
     num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each stage.
@@ -142,9 +135,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         self.sequence_parallel, self.sp_size = resolve_sequence(
             enable_sequence_parallelism, sequence_parallelism_mode, tp_size, sp_size, inner_ring_size
         )
-        self._check_sizes(tp_size, pp_size)
-        self._check_pipeline(pp_size, pp_style, num_model_chunks, num_microbatches, microbatch_size)
-        self._check_zero(zero_stage, pp_size, cpu_offload, overlap_allgather)
+        check_sizes(self.world_size, self.sp_size, tp_size=tp_size, pp_size=pp_size)
+        check_pipeline(pp_size, pp_style, num_model_chunks, num_microbatches, microbatch_size)
+        check_zero(zero_stage, cpu_offload, overlap_allgather)
         self._check_numbers({"ddp_bucket_cap_mb": ddp_bucket_cap_mb, "zero_bucket_size_in_m": zero_bucket_size_in_m})
         if not ddp_bucket_cap_mb > 0 or not zero_bucket_size_in_m > 0:
             raise ValueError(
@@ -177,50 +170,6 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         self.cpu_offload = cpu_offload
         self.communication_dtype = communication_dtype
 
-    # -- arguments --------------------------------------------------------------------------------------------------
-
-    def _check_sizes(self, tp_size: int, pp_size: int) -> None:
-        for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"HybridParallelPlugin: {name} is {size!r}; it is a number of ranks, at least 1")
-        if self.world_size % (tp_size * pp_size * self.sp_size):
-            own_ranks = f" * sp_size {self.sp_size}" if self.sp_size > 1 else ""
-            raise ValueError(
-                f"World size {self.world_size} is not divisible by tp_size {tp_size} * pp_size {pp_size}{own_ranks}; "
-                "sizes must multiply to a divisor of the world"
-            )
-
-    def _check_pipeline(
-        self, pp_size: int, style: str, chunks: int, microbatches: int | None, microbatch_size: int | None
-    ) -> None:
-        if style not in SCHEDULES:
-            raise ValueError(f"pp_style {style!r} is none of {', '.join(SCHEDULES)}")
-        fits = {"1f1b": chunks == 1, "interleaved": chunks > 1, "zbv": chunks in (1, 2)}[style]
-        if not fits:
-            raise ValueError(
-                f"num_model_chunks is {chunks} with pp_style={style!r}; expected 1 for '1f1b', more for 'interleaved', "
-                "and 2 for 'zbv'"
-            )
-        if pp_size == 1 and style != "1f1b":
-            raise ValueError(f"pp_style={style!r} needs a pipeline, and pp_size is 1")
-        if pp_size > 1 and microbatches is None and microbatch_size is None:
-            raise ValueError(f"pp_size is {pp_size}; give num_microbatches or microbatch_size")
-        for name, value in (("num_microbatches", microbatches), ("microbatch_size", microbatch_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
-
-    def _check_zero(self, stage: int, pp_size: int, cpu_offload: bool, overlap_allgather: bool) -> None:
-        if stage not in (0, 1, 2):
-            raise ValueError(f"zero_stage is {stage!r}; expected 0, 1 or 2 (GeminiPlugin shards parameters too)")
-        if stage == 2 and pp_size > 1:
-            raise ValueError(
-                "zero_stage=2 reduces gradients in every microbatch, and a pipeline has many; with pp_size > 1 use "
-                "zero_stage 0 or 1"
-            )
-        if stage == 0 and (cpu_offload or overlap_allgather):
-            name = "cpu_offload" if cpu_offload else "overlap_allgather"
-            raise ValueError(f"{name}=True is an option of ZeRO, and zero_stage is 0; set zero_stage=1")
-
     # -- what the Booster asks --------------------------------------------------------------------------------------
 
     def get_checkpoint_io(self) -> HybridParallelCheckpointIO:
@@ -228,8 +177,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         return HybridParallelCheckpointIO()
 
     def support_lora(self) -> bool:
-        """Adapters of models that are cut are made by core.hugging_face instead."""
-        return self.tp_size * self.pp_size * self.sp_size == 1
+        """Adapters are cut with the layers that they adapt."""
+        return True
 
     def data_rank(self) -> int:
         """Which part of the data is this rank's: that of its replica of the model."""
@@ -293,7 +242,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             overlap_grad_reduce=overlap_communication,
             overlap_param_gather=overlap_allgather,
             bucket_size=self.bucket_size,
-            data_parallel_sharding_strategy=("no_shard", "optim", "optim_grads")[self.zero_stage],
+            data_parallel_sharding_strategy=STRATEGIES[self.zero_stage],
+            reduce_microbatches="last",
             keep_params_whole="all" if shaped and self.zero_stage else False,
             **self._reductions(),
         )
@@ -308,8 +258,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
     ) -> Boosted:
         """Give every rank rank 0's weights, cut the model, cast it, shard the optimizer. Collective over the world.
 
-        model: whole, of transformers; any module where tp_size = pp_size = 1. The optimizer is a torch optimizer over
-        its parameters that has made no step; it is left with this rank's slices.
+        model: whole, of transformers, with adapters of `enable_lora` or without; any module where all sizes are 1. One
+        on the meta device gets no values here: load it before its first forward. The optimizer is a torch optimizer
+        over its parameters that has made no step; it is left with this rank's slices.
         """
         groups = self.groups()
         failure: Exception | None = None
@@ -319,58 +270,73 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             names = {id(param): name for name, param in model.named_parameters()}
             if optimizer is not None:
                 self.complete_optimizer(model, optimizer)
-                if optimizer.state and self.tp_size * self.pp_size * self.ep_size > 1:
+                if optimizer.state and self._cuts:
                     raise ValueError(
                         "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
                         "one, and load the state by booster.load_optimizer"
                     )
                 self._freeze_what_nobody_trains(model, optimizer)
                 whole_groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-            layout = self._layout(model)
-            plan = self._plan(model)
+            tied = parts_of.ties_of(model)
+            learning = {n for name, p in model.named_parameters() if p.requires_grad for n in tied.get(name, (name,))}
+            memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+            shell = copy.deepcopy(model, memo)
+            empty = any(param.is_meta for param in model.parameters())
+            base, adapters = take_off(model) if self._cuts or empty else (model, None)
+            layout = self.layout_of(base)
+            plan = self._plan(base)
         except (ValueError, AttributeError) as error:
             failure = error
         agree.refuse(failure, None, "boost", ValueError)
-        model = model.to(self.device())
-        self._give_weights(model)
-        tied = parts_of.ties_of(model)
-        shell = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()})
+        base = base if empty else base.to(self.device())
+        self._give_weights(base, () if adapters is None else adapters.values.values())
         if self.enable_flash_attention:
-            self._use_flash_attention(model)
+            self._use_flash_attention(base)
         dtype = DTYPES[self.precision]
-        model = self._cast(model)
+        base = self._cast(base)
         if dtype is not None:
             shell = shell.to(dtype)
-        parts = self._cut(model, layout, plan)
+        parts = self._cut(base, layout, plan, empty=empty)
         if self.gradient_checkpoint_config is not None:
             checkpoint_layers(parts, self.gradient_checkpoint_config, parts_of.find_layers(parts[0], layout))
+        if adapters is not None:
+            parts = put_on(parts, adapters, learning, groups, staged=layout is not None)
+            parts = parts if dtype is None else [part.to(dtype) for part in parts]
         here = parts_of.parameters_here(parts, tied)
         splits = {name: split for part in parts for name, split in parts_of.splits_of(part).items()}
-        whole = WholeModel(shell, tied, splits)
+        whole = WholeModel(shell, tied, splits, self.custom_policy)
+        unread = {name for name in shell.state_dict() if MARK not in name} if empty else set()
         if optimizer is None:
-            boosted = HybridParallelModel(parts, layout, whole, groups, dtype, None)
+            boosted = HybridParallelModel(parts, layout, whole, groups, dtype, None, unread)
             return boosted, None, criterion, dataloader, lr_scheduler
-        shaped = needs_shapes(optimizer)
+        ddp_config, optimizer_config = self.engine_configs(base, optimizer)
         for group, names_of_group in zip(optimizer.param_groups, whole_groups, strict=True):
             group["params"] = [here[name][0] for name in names_of_group if name in here]
         config = stages_config(layout, self.tp_size) if layout is not None else None
-        chunks = wrap_stages(config, self._wrapper_config(model, shaped), parts, groups)
-        engine = AdoptedOptimizer(self._optimizer_config(), chunks, optimizer)
+        chunks = wrap_stages(config, ddp_config, parts, groups)
+        engine = AdoptedOptimizer(optimizer_config, chunks, optimizer)
         if self.precision == "fp16":
             engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
         wrapped = HybridParallelOptimizer(optimizer, engine, chunks, self.max_norm, whole_groups, here)
         wrapped.param_names = {param: name for name, (param, _) in here.items()}
         if config is not None and wrapped.scaler is not None:
             config.grad_scale_func = wrapped.scale_loss
-        boosted = HybridParallelModel(chunks, layout, whole, groups, dtype, engine)
+        boosted = HybridParallelModel(chunks, layout, whole, groups, dtype, engine, unread)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    def _layout(self, model: Any) -> PipelineLayout | None:
+    def layout_of(self, model: Any) -> PipelineLayout | None:
+        """Where the layers of a whole model go; None without a pipeline. Local; ValueError for what cannot be."""
         if self.pp_size == 1:
             if self.num_layers_per_stage is not None:
                 raise ValueError("num_layers_per_stage is for a pipeline, and pp_size is 1")
             return None
-        counts, stages, layers = self.num_layers_per_stage, self.pp_size * self.num_model_chunks, find_cut(model).count
+        cut = find_cut(model)
+        if cut.tied and self.zero_stage == 3 and self.pp_style == "zbv":
+            raise ValueError(
+                f"{cut.family}: with pp_style='zbv' the first stage lends its tied {sorted(cut.tied)[0]!r} to the last "
+                "one, which cannot gather it under zero_stage=3; use zero_stage 2, or another pp_style"
+            )
+        counts, stages, layers = self.num_layers_per_stage, self.pp_size * self.num_model_chunks, cut.count
         if counts is None and layers % stages:  # more layers in the middle, away from embeddings and head
             each, rest = divmod(layers, stages)
             first = (stages - rest) // 2
@@ -390,42 +356,57 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
         return read_plan(model, self.custom_policy)
 
-    def _give_weights(self, model: nn.Module) -> None:
-        """Slices of different models would make a model that nobody has made."""
+    @property
+    def _cuts(self) -> bool:
+        """True if a rank has a part of the model, or uses a part of its input."""
+        return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
+
+    def _give_weights(self, model: nn.Module, more: Iterable[nn.Parameter]) -> None:
+        """Slices of different models would make a model that nobody has made. more: of parameters taken off before."""
         agree.same(
             [
                 (
                     "the model",
                     dist.group.WORLD,
-                    [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()],
+                    [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()],
                 )
             ],
             kind=ValueError,
             advice="All ranks must build the same model",
         )
-        tensors = [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ())]
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
+        device = self.device()
+        for tensor in [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ()), *more]:
+            if not tensor.is_meta:
+                tensor.data = tensor.detach().to(device)
+                dist.broadcast(tensor.detach(), 0)
 
     def _use_flash_attention(self, model: Any) -> None:
         if not hasattr(model, "set_attn_implementation"):
             raise ValueError(f"enable_flash_attention needs a transformers model, and got a {type(model).__name__}")
         model.set_attn_implementation("sdpa")
 
-    def _cut(self, model: Any, layout: PipelineLayout | None, plan: Plan | None) -> list[Any]:
-        """This rank's parts of the model."""
-        if self.tp_size * self.pp_size * self.ep_size * self.sp_size == 1:
+    def _cut(self, model: Any, layout: PipelineLayout | None, plan: Plan | None, *, empty: bool) -> list[Any]:
+        """This rank's parts of the model. empty: True if it is on the meta device."""
+        if not self._cuts:
+            if empty:
+                draw(model, self.device())
             return [model]
-        loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         options: dict[str, Any] = {
-            "parallel_output": self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss",
+            "parallel_output": self.splits_logits(model),
             "sequence_parallel": self.sequence_parallel,
             "pg_collection": self.groups(),
         }
+        if empty:
+            return split_empty(model, layout, plan, device=self.device(), **options)
         if layout is not None:
             return split_stages(model, layout, plan, **options)
         split_model(model, plan, **options)
         return [model]
+
+    def splits_logits(self, model: Any) -> bool:
+        """True if logits of a whole model stay split, and its loss is computed from the parts."""
+        loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+        return self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss"
 
     # -- a pipeline's step --------------------------------------------------------------------------------------------
 
@@ -445,46 +426,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         stages; 'outputs': those of the last stage, put together}; None for what was not asked for.
         Collective over the replica, and outside `no_sync` over all ranks: gradients are whole then.
         """
-        if not isinstance(model, HybridParallelModel) or model.layout is None:
-            raise RuntimeError(
-                "execute_pipeline needs a model that HybridParallelPlugin has boosted with pp_size > 1; with pp_size=1 "
-                "call the model and booster.backward"
-            )
-        if not hasattr(data_iter, "__next__"):
-            raise TypeError(
-                f"execute_pipeline takes an iterator, and got a {type(data_iter).__name__}, of which it would take the "
-                "first batch each time; pass iter(dataloader), once an epoch"
-            )
-        following: Any = data_iter
-        batch = model.cast(dict(next(following)))
-        microbatches = parts_of.microbatches_of(batch, self.num_microbatches, self.microbatch_size)
-        outputs: list[Any] = []
-
-        def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:
-            output = chunk(received=hidden, **microbatch)
-            if not stage_of(chunk).part.post_process:
-                return output
-            output = refuse_use_of_split_logits(stage_of(chunk).model, output)
-            if return_outputs:
-                tensors = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
-                outputs.append({name: gather_logits(value) for name, value in tensors.items()})
-            loss = output.loss if criterion is None else criterion(output, microbatch)
-            return MicrobatchLoss(loss)
-
-        ids = microbatches[0]["input_ids"]
-        shape = stage_activations(model.chunks[0], *ids.shape[:2])
-        if model.runner is None:
-            schedule = SCHEDULES[self.pp_style]
-            model.runner = PipelineRunner(
-                model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=self.groups()
-            )
-        runner: PipelineRunner = model.runner
-        runner.forward_step = forward_step
-        if optimizer is None or not torch.is_grad_enabled():
-            outcome = runner.evaluate(microbatches, activations=shape)
-        else:
-            outcome = runner.step(microbatches, finalize=model.is_syncing(), activations=shape)
-        return {
-            "loss": outcome.loss.float() if return_loss else None,
-            "outputs": parts_of.joined_outputs(outputs) if return_outputs and outputs else None,
-        }
+        return run_pipeline(
+            *(data_iter, model, criterion, optimizer),
+            schedule=SCHEDULES[self.pp_style],
+            microbatches=(self.num_microbatches, self.microbatch_size),
+            returns=(return_loss, return_outputs),
+        )

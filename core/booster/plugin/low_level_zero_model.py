@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from core.interface import AMPModelMixin, ModelWrapper
 
 if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
+    from core.pipeline_parallel import PipelineLayout
 
 
 class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
@@ -26,12 +28,27 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         self, module: nn.Module, cast_to: torch.dtype | None = None, engine: AdoptedOptimizer | None = None
     ) -> None:
         super().__init__(module)
+        self.chunks = [module]  # of this rank: one, or the stages of a pipeline
+        self.layout: PipelineLayout | None = None  # of the stages
         self.cast_to = cast_to
         self.engine = engine
 
+    def parts(self) -> list[nn.Module]:
+        """The plain modules of this rank's chunks."""
+        return [part.module if isinstance(part, DistributedDataParallel) else part for part in self.chunks]
+
     def unwrap(self) -> nn.Module:
-        """The user's own module."""
-        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        """The user's own module; this rank's first stage of it, where there are several."""
+        return self.parts()[0]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have whole parameters where they are sharded, on all ranks: to evaluate, read or write them. Collective."""
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                if isinstance(chunk, DistributedDataParallel):
+                    stack.enter_context(chunk.gathered())
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""

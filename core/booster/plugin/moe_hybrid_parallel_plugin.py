@@ -10,8 +10,8 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 class MoeHybridParallelPlugin(HybridParallelPlugin):
     """A transformers model with experts over tp_size x pp_size ranks, its experts over ep_size data ranks beside it.
 
-    ep_size: ranks that share the experts of one stage; it divides the number of replicas, world / (tp_size * pp_size).
-    Over tp_size experts are split as all else is. overlap_communication: as in HybridParallelPlugin, off by default.
+    ep_size: ranks that share the experts of one stage; it divides the data and sequence ranks, world / (tp_size *
+    pp_size). Over tp_size experts are split as all else is. overlap_communication: off by default.
     moe_dp_outside: True if ranks of one replica are neighbours, False if those of one stage are; None takes True where
     it can be: without stages. Every other keyword is one of HybridParallelPlugin, with its meaning.
 
@@ -52,12 +52,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         replicas = self.world_size // (tp_size * pp_size)
         if replicas % ep_size:
             raise ValueError(
-                f"ep_size {ep_size} does not divide the {replicas} replicas of the model (world {self.world_size} / "
+                f"ep_size {ep_size} does not divide the {replicas} data and sequence ranks (world {self.world_size} / "
                 f"tp_size {tp_size} / pp_size {pp_size})"
-            )
-        if self.sequence_parallel is not None and ep_size > 1:
-            raise ValueError(
-                f"ep_size is {ep_size} with sequence_parallelism_mode={self.sequence_parallel!r}; experts over several "
-                "ranks are not here with a split sequence, so leave one of the two out"
             )
         self.ep_size = ep_size

@@ -43,6 +43,7 @@ class ZeroPluginBase(DPPluginBase):
 
     communication_dtype: torch.dtype | None = None  # of gradients on the wire; None for their own
     cpu_offload = False  # masters, moments and the step on the CPU
+    check_for_nan_in_grad = False  # True: a gradient that is not finite is an error on all ranks, and is named
 
     def __init__(
         self,
@@ -131,6 +132,14 @@ class ZeroPluginBase(DPPluginBase):
         """What `boost` returns for the model."""
         return LowLevelZeroModel(module, cast_to, engine)
 
+    def engine_configs(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
+        """How `boost` wraps a model, with its adapters and cut to this rank's part, and how it keeps masters and
+        moments. Local, also without torch.distributed (`planned_world`).
+        """
+        return self._wrapper_config(model, needs_shapes(optimizer)), self._optimizer_config()
+
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
     def supported_precisions(self) -> list[str]:
@@ -184,17 +193,17 @@ class ZeroPluginBase(DPPluginBase):
         `needs_shapes = True`) gets every parameter whole, on one rank. Adapters of `enable_lora` that the optimizer
         does not hold are added to it.
         """
-        shaped = False
         if optimizer is not None:
             self.complete_optimizer(model, optimizer)
-            shaped = needs_shapes(optimizer)
+            needs_shapes(optimizer)  # refuses one that cannot be told of
         model = self._cast(model.to(self.device()))
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         if optimizer is None:
             return self._boosted_model(model, cast_to, None), None, criterion, dataloader, lr_scheduler
         self._freeze_what_nobody_trains(model, optimizer)
-        wrapped = DistributedDataParallel(None, self._wrapper_config(model, shaped), model, pg_collection=self.groups())
-        engine = AdoptedOptimizer(self._optimizer_config(), wrapped, optimizer)
+        ddp_config, optimizer_config = self.engine_configs(model, optimizer)
+        wrapped = DistributedDataParallel(None, ddp_config, model, pg_collection=self.groups())
+        engine = AdoptedOptimizer(optimizer_config, wrapped, optimizer)
         if self.precision == "fp16":
             engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
         boosted = self._boosted_model(wrapped, cast_to, engine)
@@ -243,6 +252,7 @@ class ZeroPluginBase(DPPluginBase):
         memory, wire = self._gradient_dtypes()
         return {
             "grad_reduce_in_fp32": memory is torch.float32,
+            "check_for_nan_in_grad": self.check_for_nan_in_grad,
             "num_distributed_optimizer_instances": self.extra_dp_size,
             "initial_weights": "broadcast",
             # Sums that are divided later could leave fp16's range.
@@ -289,6 +299,10 @@ class ZeroPluginBase(DPPluginBase):
                     f"{self._name} trains a whole model on every rank, and parallel_state has a {name!r} group of "
                     f"{groups.size(name)} ranks; use core.distributed and core.optimizer directly for that layout"
                 )
+        return self.expect_instances(groups)
+
+    def expect_instances(self, groups: ProcessGroups) -> ProcessGroups:
+        """The groups; ValueError unless they have the instances that `extra_dp_size` says."""
         instances = groups.size("dp_cp") // groups.size("intra_dp_cp")
         if instances != self.extra_dp_size:
             raise ValueError(

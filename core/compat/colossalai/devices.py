@@ -68,15 +68,14 @@ def get_accelerator() -> DeviceAccelerator:
 class Timer:
     """Seconds between `start` and `stop`, and a history of those that were kept. Both wait for the device."""
 
+    has_history = property(lambda self: bool(self._history), doc="True if a time was kept.")
+
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all times."""
         self._began = self._elapsed = 0.0
         self._history: list[float] = []
-
-    has_history = property(lambda self: bool(self._history), doc="True if a time was kept.")
 
     @property
     def current_time(self) -> float:
@@ -85,29 +84,23 @@ class Timer:
         return time.monotonic()
 
     def start(self) -> None:
-        """Begin."""
         self._began = self.current_time
 
     def lap(self) -> float:
-        """Seconds since the start."""
         return self.current_time - self._began
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """Seconds since the start, kept if asked to."""
         self._elapsed = self.lap()
         self._history += [self._elapsed] if keep_in_history else []
         return self._elapsed
 
     def get_history_sum(self) -> float:
-        """Sum of the times that were kept."""
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """Mean of the times that were kept."""
-        return self.get_history_sum() / len(self._history)
+        return sum(self._history) / len(self._history)
 
     def get_elapsed_time(self) -> float:
-        """Seconds of the last `stop`."""
         return self._elapsed
 
 
@@ -116,30 +109,22 @@ class MultiTimer:
 
     def __init__(self, on: bool = True) -> None:
         self._timers: dict[str, Timer] = {}
+        self.get_timer = self._timers.__getitem__
         self.set_status(on)
 
     def set_status(self, mode: bool) -> None:
-        """Switch the timers on or off."""
         self._on = mode
 
     def is_on(self) -> bool:
-        """True if the timers run."""
         return self._on
 
     def start(self, name: str) -> None:
-        """Begin a timer."""
         if self._on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool) -> float | None:
-        """End a timer; its seconds."""
         return self._timers[name].stop(keep_in_history) if self._on else None
 
-    def get_timer(self, name: str) -> Timer:
-        """A timer by its name."""
-        return self._timers[name]
-
     def reset(self, name: str | None = None) -> None:
-        """Forget the times of a timer, or of all."""
         for timer in self._timers.values() if name is None else [self._timers[name]]:
             timer.reset()

@@ -29,7 +29,6 @@ class ProcessGroupMesh:
         self._groups: dict[Any, Any] = {}
 
     def size(self, dim: int | None = None) -> int | Coordinate:
-        """The size of an axis, or all sizes."""
         return self.shape if dim is None else self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
@@ -39,7 +38,6 @@ class ProcessGroupMesh:
 
     @staticmethod
     def unravel(rank: int, shape: Coordinate) -> Coordinate:
-        """The coordinates of a rank."""
         return tuple(int(place) for place in np.unravel_index(rank, shape))
 
     @staticmethod
@@ -47,10 +45,7 @@ class ProcessGroupMesh:
         """The rank at coordinates; mode 'wrap' or 'clip' for those outside, as NumPy's ravel_multi_index."""
         return int(np.ravel_multi_index(coord, shape, mode=mode))
 
-    @staticmethod
-    def get_ranks_in_group(group: dist.ProcessGroup) -> list[int]:
-        """The world's ranks of a group."""
-        return dist.get_process_group_ranks(group)
+    get_ranks_in_group = staticmethod(dist.get_process_group_ranks)
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: Any, indices_at_axis: Any) -> list[Coordinate]:
@@ -77,10 +72,8 @@ class ProcessGroupMesh:
         self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
     ) -> Any:
         """`create_group_along_axis`, or the group that it made before."""
-        rows = _rows(axis, indices_at_axis, self.shape)
-        if rows not in self._groups:
-            self.create_group_along_axis(axis, indices_at_axis, backend)
-        return self._groups[rows]
+        made = self._groups.get(_rows(axis, indices_at_axis, self.shape), self)  # a rank that is in no group has None
+        return self.create_group_along_axis(axis, indices_at_axis, backend) if made is self else made
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this rank's groups that the mesh has made."""

@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from core.compat.arguments import arguments
 from core.hugging_face import Plan, Policy, read_plan, split_model
 from core.process_groups import ProcessGroups
 
 _PLUGIN = "use booster.plugin.HybridParallelPlugin, which makes stages and splits sequences"
 _AS_WRITTEN = "modules stay as the family wrote them; torch.compile fuses them"
-_REFUSED: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("pipeline_stage_manager", "sequence_parallel_process_group"), (None, _PLUGIN)),
-    **dict.fromkeys(("enable_sequence_parallelism", "enable_sequence_overlap"), (False, _PLUGIN)),
-    "sequence_parallelism_mode": (None, _PLUGIN),
-    **dict.fromkeys(
-        ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused"), (False, _AS_WRITTEN)
-    ),
-    "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of the ranks"),
-    "gradient_checkpoint_config": (None, "call model.gradient_checkpointing_enable()"),
-    "fp8_communication": (False, "activations are exchanged in their own dtype"),
+_ADVICE = {
+    **dict.fromkeys(("pipeline_stage_manager", "sequence_parallel_process_group"), _PLUGIN),
+    **dict.fromkeys(("enable_sequence_parallelism", "enable_sequence_overlap", "sequence_parallelism_mode"), _PLUGIN),
+    **dict.fromkeys(("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused"), _AS_WRITTEN),
+    "make_vocab_size_divisible_by": "a vocabulary is padded to the next multiple of the ranks",
+    "gradient_checkpoint_config": "call model.gradient_checkpointing_enable()",
+    "extra_kwargs": "give ShardFormer.optimize(model, policy) a core.hugging_face.Policy of rules of your own",
+    "fp8_communication": "activations are exchanged in their own dtype",
 }
 
 
-@dataclass
-class ShardConfig:
+class ShardConfig(SimpleNamespace):
     """How ShardFormer splits. tensor_parallel_process_group: None for the world. parallel_output: logits stay split.
 
     ValueError, with what to do instead, for a field that nothing here obeys and that is not at its default.
     """
 
-    tensor_parallel_process_group: dist.ProcessGroup | None = None
-    sequence_parallel_process_group: dist.ProcessGroup | None = None
-    pipeline_stage_manager: Any = None
-    enable_tensor_parallelism: bool = True
-    enable_all_optimization: bool = False
-    enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
-    enable_jit_fused: bool = False
-    enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
-    enable_sequence_overlap: bool = False
-    parallel_output: bool = True
-    make_vocab_size_divisible_by: int = 64
-    gradient_checkpoint_config: Any = None
-    fp8_communication: bool = False
-    extra_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, (default, advice) in _REFUSED.items():
-            if getattr(self, name) != default:
-                raise ValueError(f"ShardConfig({name}={getattr(self, name)!r}) is not supported: {advice}")
-        if self.extra_kwargs:
-            raise ValueError(f"ShardConfig(extra_kwargs={self.extra_kwargs}) is not supported: nothing would read it")
+    @arguments(
+        "self tensor_parallel_process_group=None !sequence_parallel_process_group=None !pipeline_stage_manager=None "
+        "enable_tensor_parallelism=True !enable_all_optimization=False !enable_fused_normalization=False "
+        "enable_flash_attention=False !enable_jit_fused=False !enable_sequence_parallelism=False "
+        "!sequence_parallelism_mode=None !enable_sequence_overlap=False parallel_output=True "
+        "!make_vocab_size_divisible_by=64 !gradient_checkpoint_config=None !fp8_communication=False !extra_kwargs={}",
+        _ADVICE,
+    )
+    def __init__(self, **given: Any) -> None:
+        defaults = {name: field.default for name, field in inspect.signature(ShardConfig).parameters.items()}
+        super().__init__(**{**defaults, **given})
 
     @property
     def tensor_parallel_size(self) -> int:

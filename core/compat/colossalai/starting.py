@@ -1,118 +1,39 @@
-"""launch and its kin: start torch.distributed as ColossalAI's functions of these names do, on the device there is."""
+"""launch and its kin with ColossalAI's arguments, and its loggers' name, over core.booster."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from core.booster.accelerator import devices_here
+from core.booster import launch as ours
+from core.booster.rank_logger import DistributedLogger as OurLogger
 from core.compat.arguments import arguments
-from core.compat.colossalai.rank_logger import get_dist_logger
 
-# Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
-PLACES = {
-    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NPROCS"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-}
-_HOW = "backend=None seed=1024 verbose=True * config=None"
-
-
-@arguments("rank world_size host port backend=None local_rank=None seed=1024 verbose=True * config=None")
-def launch(
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    backend: Any,
-    local_rank: Any,
-    seed: int,
-    verbose: bool,
-    config: Any,
-) -> None:
-    """Start the default group, choose this rank's device, and seed Python, NumPy and torch alike on every rank.
-
-    backend: None for the device's own, which is 'nccl' on GPUs and 'gloo' on CPUs. A group that is started already is
-    kept. config: of old versions; only an empty one. Collective. Raises ValueError for a config with settings.
-    """
-    if config:
-        raise ValueError(
-            f"launch got a config with {', '.join(map(str, config))}, which nothing here would read; pass these "
-            "settings to a plugin of the Booster, to core.gradient_handler.build_gradient_handler, or to "
-            "core.gradient_accumulation.accumulate_gradient, and leave the config out"
-        )
-    logger = get_dist_logger()
-    if dist.is_initialized():
-        place = (dist.get_rank(), dist.get_world_size())
-        if place != (rank, world_size):
-            raise RuntimeError(
-                f"torch.distributed is started already, with this process as rank {place[0]} of {place[1]}, and launch "
-                f"says rank {rank} of {world_size}; leave out one of the two starts"
-            )
-        how = f"was started before, with {dist.get_backend()}"
-    else:
-        devices = torch.accelerator.device_count()
-        # All ranks of a machine decide alike: an accelerator for each of them, or none.
-        enough = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices
-        kind = devices_here()[-1] if enough and backend != "gloo" else "cpu"
-        own = dist.get_default_backend_for_device(kind)
-        if backend not in (None, own) and verbose:
-            logger.warning(f"backend {backend!r} is not for {kind!r}, where this rank trains; {own!r} is taken")
-        if kind != "cpu":
-            torch.accelerator.set_device_index(rank % devices if local_rank is None else local_rank)
-        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        dist.init_process_group(own, init_method=address, rank=rank, world_size=world_size)
-        how = f"is started with {own} on {kind}"
-    set_seed(seed)
-    if verbose:
-        logger.info(f"torch.distributed {how}; world size {world_size}, seed {seed}", ranks=[0])
+# A config is of old versions: only an empty one.
+_HOW = "backend=None seed=1024 verbose=True * !config=None|{}"
+_taking = functools.partial(
+    arguments,
+    advice={
+        "config": "nothing here would read it; pass the settings to a plugin of the Booster, to "
+        "core.gradient_handler.build_gradient_handler, or to core.gradient_accumulation.accumulate_gradient"
+    },
+)
+launch = _taking(f"rank world_size host port backend=None local_rank=None {_HOW[13:]}")(ours.launch)
+launch_from_slurm = _taking(f"host port {_HOW}")(ours.launch_from_slurm)
+launch_from_openmpi = _taking(f"host port {_HOW}")(ours.launch_from_openmpi)
+_launch_from_torch = _taking(_HOW)(ours.launch_from_torch)
 
 
-@arguments(_HOW)
+@arguments(_HOW.replace("!", ""))
 def launch_from_torch(backend: Any, config: Any, **how: Any) -> None:
-    """`launch` with the place that torchrun gave this process. Collective."""
-    if isinstance(backend, Mapping):  # old versions have the config first
-        backend, config = None, backend
-    if dist.is_initialized() and "RANK" not in os.environ:
-        launch(dist.get_rank(), dist.get_world_size(), "", 0, config=config, **how)
-        return
-    place = _place("torchrun")
-    host, port = (_variable(name, "torchrun") for name in PLACES["torchrun"][3:])
-    launch(host=host, port=int(port), backend=backend, config=config, **how, **place)
+    """core.booster.launch.launch_from_torch; old versions have the config first."""
+    first = isinstance(backend, Mapping)
+    _launch_from_torch(None if first else backend, config=backend if first else config, **how)
 
 
-def _launcher(name: str, launcher: str, whose: str) -> Callable[..., None]:
-    def start(**given: Any) -> None:
-        launch(**given, **_place(launcher))
+class DistributedLogger(OurLogger):
+    """core.booster.rank_logger.DistributedLogger."""
 
-    start.__qualname__ = start.__name__ = name
-    start.__doc__ = f"`launch` with the place that {whose} gave this process. Collective."
-    return arguments(f"host port {_HOW}")(start)
-
-
-launch_from_slurm = _launcher("launch_from_slurm", "srun", "SLURM's srun")
-launch_from_openmpi = _launcher("launch_from_openmpi", "mpirun", "Open MPI's mpirun")
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's random numbers."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _place(launcher: str) -> dict[str, int]:
-    words = zip(("rank", "local_rank", "world_size"), PLACES[launcher], strict=False)
-    return {argument: int(_variable(name, launcher)) for argument, name in words}
-
-
-def _variable(name: str, launcher: str) -> str:
-    if name not in os.environ:
-        raise RuntimeError(f"{name} is not set; start the program with {launcher}, which sets it for each process")
-    return os.environ[name]
+    def __init__(self, name: str = "colossalai") -> None:
+        super().__init__(name)

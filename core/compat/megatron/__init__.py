@@ -20,10 +20,7 @@ _install.register(SURFACE)
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """Make `megatron.core` resolve to this package in this process. Call it before the first import of megatron.core.
-
-    Raises RuntimeError where the real one is installed, unless replace_installed, or imported already.
-    """
+    """core.compat.install.install of `megatron.core`. Call it before its first import."""
     _install.install(SURFACE, replace_installed=replace_installed)
 
 

@@ -9,7 +9,7 @@ from core.compat.install import read_rows
 
 MODULES = read_rows(
     """
-- .wrapper DistributedDataParallel .configs ModelParallelConfig .timers Timers .tools is_torch_min_version
+- .optimizer DistributedDataParallel .configs ModelParallelConfig core.timers Timers .tools is_torch_min_version
 parallel_state .groups initialize_model_parallel is_unitialized get_data_parallel_group
     get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group
     get_expert_data_parallel_world_size get_expert_data_parallel_rank core.hyper_comm_grid RankGenerator
@@ -20,14 +20,14 @@ model_parallel_config .configs ModelParallelConfig
 
 distributed @distributed.distributed_data_parallel @distributed.distributed_data_parallel_config
     @distributed.finalize_model_grads
-distributed.distributed_data_parallel .wrapper DistributedDataParallel
+distributed.distributed_data_parallel .optimizer DistributedDataParallel
 distributed.distributed_data_parallel_config .configs DistributedDataParallelConfig
 distributed.finalize_model_grads core.distributed finalize_model_grads
 optimizer .optimizer get_megatron_optimizer core.optimizer get_standard_config_overrides
     @optimizer.optimizer @optimizer.optimizer_config @optimizer.distrib_optimizer
-optimizer.optimizer core.optimizer MegatronOptimizer ChainedOptimizer MixedPrecisionOptimizer=ReplicatedOptimizer
-    Float16OptimizerWithFloat16Params=ReplicatedOptimizer FP32Optimizer=ReplicatedOptimizer
-optimizer.optimizer_config .configs OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig
+optimizer.optimizer .optimizer MegatronOptimizer core.optimizer ChainedOptimizer FP32Optimizer=ReplicatedOptimizer
+    MixedPrecisionOptimizer=ReplicatedOptimizer Float16OptimizerWithFloat16Params=ReplicatedOptimizer
+optimizer.optimizer_config .configs OptimizerConfig AdamOptimizerConfig=OptimizerConfig SGDOptimizerConfig
     core.optimizer ParamKey ParamPredicate ParamWithNamePredicate ParamGroupOverride
 optimizer.distrib_optimizer .optimizer DistributedOptimizer
 optimizer.grad_scaler core.optimizer.loss_scaler MegatronGradScaler=LossScaler ConstantGradScaler=ConstantLossScaler
@@ -49,7 +49,7 @@ tensor_parallel.random .layers model_parallel_cuda_manual_seed get_cuda_rng_trac
     get_all_rng_states get_expert_parallel_rng_tracker_name get_data_parallel_rng_tracker_name
     core.tensor_parallel checkpoint CudaRNGStatesTracker
 tensor_parallel.cross_entropy .layers vocab_parallel_cross_entropy
-tensor_parallel.data .layers broadcast_data
+tensor_parallel.data core.tensor_parallel broadcast_data
 tensor_parallel.utils .layers split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
     VocabUtility
 
@@ -71,40 +71,49 @@ transformer.module .modules MegatronModule Float16Module param_is_not_shared
 transformer.spec_utils .modules ModuleSpec build_module get_module import_module
 transformer.identity_op .modules IdentityOp IdentityFuncOp
 transformer.enums .enums ModelType LayerType AttnType AttnMaskType AttnBackend
-transformer.transformer_layer .specs get_transformer_layer_offset core.transformer.transformer_layer TransformerLayer
-transformer.transformer_block .specs get_num_layers_to_build core.transformer.transformer_block TransformerBlock
-transformer.attention core.transformer.attention SelfAttention
-transformer.mlp core.transformer.mlp MLP
-transformer.moe.moe_layer core.moe MoELayer
-transformer.moe.router core.moe TopKRouter Router=TopKRouter
-transformer.moe.experts core.moe SequentialMLP=Experts GroupedMLP=Experts TEGroupedMLP=Experts
-transformer.moe.shared_experts core.moe SharedExpertMLP=SharedExpert
-transformer.moe.token_dispatcher core.moe MoEAllGatherTokenDispatcher=AllGatherTokenDispatcher
-    MoEAlltoAllTokenDispatcher=AllToAllTokenDispatcher
+transformer.transformer_layer .blocks TransformerLayer .parts TransformerLayerSubmodules
+    .groups get_transformer_layer_offset
+transformer.transformer_block .groups get_num_layers_to_build .blocks TransformerBlock .parts TransformerBlockSubmodules
+transformer.attention .blocks SelfAttention .parts SelfAttentionSubmodules
+transformer.dot_product_attention .parts DotProductAttention
+transformer.torch_norm .parts WrappedTorchNorm
+transformer.mlp .blocks MLP .parts MLPSubmodules
+transformer.moe.moe_layer .blocks MoELayer .parts MoESubmodules
+fusions.fused_layer_norm .parts FusedLayerNorm=WrappedTorchNorm
+fusions.fused_bias_dropout .parts get_bias_dropout_add
+transformer.moe.router .blocks TopKRouter Router=TopKRouter
+transformer.moe.experts .parts SequentialMLP=Experts GroupedMLP=Experts TEGroupedMLP=Experts
+transformer.moe.shared_experts .parts SharedExpertMLP
+transformer.moe.token_dispatcher .parts MoEAllGatherTokenDispatcher MoEAlltoAllTokenDispatcher
 transformer.moe.moe_utils core.moe MoEAuxLossAutoScaler .tools get_default_pg_collection
 
-dist_checkpointing @dist_checkpointing.serialization .checkpoint check_is_distributed_checkpoint
-    .sharded ShardedTensor ShardedObject LocalNonpersistentObject
-dist_checkpointing.mapping .sharded ShardedTensor ShardedObject ShardedTensorFactory LocalNonpersistentObject
-    StateDict CommonStateDict=StateDict ShardedStateDict=StateDict ReplicaId is_main_replica apply_factories
+dist_checkpointing @dist_checkpointing.serialization @dist_checkpointing.core
+    core.checkpoint.tree ShardedTensor ShardedObject LocalNonpersistentObject
+dist_checkpointing.mapping core.checkpoint.tree ShardedTensor ShardedObject ShardedTensorFactory
+    LocalNonpersistentObject StateDict CommonStateDict=StateDict ShardedStateDict=StateDict ReplicaId is_main_replica
+    apply_factories
 dist_checkpointing.serialization .checkpoint save load load_common_state_dict load_tensors_metadata
     load_sharded_metadata=load_tensors_metadata load_plain_tensors load_content_metadata
-    .sharded get_default_save_sharded_strategy=Strategy get_default_load_sharded_strategy=Strategy
-dist_checkpointing.strategies.fully_parallel .sharded FullyParallelSaveStrategyWrapper=Strategy
+    get_default_save_sharded_strategy=Strategy get_default_load_sharded_strategy=Strategy
+dist_checkpointing.strategies.fully_parallel .checkpoint FullyParallelSaveStrategyWrapper=Strategy
     FullyParallelLoadStrategyWrapper=Strategy
-dist_checkpointing.strategies.torch .sharded TorchDistSaveShardedStrategy=Strategy
+dist_checkpointing.strategies.torch .checkpoint TorchDistSaveShardedStrategy=Strategy
     TorchDistLoadShardedStrategy=Strategy
-dist_checkpointing.validation .sharded StrictHandling parse_strict_flag=StrictHandling
+dist_checkpointing.validation .checkpoint StrictHandling parse_strict_flag=StrictHandling
 dist_checkpointing.core core.checkpoint CheckpointingException=CheckpointError
-    .checkpoint check_is_distributed_checkpoint
-dist_checkpointing.utils .sharded add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
-dist_checkpointing.dict_utils .sharded merge nested_values=leaves_of
+    core.checkpoint.tree_files check_is_distributed_checkpoint=is_tree
+dist_checkpointing.utils core.checkpoint.tree add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
+dist_checkpointing.dict_utils core.checkpoint.tree merge nested_values=leaves_of
 
 enums .enums ModelType Fp8Recipe
-timers .timers Timers Timer
-packed_seq_params .gpt PackedSeqParams
-num_microbatches_calculator .microbatches *
-utils .tools * .groups get_pg_size get_pg_rank get_pg_src_rank core.memory_buffer GlobalMemoryBuffer
+timers core.timers Timers Timer
+packed_seq_params .packed PackedSeqParams
+num_microbatches_calculator .schedules init_num_microbatches_calculator reconfigure_num_microbatches_calculator
+    destroy_num_microbatches_calculator update_num_microbatches get_num_microbatches get_micro_batch_size
+    get_current_global_batch_size get_current_running_global_batch_size
+    core.microbatches NumMicroBatchesCalculator=MicrobatchCalculator
+utils .tools * divide ensure_divisibility init_method_normal get_torch_version get_default_pg_collection
+    .groups get_pg_size get_pg_rank get_pg_src_rank core.memory_buffer GlobalMemoryBuffer
     .modules get_attr_wrapped_model get_model_config get_model_type get_model_xattn unwrap_model
 """,
     ".faces",
@@ -131,6 +140,7 @@ ABSENT = {
     "models.vision": "use a torch or transformers model, wrapped in DistributedDataParallel",
     "models.T5": "models with an encoder and a decoder are not here; use core.hugging_face to split one",
     "models.bert": "use core.hugging_face to split a transformers model",
+    "transformer.attention.CrossAttention": "cross attention is not built; write it with the layers of tensor_parallel",
     "models.gpt.gpt_layer_specs.get_gpt_mtp_block_spec": "multi-token prediction is not built",
     "transformer.transformer_config.MLATransformerConfig": "multi-latent attention is not built; core.hugging_face "
     "splits a transformers model that has it",

@@ -28,6 +28,7 @@ class FileTier:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
         self.files: list[tuple[int, int]] = []  # (descriptor, bytes) of each
+        self.others: list[mmap.mmap] = []  # files that other ranks have made
         self.block: mmap.mmap | None = None  # the file that the next tensors lie in
         self.used = 0  # bytes of it
         self.refused: OSError | None = None  # why `new_shared` has failed
@@ -65,8 +66,8 @@ class FileTier:
 
     def cut(self) -> str | None:
         """The first file that somebody has cut short, in words. Who reads it is killed by the kernel."""
-        for descriptor, nbytes in self.files:
-            left = os.fstat(descriptor).st_size
+        sizes = [(os.fstat(descriptor).st_size, nbytes) for descriptor, nbytes in self.files]
+        for left, nbytes in sizes + [(other.size(), len(other)) for other in self.others]:
             if left < nbytes:
                 return (
                     f"a file in {self.directory} that holds shards below the device was cut to {left} of its {nbytes} "

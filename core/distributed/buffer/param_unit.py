@@ -56,7 +56,8 @@ class ParamUnit:
     shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. lane: a communicator of the same
     ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
     processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other. tier: what
-    the shard lies in if that is below the device; a gather then copies the bucket to the device.
+    the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks: memory for
+    whole buckets on CPUs; beside files none is kept when it is freed.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ParamUnit:
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
         tier: FileTier | None,
+        blocks: huge_pages.Blocks,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -87,6 +89,7 @@ class ParamUnit:
         self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
         self.channel = channel
         self.tier = tier
+        self.blocks = blocks if tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
         self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=shard.device)
         if self.mapped is None or self.moves:
@@ -132,20 +135,21 @@ class ParamUnit:
         """
         if self.mapped is None:
             return self.complete(self.launch(collectives))
-        self._check_file()
+        self.check_file()
         with torch.inference_mode(False), torch.no_grad():
             self.whole = self._borrow().copy_(self.mapped) if to_write or self.moves else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
         """Begin to gather. Collective over the shard group, asynchronous."""
-        self._check_file()
+        self.check_file()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
             self._own_part(whole).copy_(self.shard)
             return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name))
 
-    def _check_file(self) -> None:
+    def check_file(self) -> None:
+        """RuntimeError where the file of shards was cut short: who reads it is killed by the kernel."""
         problem = None if self.tier is None else self.tier.cut()
         if problem is not None:
             raise RuntimeError(f"rank {dist.get_rank()}: {problem}")
@@ -245,9 +249,9 @@ class ParamUnit:
         self.data_of = []
 
     def _borrow(self) -> torch.Tensor:
-        """Memory for the whole bucket. Beside files none of it may stay with the C library when it is freed."""
-        if self.tier is not None:
-            return huge_pages.borrowed(self.layout.numel, self.shard.dtype)
+        """Memory for the whole bucket."""
+        if self.shard.device.type == "cpu":
+            return self.blocks.borrow(self.layout.numel, self.shard.dtype)
         return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -264,6 +268,7 @@ def units_of(
     device: torch.device,
     first: int,
     lanes: Lanes,
+    blocks: huge_pages.Blocks,
     stays: Stays,
     tier: FileTier | None = None,
     below: Collection[int] = (),
@@ -271,7 +276,7 @@ def units_of(
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
     first: number of the first unit. lanes: communicators by shard group, made here where ranks do not map each other's
-    memory. below: indices of the buckets whose shards lie in `tier`.
+    memory. blocks: memory for whole buckets. below: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
     memory: dict[int, tuple[ShardMemory, FileTier | None]] = {}
@@ -299,6 +304,7 @@ def units_of(
             lies.mapped,
             lies.channel,
             place,
+            blocks,
         )
         unit.stays = stays if unit.moves else Stays.STEP
         units.append(unit)
@@ -334,6 +340,7 @@ def _shard_memory(
         except OSError as caught:
             error = caught
     if tier is not None:
+        tier.others += [shared.first_map] if shared is not None and rank > 0 else []
         agree.refuse(error, group, "the files of parameters below the device")
     found, at = [], 0
     for bucket in buckets:

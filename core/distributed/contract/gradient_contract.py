@@ -27,11 +27,9 @@ class ContractError(ValueError):
     """A parameter says two things that cannot both be true, or holds partial gradients that no rule makes whole."""
 
 
+# A tuple: there is one for each parameter of a model, and a frozen dataclass takes four times as long to make.
 class GradientContract(NamedTuple):
-    """What happens to one parameter's gradient between backward and the optimizer.
-
-    A tuple, because there is one for each parameter of a model and a frozen dataclass takes four times as long to make.
-    """
+    """What happens to one parameter's gradient between backward and the optimizer."""
 
     name: str
     is_expert: bool

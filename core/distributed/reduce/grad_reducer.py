@@ -447,8 +447,13 @@ def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param
     bucket = reducer.buckets[number]
     if param.__dict__.get("grad_added_to_main_grad"):
         check_declared(param, bucket.contracts[index].name)
+    reducer.arrive(bucket, index)
+
+
+def arrived_at_sharded(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
+    """The same where parameters are sharded, without asking the class of each that is looked at."""
     with attributes_alone():
-        reducer.arrive(bucket, index)
+        arrived(reducer_of, number, index, param)
 
 
 def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:

@@ -18,8 +18,8 @@ def models_of(chunks: Sequence[Any]) -> list[int]:
     chunks: wrapped, of one rank, in the model's order; all ranks have equally many. Raises ValueError, on all ranks
     alike, where there are several models and some of a model's chunks are missing.
 
-        models_of([encoder, decoder])                    # [0, 1]
-        models_of([chunk0, chunk1])                      # [0, 0] with virtual_pipeline_model_parallel_size=2
+        models_of([encoder, decoder])  # [0, 1]
+        models_of([chunk0, chunk1])    # [0, 0] with virtual_pipeline_model_parallel_size=2
     """
     size = _virtual_size(chunks)
     if len(chunks) > size and len(chunks) % size:

@@ -1,4 +1,4 @@
-"""The algorithms by name: our own four, and any `torch.optim` class, by its name or as the class itself.
+"""The algorithms by name: our own, and any `torch.optim` class, by its name or as the class itself.
 
 A label is what a param group and a checkpoint hold of an algorithm: 'adam', 'Adagrad' (a class of torch.optim), or
 'package.module:Class'.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 NAMED = ("adam", "sgd", "lion", "muon")
+_MODULE = "core.optimizer.algorithms.layerwise"
+LAYERWISE = {"lamb": f"{_MODULE}:Lamb", "lars": f"{_MODULE}:Lars", "came": f"{_MODULE}:CAME"}
 # Classes of torch.optim that look at more than one element at a time, so at the parameter and not at a flat part.
 TORCH_NEEDS_SHAPES = ("Adafactor", "Muon")
 # They call for a closure or for sparse gradients; a step here has neither.
@@ -26,6 +28,7 @@ def resolve(algorithm: Algorithm) -> Algorithm:
         return algorithm
     found: Any = algorithm
     if isinstance(algorithm, str):
+        algorithm = LAYERWISE.get(algorithm, algorithm)
         module, _, qualname = algorithm.rpartition(":")
         if module:
             found = importlib.import_module(module)
@@ -36,8 +39,8 @@ def resolve(algorithm: Algorithm) -> Algorithm:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
         hint = "; AdamW is 'adam' with decoupled_weight_decay=True, the default" if algorithm == "adamw" else ""
         raise ValueError(
-            f"optimizer {algorithm!r} is not one of {', '.join(NAMED)}, nor the name of a torch.optim class such as "
-            f"'Adagrad', nor a subclass of torch.optim.Optimizer{hint}"
+            f"optimizer {algorithm!r} is not one of {', '.join((*NAMED, *LAYERWISE))}, nor the name of a torch.optim "
+            f"class such as 'Adagrad', nor a subclass of torch.optim.Optimizer{hint}"
         )
     if found.__module__.startswith("torch.optim") and found.__name__ in TORCH_REFUSED:
         raise ValueError(f"optimizer {found.__name__} cannot be used here: {TORCH_REFUSED[found.__name__]}")

@@ -61,8 +61,10 @@ def bytes_per_parameter(
     strategy: DistributedDataParallelConfig.data_parallel_sharding_strategy. shard_ranks: the ranks that share one copy
     of the optimizer's state, data ranks / optimizer instances.
 
-        bytes_per_parameter(OptimizerConfig(bf16=True), param_dtype=torch.bfloat16, grad_dtype=torch.float32,
-                            strategy="optim", shard_ranks=8).total    # 2 + 4 + (4 + 8) / 8 = 7.5
+        bytes_per_parameter(
+            OptimizerConfig(bf16=True), param_dtype=torch.bfloat16, grad_dtype=torch.float32,
+            strategy="optim", shard_ranks=8,
+        ).total  # 2 + 4 + (4 + 8) / 8
     """
     residency = residency_of(strategy)
     shards = shard_ranks if residency.sharded else 1

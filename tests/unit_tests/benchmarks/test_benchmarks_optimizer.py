@@ -93,6 +93,7 @@ def test_an_arm_that_computes_something_else_is_refused(precision: str) -> None:
         check_arms(problem, made([*specs, StepArmSpec("half the rate", False, HalfTheRate)]))
 
 
+@pytest.mark.nightly
 def test_a_small_run_writes_a_row_for_every_arm(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "optimizer.json"
     arguments = ["--workloads", "test", "--ranks", "1", "--rounds", "1", "--json", str(file)]

@@ -66,6 +66,7 @@ def test_nothing_to_measure_is_refused(wrong: list[str], capsys: pytest.CaptureF
     assert f"{wrong[0]} 0: expected at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_tiny_run_writes_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "startup.json"
     sizes = ["--parameters", "20", "40", "--ranks", "2", "--repeat", "1", "--torch-limit", "0"]

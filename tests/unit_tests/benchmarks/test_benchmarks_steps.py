@@ -60,6 +60,8 @@ def test_losses_are_compared_step_by_step() -> None:
 def test_formulas_are_bytes_over_the_parameters() -> None:
     assert [formula_ratio(stage, 2) for stage in ("none", "no_shard", "optim")] == [4.0, 4.0, 3.0]
     assert formula_ratio("optim_grads", 4) == 1.75 and formula_ratio("optim_grads_params", 4) == 1.0
+    assert formula_ratio("optim_grads_params", 4, 0.25) == 1.5  # two buckets of parameters and two of gradients
+    assert WORKLOADS["gpt10m"].passing_numel(2) / WORKLOADS["gpt10m"].numel() == pytest.approx(0.27, abs=0.01)
 
 
 def row(name: str, wall: list[list[float]], **given: Any) -> dict[str, Any]:
@@ -165,6 +167,26 @@ def test_an_aim_is_judged_by_the_better_setting_and_beside_the_best_peer_of_the_
     failed = result_of(*rows)
     failed["baseline"] |= {"outcome": "failed", "starts": []}
     assert [aim.what for aim in aims_of(failed)] == ["memory"]  # there is nothing that times are a ratio to
+
+
+def test_sharded_parameters_are_judged_as_mapped_as_over_gloo_and_beside_sharded_optimizers() -> None:
+    params = {"stage": "optim_grads_params"}
+    rows = [
+        row("core optim", [[0.9]], peak=4.0, stage="optim", kind="ours"),
+        row("core optim_grads_params", [[0.9]], peak=2.1, kind="ours", **params),
+        row("core optim_grads_params gloo", [[1.2]], peak=2.3, kind="ours", **params),
+        row("fsdp2 resharded", [[1.3]], peak=5.0, **params),
+    ]
+    found = {name: aims_of(result_of(*rows, name=name)) for name in ("tiny", "gpt51m")}
+    aims = {name: [(aim.setting, aim.aim, aim.met) for aim in of[1:]] for name, of in found.items()}
+    gloo = ("core optim_grads_params gloo", 1.15, False)
+    assert aims["tiny"] == [("core optim_grads_params", 0.88, False), gloo]
+    assert aims["gpt51m"] == [("core optim_grads_params", 0.85, False), gloo]
+    assert found["tiny"][2].line().endswith("; below fsdp2 resharded, 1.30")
+    result = result_of(*rows, name="gpt51m")
+    result["plan"]["ranks"] = 4
+    share = aims_of(result)[2]
+    assert (share.what, share.peer, share.met) == ("memory", "core optim", True) and share.aim == pytest.approx(2.2)
 
 
 def test_the_summary_has_a_line_an_arm_and_a_column_a_workload() -> None:

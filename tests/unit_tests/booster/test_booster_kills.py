@@ -27,6 +27,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "shards": {"shard": True, "size_per_shard": 1e-4},
     "shards-safetensors": {"shard": True, "size_per_shard": 1e-4, "use_safetensors": True},
 }
+CHANGES = [
+    ("whole-safetensors", "whole-safetensors"),
+    ("shards", "shards-safetensors"),
+    ("shards-safetensors", "shards"),
+]
 STEPS = ("os.replace", "os.rename", "os.unlink", "os.rmdir", "os.mkdir", "os.fsync")
 
 
@@ -118,9 +123,10 @@ def sweeps(pairs: list[tuple[str, str]], folder: str, pipe: Any) -> None:
             sys.exit(1)
 
 
-def test_a_save_that_is_killed_anywhere_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
-    pairs = [(form, form) for form in FORMS]
-    pairs += [("shards", "shards-safetensors"), ("shards-safetensors", "shards")]
+@pytest.mark.parametrize("pairs", [CHANGES, pytest.param([(form, form) for form in FORMS], marks=pytest.mark.nightly)])
+def test_a_save_that_is_killed_anywhere_leaves_the_old_weights_or_the_new(
+    tmp_path: Path, pairs: list[tuple[str, str]]
+) -> None:
     context: Any = ranks._the_pool().context
     ours, theirs = context.Pipe()
     process = context.Process(target=sweeps, args=(pairs, str(tmp_path), theirs))

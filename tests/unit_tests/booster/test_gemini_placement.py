@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,9 @@ from core import huge_pages, parallel_state
 from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
+from core.checkpoint import load_checkpoint, save_checkpoint
 from core.distributed import Placement, finalize_model_grads, materialize
+from core.distributed.buffer.file_tier import FileTier
 from core.distributed.contract.placement import first_of, last_of
 from core.distributed.wire.shared_memory import HostMemory
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -297,6 +300,12 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
     everything: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1}
     with pytest.raises((OSError, RuntimeError), match="no file for shards below the device can be made in .*missing"):
         boosted("fp32", **everything, offload_directory=folder / "missing")
+    read_only = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    with (
+        mock.patch.object(os, "open", read_only if rank == 1 else os.open),
+        pytest.raises((OSError, RuntimeError), match="no file for shards below.*Read-only file system.*can be written"),
+    ):
+        boosted("fp32", **everything, offload_directory=folder)
     for shares in (True, False):
         share = HostMemory.share if shares else lambda *_: None
         with (
@@ -314,14 +323,25 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
 
 
 @ranks(2)
-def test_a_file_that_is_cut_short_while_training_is_told_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
-    folder = shared(tmp_path)
-    booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=folder)
+@pytest.mark.parametrize("what", ["optim", "param"])
+def test_a_file_that_is_cut_short_is_told_on_all_ranks_and_the_last_checkpoint_loads(
+    rank: int, world: int, tmp_path: Path, what: str
+) -> None:
+    folder, root = shared(tmp_path), shared(tmp_path) / "checkpoints"
+    offload = {f"offload_{what}_frac": 1, "offload_directory": folder}
+    booster, model, optimizer = boosted("fp32", **offload)
     losses_of(booster, model, optimizer, rank, 2)
-    if rank == 1:
-        os.ftruncate(model.module.engine.tier.files[-1][0], 0)
-    with pytest.raises(SyncError, match="rank 1.*was cut to 0 of its .* bytes.*Load the last checkpoint"):
+    save_checkpoint(root, 2, [model.module], optimizer.engine)
+    wanted = losses_of(booster, model, optimizer, rank, 1)
+    dist.barrier()  # parameters' file is mapped by all ranks, which wait in it after a step
+    if rank == 0:
+        os.ftruncate(model.module.engine.tier.files[0][0], 0)
+    dist.barrier()
+    with pytest.raises((SyncError, RuntimeError), match=r"rank \d.*was cut to 0 of its .* bytes.*Load the last"):
         losses_of(booster, model, optimizer, rank, 1)
+    booster, model, optimizer = boosted("fp32", **offload)
+    load_checkpoint(root, [model.module], optimizer.engine)
+    assert losses_of(booster, model, optimizer, rank, 1) == wanted
 
 
 @ranks(1)
@@ -336,6 +356,11 @@ def test_files_without_a_temporary_kind_have_no_name_either(rank: int, world: in
     with mock.patch.object(os, "open", refuse):
         booster, model, optimizer = boosted("fp32", offload_optim_frac=1, offload_directory=tmp_path)
         losses_of(booster, model, optimizer, rank, 1)
+        child = os.fork()
+        if child == 0:  # a job that is killed
+            FileTier(tmp_path).zeros(5, torch.float32).fill_(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not list(tmp_path.iterdir()) and Files(tmp_path).bytes_of(states(optimizer)) > 0
 
 

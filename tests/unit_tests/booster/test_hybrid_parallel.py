@@ -1,6 +1,8 @@
 """HybridParallelPlugin: losses and weights of steps in layouts, against one process; checkpoints between layouts."""
 
 import contextlib
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_parts import microbatches_of
 from core.hugging_face import PlanError, gather_logits
+from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
@@ -91,7 +94,9 @@ def check(
     accumulate: int = 1,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-4,
 ) -> None:
+    """tolerance: of the norms, relative; that of losses is a tenth."""
     max_norm = options.get("max_norm", 0.0)
     model = small(family, dtype, num_hidden_layers=LAYERS, **values)
     data_ranks = world // (tp * pp * options.get("sp_size", 1))
@@ -105,10 +110,10 @@ def check(
     groups = parallel_state.get_process_groups()
     assert groups.size("dp") == data_ranks
     losses, norms = steps_of(booster, boosted, optimizer, groups.rank("dp"), range(steps), pp, accumulate)
-    total = torch.tensor(losses)
+    total = torch.tensor(losses, dtype=torch.float64)
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.AVG, group=groups.dp)
-    assert total.tolist() == pytest.approx(expected, abs=1e-5)
-    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert total.tolist() == pytest.approx(expected, abs=tolerance / 10)
+    assert norms == pytest.approx(expected_norms, rel=tolerance)
     for name, value in booster.checkpoint_io.model_tensors(boosted):
         wanted = reference.get_parameter(name)
         assert float((value - wanted).abs().max()) < 2e-4, name
@@ -122,7 +127,7 @@ def sequence(mode: str, **options: Any) -> dict[str, Any]:
 LAYOUTS = [
     (2, 1, {"zero_stage": 0}),
     (1, 2, {"zero_stage": 1, "max_norm": 0.5}),
-    (1, 1, {"zero_stage": 2}),
+    (1, 1, {"zero_stage": 3, "max_norm": 0.5}),
     (2, 1, sequence("split_gather", zero_stage=2)),
     (1, 1, sequence("ring_attn", sp_size=2, zero_stage=1, max_norm=0.5)),
 ]
@@ -139,10 +144,10 @@ def test_two_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int,
     ("tp", "pp", "options"),
     [
         (2, 2, {"zero_stage": 0, "max_norm": 0.5}),
-        (1, 2, {"zero_stage": 1, "dp_outside": False}),
-        (2, 1, {"zero_stage": 2, "max_norm": 0.5, "parallel_output": False}),
-        (2, 2, sequence("ring", zero_stage=1, max_norm=0.5)),
-        (1, 1, sequence("all_to_all", sp_size=2, zero_stage=2, max_norm=0.5)),
+        (1, 2, {"zero_stage": 3, "dp_outside": False}),
+        (2, 1, {"zero_stage": 3, "max_norm": 0.5, "parallel_output": False, "overlap_communication": False}),
+        (2, 2, sequence("ring", zero_stage=2, max_norm=0.5)),
+        (1, 1, sequence("all_to_all", sp_size=2, zero_stage=3, max_norm=0.5)),
         (2, 1, sequence("all_to_all", sp_size=2, inner_ring_size=None, parallel_output=False)),
         (1, 2, sequence("ring_attn", sp_size=2, inner_ring_size=2, zero_stage=1)),
     ],
@@ -151,10 +156,19 @@ def test_four_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int
     check("llama", tp, pp, world, options, {"tie_word_embeddings": True})
 
 
+@ranks(4)
+def test_a_family_that_needs_whole_hidden_states_behind_its_layers_joins_them(rank: int, world: int) -> None:
+    for tp, options in ((2, sequence("ring_attn", sp_size=2)), (1, sequence("all_to_all", sp_size=2, zero_stage=3))):
+        check("gpt2", tp, 1, world, options, NIGHTLY["gpt2"])
+        parallel_state.destroy_model_parallel()
+
+
 @ranks(2)
-@pytest.mark.parametrize("style", ["interleaved", "zbv"])
-def test_schedules_of_several_stages_a_rank_train_as_one_process(rank: int, world: int, style: str) -> None:
-    options = {"pp_style": style, "num_model_chunks": 2, "max_norm": 0.5, "zero_stage": 1}
+@pytest.mark.parametrize(("style", "zero_stage"), [("interleaved", 3), ("zbv", 2)])
+def test_schedules_of_several_stages_a_rank_train_as_one_process(
+    rank: int, world: int, style: str, zero_stage: int
+) -> None:
+    options = {"pp_style": style, "num_model_chunks": 2, "max_norm": 0.5, "zero_stage": zero_stage}
     check("llama", 1, 2, world, options, {"tie_word_embeddings": True})
 
 
@@ -175,12 +189,8 @@ NIGHTLY: dict[str, dict[str, Any]] = {
 @ranks(4, timeout_s=120.0)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_layouts_train_as_one_process(rank: int, world: int, family: str, tp: int, pp: int, zero_stage: int) -> None:
-    if zero_stage == 2 and pp > 1:
-        with pytest.raises(ValueError, match="with pp_size > 1 use zero_stage 0 or 1"):
-            HybridParallelPlugin(tp, pp, precision="fp32", zero_stage=2, num_microbatches=4)
-        return
     micro = {"num_microbatches": 4} if pp > 1 else {}
     check(family, tp, pp, world, {"zero_stage": zero_stage, "max_norm": 0.5, **micro}, NIGHTLY[family])
 
@@ -198,6 +208,7 @@ def test_layouts_train_as_one_process(rank: int, world: int, family: str, tp: in
         (2, 1, sequence("all_to_all", sp_size=2, zero_stage=2)),
         (1, 1, sequence("ring_attn", sp_size=2, zero_stage=2)),
         (2, 2, sequence("ring_attn", sp_size=2, zero_stage=0)),
+        (2, 2, sequence("all_to_all", sp_size=2, zero_stage=3)),
     ],
 )
 def test_sequence_parallel_layouts_train_as_one_process(
@@ -207,8 +218,6 @@ def test_sequence_parallel_layouts_train_as_one_process(
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }.get(family, {})
-    if family == "gpt2" and "sp_size" in options:  # views hidden states as its input, which is refused before the head
-        options = {**options, "parallel_output": False}
     check(family, tp, pp, world, {"max_norm": 0.5, **options}, values)
 
 
@@ -219,30 +228,50 @@ def test_sequence_parallel_layouts_train_as_one_process(
     [
         *[("llama", 2, 2, 1), ("llama", 4, 1, 2), ("llama", 1, 4, 0), ("gpt2", 2, 4, 1), ("gpt2", 4, 2, 0)],
         *[("gpt2", 2, 1, 2), ("qwen3_moe", 4, 2, 1), ("qwen3_moe", 1, 1, 2)],
+        ("qwen3_moe", 2, 1, 3),
+        *[("llama", 2, 2, 3), ("gpt2", 1, 2, 3)],
     ],
 )
 def test_20_steps_on_8_ranks_are_one_process(
     rank: int, world: int, family: str, tp: int, pp: int, zero_stage: int
 ) -> None:
     micro = {"num_microbatches": 4} if pp > 1 else {}
-    # A token between two experts goes to another one by a rounding: in fp32 losses are 1e-4 apart after 20 steps.
-    dtype = torch.float64 if family == "qwen3_moe" else torch.float32
     options = {"zero_stage": zero_stage, "max_norm": 0.5, **micro}
-    check(family, tp, pp, world, options, NIGHTLY[family], steps=20, dtype=dtype)
+    if family != "qwen3_moe":
+        dtype = torch.float64 if zero_stage == 3 else torch.float32
+        check(family, tp, pp, world, options, NIGHTLY[family], steps=20, dtype=dtype)
+        return
+    # A token between two experts goes to another one by a rounding: in fp32 losses are 1e-4 apart after 20 steps. So
+    # it is roundings alone, if all is equal in fp64, with the family's routers, which ask for fp32, in it too.
+    with InDouble():
+        check(family, tp, pp, world, options, NIGHTLY[family], steps=20, dtype=torch.float64, tolerance=1e-8)
+
+
+@pytest.mark.nightly
+@ranks(8, timeout_s=170.0)
+def test_sharded_parameters_have_the_bits_of_sharded_gradients_for_20_steps(rank: int, world: int) -> None:
+    results = []
+    for zero_stage in (2, 3):
+        model = small("qwen3_moe", torch.float64, num_hidden_layers=LAYERS, **NIGHTLY["qwen3_moe"])
+        booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32", zero_stage=zero_stage, max_norm=0.5))
+        boosted, optimizer, *_ = booster.boost(model, new_optimizer(model))
+        data_rank = parallel_state.get_data_parallel_rank()
+        results.append(steps_of(booster, boosted, optimizer, data_rank, range(20), 1))
+        parallel_state.destroy_model_parallel()
+    assert results[0] == results[1]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def boosted_llama(tp: int, pp: int, **options: Any) -> tuple[Booster, Any, Any, Any]:
+def boosted_llama(tp: int, pp: int, *, shift: float = 0.0, **options: Any) -> tuple[Booster, Any, Any, Any]:
     """A booster, the model and optimizer that it boosted, and a scheduler."""
     micro = {"num_microbatches": 2} if pp > 1 else {}
     booster = Booster(plugin=HybridParallelPlugin(tp, pp, precision="fp32", **{**micro, **options}))
     model = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
-    if options.get("zero_stage") == 1:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1.0)  # what is loaded must replace it
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(shift)
     optimizer = new_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, None, None, scheduler)
@@ -250,20 +279,30 @@ def boosted_llama(tp: int, pp: int, **options: Any) -> tuple[Booster, Any, Any, 
 
 
 @ranks(4)
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 4)), ((1, 2), (2, 1)), ((4, 1), (2, 2))])
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "shard"),
+    [
+        *(((2, 2, 0), (1, 4, 1), True), ((1, 2, 3), (2, 1, 1), False), ((4, 1, 0), (2, 1, 3), True)),
+        pytest.param((2, 2, 0), (1, 4, 1), False, marks=pytest.mark.nightly),
+        pytest.param((1, 2, 3), (2, 1, 1), True, marks=pytest.mark.nightly),
+        pytest.param((4, 1, 0), (2, 1, 3), False, marks=pytest.mark.nightly),
+    ],
+)
 def test_training_goes_on_in_another_layout(
-    rank: int, world: int, before: tuple[int, int], after: tuple[int, int], shard: bool, tmp_path: Path
+    rank: int, world: int, before: tuple[int, ...], after: tuple[int, ...], shard: bool, tmp_path: Path
 ) -> None:
     """The losses and weights after a change of layout are those of training on without one."""
     import transformers
 
     results: list[list[float]] = []
     names = ("model", "optimizer") if shard else ("model.bin", "optimizer.bin")
-    for tp, pp, stage in ((*before, 0), (*after, 1)):
+    for tp, pp, stage in (before, after):
+        saves = (tp, pp, stage) == before
         micro = {"num_microbatches": 4} if pp == 4 else {}
-        booster, model, optimizer, scheduler = boosted_llama(tp, pp, zero_stage=stage, **micro)
-        if stage == 0:
+        booster, model, optimizer, scheduler = boosted_llama(
+            tp, pp, shift=0.0 if saves else 1.0, zero_stage=stage, **micro
+        )
+        if saves:
             for _ in range(2):
                 steps_of(booster, model, optimizer, 0, range(1), pp)
                 scheduler.step()
@@ -277,7 +316,7 @@ def test_training_goes_on_in_another_layout(
             assert optimizer.param_groups[1]["lr"] == pytest.approx(3e-2 * 0.75)
         losses, _ = steps_of(booster, model, optimizer, 0, range(2, 5), pp)
         results.append(losses)
-        if shard and stage == 0 and rank == 0:
+        if shard and saves and rank == 0:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
             assert loaded.config.num_hidden_layers == LAYERS
         parallel_state.destroy_model_parallel()
@@ -375,6 +414,68 @@ def test_split_logits_are_refused_until_they_are_gathered(rank: int, world: int,
         model(**batch, return_dict=False)
 
 
+@ranks(4)
+def test_logits_of_a_part_of_the_sequence_become_whole_for_a_criterion_and_as_outputs(rank: int, world: int) -> None:
+    """Also where they are those of a part of the vocabulary; the gradient is that of one process."""
+    for tp, pp in ((1, 2), (2, 1)):
+        options = sequence("ring_attn", sp_size=2, zero_stage=1)
+        booster, model, optimizer, _ = boosted_llama(tp, pp, **options)
+        reference = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+        batch = batch_of(0, 0)
+        expected = reference(**batch)
+        own_criterion(expected, batch).backward()
+        if pp == 2:
+            outcome = booster.execute_pipeline(iter([batch]), model, own_criterion, optimizer, return_outputs=True)
+            loss, outputs = outcome["loss"], outcome["outputs"]
+        else:
+            output = model(**batch)
+            loss = own_criterion(output, batch)
+            booster.backward(loss, optimizer)
+            outputs = {"logits": gather_logits(output.logits).detach()}
+        assert float(loss) == pytest.approx(float(expected.loss.detach()), abs=1e-5)
+        assert (outputs is None) == (parallel_state.get_pipeline_model_parallel_rank() < pp - 1)
+        if outputs is not None:
+            torch.testing.assert_close(outputs["logits"], expected.logits.detach(), rtol=1e-4, atol=1e-4)
+        optimizer.step()
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+        assert optimizer.get_grad_norm() == pytest.approx(float(wanted), rel=1e-5)
+        parallel_state.destroy_model_parallel()
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["ring_attn", "all_to_all"])
+def test_a_forward_that_fails_on_one_rank_is_named_where_others_wait_for_it(
+    rank: int, world: int, mode: str, tmp_path: Path
+) -> None:
+    """Though the rank goes on, and so no connection breaks: a program may catch the error."""
+    booster, model, *_ = boosted_llama(1, 1, **sequence(mode, sp_size=2))
+    heard = tmp_path / "heard"
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.write_text(record.getMessage())
+
+    if rank == 0:
+        logging.getLogger("core.rank_watch").addHandler(Listener())
+    else:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no memory left")
+
+        hook = model.unwrap().model.layers[0].self_attn.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            model(**batch_of(0, 0))
+        hook.remove()
+        begun = time.monotonic()
+        while not heard.exists() and time.monotonic() < begun + 20.0:
+            time.sleep(0.05)
+        assert "failed, and others may wait for it: RuntimeError: no memory left" in heard.read_text()
+        assert time.monotonic() < begun + 8.0
+    reference = small("llama", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    loss = model(**batch_of(0, 0)).loss  # it failed before its first exchange, which rank 0 is in
+    assert float(loss.detach()) == pytest.approx(float(reference(**batch_of(0, 0)).loss.detach()), abs=1e-5)
+
+
 def own_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     logits = gather_logits(outputs.logits)[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -382,8 +483,8 @@ def own_criterion(outputs: Any, batch: Any) -> torch.Tensor:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 3}, "World size 2 is not divisible by tp_size 3"),
-    ({"zero_stage": 3}, "zero_stage is 3"),
-    ({"zero_stage": 2, "pp_size": 2, "num_microbatches": 2}, "zero_stage=2 reduces gradients in every microbatch"),
+    ({"zero_stage": 4}, "zero_stage is 4; expected 0, 1, 2 or 3"),
+    ({"zero_stage": 3, "overlap_allgather": True}, "with zero_stage=3 nothing is gathered there"),
     ({"pp_size": 2}, "give num_microbatches or microbatch_size"),
     ({"pp_style": "gpipe"}, "pp_style 'gpipe' is none of"),
     ({"pp_style": "zbv"}, "needs a pipeline"),

@@ -27,9 +27,13 @@ def test_the_program_of_the_page_goes_on_where_it_was(rank: int, world: int) -> 
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
         assert (one - before).abs().max() > 1e-3
     assert (names["report"].step, names["report"].extra) == (3, {"samples": 12})
+    loaded = names["loaded"]
+    assert torch.equal(loaded["average"], torch.arange(3.0) + 3 * rank) and loaded["seen"] == 12
+    assert all(torch.equal(loaded["model"][name], value) for name, value in unbroken.state_dict().items())
     dist.barrier()
     if rank == 0:
         shutil.rmtree(names["root"][0])
+        shutil.rmtree(names["trees"][0])
 
 
 def test_the_sizes_that_random_streams_depend_on_are_those_of_the_page() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core import parallel_state
+from core import huge_pages, parallel_state
 from core.checkpoint import load_checkpoint, save_checkpoint
+from core.checkpoint.optimizer_pieces import leaves
+from core.distributed import finalize_model_grads
 from core.distributed.buffer.param_unit import ParamUnit
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.checkpoint.checkpoint_reference import (
     Layout,
     assert_planted,
@@ -24,6 +30,7 @@ from tests.unit_tests.checkpoint.checkpoint_reference import (
     whole_value,
 )
 from tests.unit_tests.ranks import run_on_ranks
+from tests.unit_tests.reference import wrap
 
 ADAM = {"exp_avg", "exp_avg_sq", "step"}
 BF16 = {"dtype": torch.bfloat16}
@@ -129,7 +136,7 @@ def assert_file_is_the_whole_model(root: str, layout: Layout) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), BF16], ids=["fp32", "bf16"])
 def test_a_model_goes_from_layout_to_layout_and_stays_the_same_bit_for_bit(tmp_path: Path, options: dict) -> None:
     """Every link loads what the one before has saved, compares it with the planted values, and saves again."""
     chain = [dataclasses.replace(layout, **options) for layout in (CHAIN if not options else [*CHAIN[1:4], CHAIN[5]])]
@@ -190,15 +197,88 @@ def test_what_any_algorithm_keeps_loads_at_another_layout(tmp_path: Path, case: 
     assert any(value.abs().max() > 0 for key, value in saved.items() if key.startswith("optimizer."))
 
 
+# -- what a rank takes while it loads --------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 8, 1024
+BUCKET = 2 * WIDTH * WIDTH  # elements: two layers
+
+
+def wide_job(strategy: str, seed: int) -> tuple[Any, Any]:
+    """A model of 8 M parameters whose shards each rank has for itself, and its Adam."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=BUCKET, share_host_memory=False)
+    return ddp, get_megatron_optimizer(OptimizerConfig(lr=0.01), [ddp])
+
+
+def train(ddp: Any, optimizer: Any, rank: int) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+        finalize_model_grads([ddp])
+        optimizer.step()
+
+
+def assert_holds(ddp: Any, optimizer: Any, file: dict[str, torch.Tensor]) -> None:
+    """Every weight, and this rank's part of every moment, is bit for bit what plain torch reads from the file."""
+    with ddp.gathered():
+        weights = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+    assert len(weights) == LAYERS
+    assert [name for name, value in weights.items() if not torch.equal(value, file[f"model.{name}"])] == []
+    for leaf in leaves(optimizer):
+        for name, held in leaf.state_by_parameter().items():
+            for entry, key in itertools.product(held, ("exp_avg", "exp_avg_sq")):
+                whole, first = file[f"optimizer.{key}.{name}"].reshape(-1), entry["offset"]
+                assert entry["numel"] and whole.abs().max() > 0
+                assert torch.equal(entry[key], whole[first : first + entry["numel"]]), f"{key} of {name}"
+
+
+def wide_save(rank: int, root: str) -> None:
+    ddp, optimizer = wide_job("optim_grads_params", 1)
+    train(ddp, optimizer, rank)
+    save_checkpoint(root, 2, [ddp], optimizer)
+    assert_holds(ddp, optimizer, whole_tensors(root))
+
+
+def most_bytes(action: Any, *arguments: Any) -> int:
+    """The most memory that this process has at a time meanwhile, by the kernel."""
+    gc.collect()
+    huge_pages.give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # from here on
+    action(*arguments)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def wide_load(rank: int, root: str, strategy: str) -> None:
+    ddp, optimizer = wide_job(strategy, 2)
+    loading = most_bytes(load_checkpoint, root, [ddp], optimizer)
+    assert_holds(ddp, optimizer, whole_tensors(root))
+    training = most_bytes(train, ddp, optimizer, rank)
+    assert loading < training + 4 * BUCKET, f"{loading >> 20} MiB for the load, {training >> 20} for a step"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for the most memory at a time")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_four_ranks_have_saved_loads_elsewhere_with_less_than_a_bucket_above_training(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    run_on_ranks(wide_save, 4, {"root": root})
+    for world, strategy in ((2, "optim_grads_params"), (1, "optim_grads_params"), (2, "no_shard")):
+        run_on_ranks(wide_load, world, {"root": root, "strategy": strategy})
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-def test_every_layout_loads_what_every_layout_saved(tmp_path: Path, options: dict) -> None:
+@pytest.mark.parametrize("options, first", [({}, 0), (BF16, 2)], ids=["fp32", "bf16"])
+def test_layouts_load_what_layouts_saved(tmp_path: Path, options: dict, first: int) -> None:
+    """Every file is the whole model, by plain torch; each is loaded by a fifth of the layouts, other ones in bf16."""
     layouts = [dataclasses.replace(layout, **options) for layout in NIGHTLY]
     roots = [str(tmp_path / str(number)) for number in range(len(layouts))]
     for layout, root in zip(layouts, roots, strict=True):
         run_on_ranks(save_at, layout.world, {"layout": layout, "root": root}, timeout_s=300)
         assert_file_is_the_whole_model(root, layout)
-    for layout in layouts:
-        run_on_ranks(load_at, layout.world, {"layout": layout, "roots": roots}, timeout_s=600)
+    for number, layout in enumerate(layouts):
+        sources = [root for source, root in enumerate(roots) if (source - number) % 5 == first]
+        run_on_ranks(load_at, layout.world, {"layout": layout, "roots": sources}, timeout_s=600)

@@ -9,11 +9,17 @@ import lines and the calls of a training loop as such projects write them.
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import core.compat.megatron as mcore
 from core.compat.megatron import SURFACE
 
 HERE = Path(__file__).parent
@@ -36,9 +42,14 @@ def found(dotted: str) -> Any:
 
 
 def takes(thing: Any, parameters: list[str]) -> list[str]:
-    """The parameters that an object cannot be given by name; those of typing's aliases are never asked for."""
+    """The parameters that an object cannot be given by name; those of typing's aliases are never asked for.
+
+    A class whose constructor is refused takes none of them.
+    """
     if not callable(thing) or not parameters:
         return []
+    if "is_never_made" in vars(thing):
+        return parameters
     try:
         known = inspect.signature(thing).parameters
     except ValueError:
@@ -86,6 +97,34 @@ def calls() -> list[str]:
     return (HERE / "megatron_calls.txt").read_text().splitlines()
 
 
+def make_calls(directory: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Make the calls one after the other, in a started group: (those that are refused: the sentence, all variables)."""
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
+        batch = next(data_iterator)
+        output = model(batch, None, None, labels=batch)
+
+        def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
+            return losses.detach().sum() if non_loss_data else (losses.mean(), {"lm loss": losses.mean().detach()})
+
+        return output, loss_func
+
+    (directory / "checkpoint").mkdir()
+    space: dict[str, Any] = {
+        **{"mcore": mcore, "mpu": mcore.mpu, "torch": torch, "argparse": argparse, "forward_step": forward_step},
+        **{"tokens": tokens, "labels": tokens, "positions": torch.arange(16).expand(2, 16)},
+        **{"iterator": iter([tokens] * 10), "directory": str(directory / "checkpoint")},
+    }
+    refused = {}
+    for call in calls():
+        try:
+            exec(call, space)
+        except NotImplementedError as error:
+            refused[call] = str(error)
+    return refused, space
+
+
 def main() -> None:
     """Print the counts."""
     uses, at_path, same, absent, lacking = count_names()
@@ -99,6 +138,13 @@ def main() -> None:
     print(f"import lines: {len(works)} of {len(works) + len(fails)}")
     for line in fails:
         print(f"  {line}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as directory:
+        refused, _ = make_calls(Path(directory))
+    dist.destroy_process_group()
+    print(f"calls of a loop: {len(calls()) - len(refused)} of {len(calls())}")
+    for call in refused:
+        print(f"  {call}")
 
 
 if __name__ == "__main__":

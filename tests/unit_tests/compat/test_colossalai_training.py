@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from core.compat.colossalai.gemini_ddp import GeminiDDP, GeminiOptimizer
-from core.compat.colossalai.low_level_zero import LowLevelZeroOptimizer
-from core.compat.colossalai.lr_schedules import (
+from core.compat.colossalai.nn.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmupLR,
     ExponentialLR,
@@ -31,7 +27,11 @@ from core.compat.colossalai.lr_schedules import (
     PolynomialWarmupLR,
     StepLR,
 )
-from core.compat.colossalai.optimizers import CAME, CPUAdam, FusedAdam, FusedSGD, HybridAdam, Lamb, Lars
+from torch import Tensor, nn
+
+from core.compat.colossalai.optimizers import CPUAdam, FusedAdam, FusedSGD, HybridAdam
+from core.compat.colossalai.without_booster import GeminiDDP, GeminiOptimizer, LowLevelZeroOptimizer
+from core.optimizer.algorithms.layerwise import CAME, Lamb, Lars
 from tests.unit_tests.booster.booster_reference import mean_loss
 from tests.unit_tests.booster.test_low_level_zero_training import (
     assert_equal_training,

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 import core.compat.megatron as mcore
 from core import parallel_state
 from core.checkpoint import CheckpointError
-from core.compat.megatron.faces.sharded import (
+from core.checkpoint.tree import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
-    StrictHandling,
     add_prefix_for_sharding,
     apply_prefix_mapping,
     replace_prefix_for_sharding,
 )
+from core.compat.megatron.faces.checkpoint import StrictHandling
 from tests.unit_tests.ranks import ranks
 
 VOCABULARY = 31  # which tp 2 pads

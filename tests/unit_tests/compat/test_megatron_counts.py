@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import core.compat.megatron as mcore
-from tests.unit_tests.compat.megatron_counts import calls, count_names, import_lines
+from tests.unit_tests.compat.megatron_counts import calls, count_names, import_lines, make_calls
 from tests.unit_tests.ranks import ranks
 
 # The rest is refused by a sentence of its own.
@@ -37,31 +34,9 @@ def test_import_lines_work_with_the_package_changed() -> None:
 @ranks(1)
 def test_a_loop_can_make_its_calls(rank: int, world: int, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
-    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-
-    def forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
-        batch = next(data_iterator)
-        output = model(batch, None, None, labels=batch)
-
-        def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
-            return losses.detach().sum() if non_loss_data else (losses.mean(), {"lm loss": losses.mean().detach()})
-
-        return output, loss_func
-
-    (tmp_path / "checkpoint").mkdir()
-    space = {
-        **{"mcore": mcore, "mpu": mcore.mpu, "torch": torch, "argparse": argparse, "forward_step": forward_step},
-        **{"tokens": tokens, "labels": tokens, "positions": torch.arange(16).expand(2, 16)},
-        **{"iterator": iter([tokens] * 10), "directory": str(tmp_path / "checkpoint")},
-    }
-    refused = []
-    for call in calls():
-        try:
-            exec(call, space)
-        except NotImplementedError as error:
-            assert len(str(error)) > 60, "a refusal says what to do"
-            refused.append(call)
+    refused, space = make_calls(tmp_path)
     assert len(calls()) == 65 and [call.partition("(")[0] for call in refused] == list(REFUSED_CALLS)
+    assert all(len(words) > 60 for words in refused.values()), "a refusal says what to do"
     assert space["update_successful"] is True and float(str(space["grad_norm"])) > 0.01
     assert len(space["reports"]) == 2 and space["loaded"]["iteration"] == 7 and space["loaded"]["args"].lr == 0.1
     assert torch.equal(space["loss"], space["losses"])

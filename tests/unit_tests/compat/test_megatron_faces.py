@@ -12,10 +12,11 @@ from torch import nn
 
 import core.compat.megatron as mcore
 from core import hyper_comm_grid, parallel_state
-from core.compat.megatron.faces import gpt, groups, layers, microbatches, modules, specs
+from core.compat.megatron.faces import gpt, groups, layers, modules, packed, schedules, specs
 from core.compat.megatron.faces.configs import ModelParallelConfig, TransformerConfig
-from core.compat.megatron.faces.timers import Timers
 from core.rank_grid import RankGrid
+from core.tensor_parallel import broadcast_data
+from core.timers import Timers
 from tests.unit_tests.ranks import ranks
 
 SHAPE: dict[str, Any] = dict(
@@ -144,10 +145,10 @@ def test_an_experts_layers_exchange_nothing_and_reduce_over_their_copies(rank: i
 def test_broadcast_data_gives_the_first_ranks_tensors(rank: int, world: int) -> None:
     mcore.mpu.initialize_model_parallel(2)
     data = {"tokens": torch.arange(6).view(2, 3), "mask": torch.ones(2, dtype=torch.int64)} if rank == 0 else None
-    found = layers.broadcast_data(["tokens", "mask"], data, torch.int64)
+    found = broadcast_data(["tokens", "mask"], data, torch.int64)
     assert found["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["mask"].tolist() == [1, 1]
     with pytest.raises(ValueError, match="cast them"):
-        layers.broadcast_data(["tokens"], data, torch.int32)
+        broadcast_data(["tokens"], data, torch.int32)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -162,8 +163,8 @@ def test_packed_documents_do_not_see_each_other() -> None:
         model = new_gpt(position_embedding_type=positions)
         first, second = torch.randint(32, (1, 5)), torch.randint(32, (1, 7))
         counted = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
-        packed = gpt.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
-        together = model(torch.cat([first, second], 1), counted, None, packed_seq_params=packed)
+        ends = packed.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
+        together = model(torch.cat([first, second], 1), counted, None, packed_seq_params=ends)
         apart = [model(part, torch.arange(part.shape[1]).unsqueeze(0), None) for part in (first, second)]
         torch.testing.assert_close(together, torch.cat(apart, 1), atol=1e-6, rtol=1e-5)
 
@@ -181,14 +182,14 @@ def test_packed_documents_do_not_see_each_other() -> None:
 def test_packed_documents_that_would_be_misread_are_refused(given: dict[str, Any], says: str) -> None:
     fields = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 5, 12]), **given}
     with pytest.raises(ValueError, match=f"packed_seq_params: .*{says}"):
-        new_gpt()(torch.zeros(1, 12, dtype=torch.long), None, None, packed_seq_params=gpt.PackedSeqParams(**fields))
+        new_gpt()(torch.zeros(1, 12, dtype=torch.long), None, None, packed_seq_params=packed.PackedSeqParams(**fields))
 
 
 def test_padding_behind_packed_documents_changes_nothing_before_it() -> None:
     model, row = new_gpt(position_embedding_type="rope"), torch.randint(32, (1, 9))
-    packed = gpt.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 4, 9]))
+    ends = packed.PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 4, 9]))
     wide = torch.cat([row, torch.randint(32, (1, 3))], 1)
-    alone, padded = (model(tokens, None, None, packed_seq_params=packed) for tokens in (row, wide))
+    alone, padded = (model(tokens, None, None, packed_seq_params=ends) for tokens in (row, wide))
     torch.testing.assert_close(padded[:, :9], alone, atol=1e-6, rtol=1e-5)
 
 
@@ -237,11 +238,25 @@ def test_a_spec_that_says_otherwise_than_the_config_is_refused() -> None:
 def test_layers_of_a_stage_are_counted_over_the_model(options: dict[str, int], expected: dict[Any, range]) -> None:
     config = TransformerConfig(**{**SHAPE, "num_layers": 12}, pipeline_model_parallel_size=2, **options)
     for (rank, chunk), layers_here in expected.items():
-        assert specs.layers_of_stage(config, rank, chunk) == layers_here
+        assert groups.layers_of_stage(config, rank, chunk) == layers_here
     config.num_layers = 11
     if "num_layers_in_first_pipeline_stage" not in options and "num_layers_in_last_pipeline_stage" not in options:
         with pytest.raises(ValueError, match="do not divide"):
-            specs.layers_of_stage(config, 0, 0 if options else None)
+            groups.layers_of_stage(config, 0, 0 if options else None)
+
+
+def test_the_ends_of_a_pipeline_may_count_as_layers() -> None:
+    shape: dict[str, Any] = {**SHAPE, "num_layers": 11, "pipeline_model_parallel_size": 2}
+    config = TransformerConfig(**shape, account_for_embedding_in_pipeline_split=True)
+    assert [groups.layers_of_stage(config, rank, None) for rank in (0, 1)] == [range(0, 5), range(5, 11)]
+    config.virtual_pipeline_model_parallel_size = 3
+    assert [groups.get_num_layers_to_build(config, chunk, 0) for chunk in range(3)] == [1, 2, 2]
+    uneven = TransformerConfig(**shape, num_layers_in_first_pipeline_stage=4, num_layers_in_last_pipeline_stage=8)
+    with pytest.raises(ValueError, match=r"\[4, 8\] places 12 layers, and the model has 11"):
+        groups.layers_of_stage(uneven, 0, None)
+    uneven.account_for_loss_in_pipeline_split = True
+    with pytest.raises(ValueError, match="need num_layers_in_first_pipeline_stage and .* to be None"):
+        groups.layers_of_stage(uneven, 0, None)
 
 
 def test_float16_module_casts_and_keeps_names_of_the_whole_model() -> None:
@@ -275,23 +290,23 @@ def test_specs_build_what_they_name() -> None:
 
 
 def test_the_batch_grows_and_must_divide() -> None:
-    microbatches.destroy_num_microbatches_calculator()
+    schedules.destroy_num_microbatches_calculator()
     with pytest.raises(RuntimeError, match="call init_num_microbatches_calculator"):
-        microbatches.get_num_microbatches()
-    microbatches.init_num_microbatches_calculator(0, [8, 8, 120], 32, 2, 2)
+        schedules.get_num_microbatches()
+    schedules.init_num_microbatches_calculator(0, [8, 8, 120], 32, 2, 2)
     found = []
     for consumed in (0, 39, 40, 80, 120, 121):
-        microbatches.update_num_microbatches(consumed)
-        found.append((microbatches.get_num_microbatches(), microbatches.get_current_global_batch_size()))
+        schedules.update_num_microbatches(consumed)
+        found.append((schedules.get_num_microbatches(), schedules.get_current_global_batch_size()))
     assert found == [(2, 8), (2, 8), (4, 16), (6, 24), (8, 32), (8, 32)]
     with pytest.raises(RuntimeError, match="already"):
-        microbatches.init_num_microbatches_calculator(0, None, 8, 2, 2)
+        schedules.init_num_microbatches_calculator(0, None, 8, 2, 2)
     with pytest.raises(ValueError, match="global batch size 10 is not divisible"):
-        microbatches.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2)
-    microbatches.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2, decrease_batch_size_if_needed=True)
-    assert (microbatches.get_num_microbatches(), microbatches.get_current_running_global_batch_size()) == (2, 8)
-    assert (microbatches.get_current_global_batch_size(), microbatches.get_micro_batch_size()) == (10, 2)
-    microbatches.destroy_num_microbatches_calculator()
+        schedules.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2)
+    schedules.reconfigure_num_microbatches_calculator(0, None, 10, 2, 2, decrease_batch_size_if_needed=True)
+    assert (schedules.get_num_microbatches(), schedules.get_current_running_global_batch_size()) == (2, 8)
+    assert (schedules.get_current_global_batch_size(), schedules.get_micro_batch_size()) == (10, 2)
+    schedules.destroy_num_microbatches_calculator()
 
 
 @ranks(2)

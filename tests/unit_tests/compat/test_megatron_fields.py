@@ -117,7 +117,7 @@ def read_by_code() -> set[str]:
     folders = [ROOT / "core" / folder for folder in MODEL_PARTS]
     faces = ROOT / "core" / "compat" / "megatron" / "faces"
     files = [path for folder in folders for path in folder.rglob("*.py") if not path.name.endswith("_config.py")]
-    files += [faces / f"{name}.py" for name in ("schedules", "gpt", "optimizer", "modules", "specs")]
+    files += [faces / f"{name}.py" for name in ("schedules", "gpt", "optimizer", "modules", "groups", "blocks")]
     return {name for path in files for name in names_read(ast.parse(Path(path).read_text()))}
 
 
@@ -125,6 +125,7 @@ READ = read_by_code()
 # Not in ours, and read of Megatron's own configuration.
 BESIDE = {field.name for field in dataclasses.fields(configs.ModelParallelConfig)} | {
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "use_megatron_fsdp"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     "overlap_param_gather",
 }
 

@@ -11,17 +11,20 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import core.compat.megatron as mcore
-from core.compat.megatron.faces import gpt, microbatches, specs
+from core.compat.megatron.faces import gpt, groups, schedules, specs
 from core.compat.megatron.faces.configs import TransformerConfig
 from core.hyper_comm_grid import HyperCommGrid, RankGenerator
+from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.ranks import ranks
 
 pytestmark = pytest.mark.nightly
@@ -52,6 +55,7 @@ def on_this_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            patch.setattr(torch.cuda, "synchronize", lambda *device: None)
             tracker = stock(".tensor_parallel.random").CudaRNGStatesTracker
             patch.setattr(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
             # 0.16.1 asks for TransformerEngine's product by a name that it has only where that is installed.
@@ -95,6 +99,30 @@ def test_losses_and_gradients_of_a_gpt_are_stocks(rank: int, world: int, case: i
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.grad, weights[name].grad, atol=1e-7, rtol=1e-4)
         assert max(float(p.grad.abs().max()) for p in weights.values()) > 1e-3
+
+
+CUTS: list[dict[str, Any]] = [
+    {},
+    {"virtual_pipeline_model_parallel_size": 3},
+    {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5},
+    {"num_layers_in_first_pipeline_stage": 6, "virtual_pipeline_model_parallel_size": 3},
+    {"num_layers": 23, "account_for_embedding_in_pipeline_split": True},
+    {"num_layers": 22, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+     "virtual_pipeline_model_parallel_size": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_layers_of_a_stage_are_stocks(cut: dict[str, Any]) -> None:
+    build = stock(".transformer.transformer_block").get_num_layers_to_build
+    offset = stock(".transformer.transformer_layer").get_transformer_layer_offset
+    shape: dict[str, Any] = dict(num_layers=24, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=4)
+    shape |= {"pipeline_dtype": torch.float32, **cut}
+    theirs, here = stock(".transformer.transformer_config").TransformerConfig(**shape), TransformerConfig(**shape)
+    for rank in range(4):
+        for chunk in range(cut.get("virtual_pipeline_model_parallel_size", 0)) or [None]:
+            numbers = groups.layers_of_stage(here, rank, chunk)
+            assert (len(numbers), numbers.start) == (build(theirs, chunk, rank), offset(theirs, chunk, rank))
 
 
 def batch_of(step: int, part: int) -> tuple[torch.Tensor, ...]:
@@ -261,6 +289,98 @@ def test_stocks_own_gpt_trains_in_our_wrapper_as_alone(rank: int, world: int, na
     assert max(expected) - min(expected) > 0.01
 
 
+class OnTheCPU(TorchFunctionMode):
+    """Stock's optimizers ask for 'cuda' by its name; here they get the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")
+        kwargs = dict(kwargs or {})
+        kwargs |= {"device": "cpu"} if str(kwargs.get("device")).startswith("cuda") else {}
+        return func(*args, **kwargs)
+
+
+STATES = {  # of a distributed optimizer, the kinds that any layout can read; of one that is not, in bf16
+    "fully_reshardable": (True, False),
+    "replicated": (False, False),
+    "replicated, bf16": (False, True),
+    "fully_reshardable, bf16": (True, True),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", STATES)
+def test_optimizer_states_that_stock_has_saved_are_read(rank: int, world: int, tmp_path: Path, name: str) -> None:
+    sharded, bf16 = STATES[name]
+    layout, directory = Layout(sharded=sharded, bf16=bf16), shared(tmp_path)
+    with on_this_device(), contextlib.nullcontext() if torch.cuda.is_available() else OnTheCPU():
+        stock(".parallel_state").initialize_model_parallel(1, 1)
+        torch.manual_seed(0)
+        module = layout.model(True)
+        ddp = stock(".distributed")
+        model = ddp.DistributedDataParallel(
+            module.config, ddp.DistributedDataParallelConfig(use_distributed_optimizer=sharded), module
+        )
+        settings = dict(optimizer="adam", lr=0.01, adam_eps=1e-4, weight_decay=0.0, clip_grad=0.0)
+        settings["use_distributed_optimizer"] = sharded
+        settings |= dict(bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
+        theirs = stock(".optimizer").get_megatron_optimizer(stock(".optimizer").OptimizerConfig(**settings), [model])
+        for step in range(3):
+            if step == 2:
+                tree = {"model": module.sharded_state_dict()}
+                kind = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+                tree["optimizer"] = theirs.sharded_state_dict(tree["model"], metadata=kind)
+                stock(".dist_checkpointing").save(tree, str(directory))
+                named = [] if sharded else module.named_parameters()
+                masters = {name: getattr(param, "main_param", param).detach().clone() for name, param in named}
+            model.zero_grad_buffer()
+            theirs.zero_grad()
+            *given, labels = batch_of(step, rank)
+            model(*given, labels=labels).mean().backward()
+            model.finish_grad_sync()
+            theirs.step()
+        expected = {name.removeprefix("module."): param.detach() for name, param in module.named_parameters()}
+    for tp in (2, 1):  # two slices, and two copies with shards of the state
+        mcore.mpu.initialize_model_parallel(tp)
+        shape: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0)
+        config = TransformerConfig(**shape, attention_dropout=0.0, tensor_model_parallel_size=tp)
+        config.bf16 = bf16
+        inner: Any = gpt.GPTModel(config, specs.get_gpt_layer_local_spec(), 64, 16)
+        inner = mcore.transformer.module.Float16Module(config, inner) if bf16 else inner
+        ours = mcore.distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        wrapped = mcore.DistributedDataParallel(config, ours, inner)
+        settings["use_distributed_optimizer"] = True
+        optimizer = mcore.optimizer.get_megatron_optimizer(mcore.optimizer.OptimizerConfig(**settings), [wrapped])
+        asked = {"model": inner.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
+        loaded = mcore.dist_checkpointing.load(asked, directory)
+        inner.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        for name, entries in optimizer.state_by_parameter().items():
+            for entry in entries:
+                assert float(entry["step"]) == 2.0
+                if bf16 and not sharded and tp == 1:
+                    part = slice(entry["offset"], entry["offset"] + entry["numel"])
+                    assert torch.equal(entry["master"], masters[name].flatten()[part])
+        before = {name: param.detach().clone() for name, param in inner.named_parameters()}
+        optimizer.zero_grad()
+        for part in range(2) if tp == 2 else [rank]:
+            *given, labels = batch_of(2, part)
+            (wrapped(*given, labels=labels).mean() / tp).backward()
+        mcore.distributed.finalize_model_grads([wrapped])
+        optimizer.step()
+        moved = 0.0
+        for name, param in inner.named_parameters():
+            wanted = expected[name.removeprefix("module.")]
+            if getattr(param, "tensor_model_parallel", False) and tp > 1:
+                wanted = wanted.chunk(2, param.partition_dim)[rank]
+            torch.testing.assert_close(param.detach(), wanted, atol=4e-3 if bf16 else 2e-6, rtol=0, msg=name)
+            moved = max(moved, float((param - before[name]).detach().abs().max()))
+        assert moved > 5e-3
+        mcore.mpu.destroy_model_parallel()
+
+
 def test_groups_of_ranks_are_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = stock(".parallel_state").RankGenerator
     for sizes in (
@@ -283,13 +403,13 @@ def test_groups_of_ranks_are_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_microbatches_are_stocks() -> None:
     theirs = stock(".num_microbatches_calculator")
     for rampup in (None, [8, 8, 120], [4, 4, 50]):
-        for module in (microbatches, theirs):
+        for module in (schedules, theirs):
             module.destroy_num_microbatches_calculator()
             module.init_num_microbatches_calculator(1, rampup, 32, 2, 2, False)
         for consumed in range(0, 160, 7):
-            for module in (microbatches, theirs):
+            for module in (schedules, theirs):
                 module.update_num_microbatches(consumed, consistency_check=False)
-            assert microbatches.get_num_microbatches() == theirs.get_num_microbatches(), (rampup, consumed)
-            assert microbatches.get_current_global_batch_size() == theirs.get_current_global_batch_size()
-    for module in (microbatches, theirs):
+            assert schedules.get_num_microbatches() == theirs.get_num_microbatches(), (rampup, consumed)
+            assert schedules.get_current_global_batch_size() == theirs.get_current_global_batch_size()
+    for module in (schedules, theirs):
         module.destroy_num_microbatches_calculator()

@@ -187,6 +187,7 @@ class Thousands(nn.Module):
         return (torch.stack(list(self.weights)) * x).sum()
 
 
+@pytest.mark.nightly
 @ranks(2, timeout_s=120)
 def test_ten_thousand_parameters_wrap_in_linear_time_and_train(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()

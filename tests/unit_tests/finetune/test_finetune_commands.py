@@ -19,7 +19,7 @@ from tests.unit_tests.test_docs import ROOT
 
 COMMAND = re.compile(r"^    python (-m core\.finetune .*)$", re.MULTILINE)
 README = COMMAND.findall((ROOT / "README.md").read_text())
-PAGE = COMMAND.findall((ROOT / "docs" / "source" / "finetune.md").read_text())
+PAGE = COMMAND.findall((ROOT / "docs" / "source" / "finetune.md").read_text().replace("\\\n", " "))
 SHORT = ["--run.steps", "3", "--model.sequence-length", "64", "--data.limit", "20", "--run.validation-windows", "8"]
 
 

@@ -93,10 +93,18 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        "--tp 2 --zero 1",
-        "--tp 2 --zero 3",
-        "--tp 2 --pp 2",
-        "--tp 2 --ep 2 --model tiny:qwen3_moe",
+        "--tp 2 --pp 2 --zero 3",
+        "--plugin low_level_zero --zero 2",
+        "--plugin gemini --tp 2 --model tiny:llama",
+        pytest.param("--sp 2 --parallel.sp-mode all_to_all --zero 3", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --parallel.sp-mode split_gather --ep 2 --model tiny:qwen3_moe", marks=pytest.mark.nightly),
+        pytest.param("--plugin gemini", marks=pytest.mark.nightly),
+        pytest.param("--plugin low_level_zero --model tiny:gemma3", marks=pytest.mark.nightly),  # tied embeddings
+        pytest.param("--tp 2 --zero 1", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --pp 2", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --zero 3", marks=pytest.mark.nightly),
+        pytest.param("--sp 2 --tp 2 --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --ep 2 --model tiny:qwen3_moe", marks=pytest.mark.nightly),
         pytest.param("--pp 2 --zero 2 --model tiny:gemma3", marks=pytest.mark.nightly),  # scaled and tied embeddings
         pytest.param("--tp 2 --pp 2 --model tiny:gpt2 --data.no-packing", marks=pytest.mark.nightly),
         pytest.param("--tp 2 --zero 0", marks=pytest.mark.nightly),
@@ -121,12 +129,21 @@ def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, 
 
 
 @ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("tp", ["2", pytest.param("1", marks=pytest.mark.nightly)])
-def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(rank: int, world: int, tp: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("--tp 2", "--plugin low_level_zero", "--plugin gemini"),
+        pytest.param("--tp 1", marks=pytest.mark.nightly),
+        pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
+    rank: int, world: int, how: str, tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     import transformers
 
-    config = config_in(tmp_path, "--tp", tp, "--lora.r", "4", "--lora.alpha", "8", "--run.steps", "8", *PLAIN)
+    config = config_in(tmp_path, *how.split(), "--lora.r", "4", "--lora.alpha", "8", "--run.steps", "8", *PLAIN)
     losses = tuned(config, rank, world)
     if rank == 0:
         lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -145,7 +162,9 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(rank: int, world
     "how",
     [
         *("--tp 2 --lora.r 2 --lora.dropout 0.1", "--tp 2 --model.gradient-checkpointing", "--pp 2 --zero 2"),
-        *("--pp 2 --lora.r 2", "--ep 2 --model tiny:mixtral"),
+        "--pp 2 --lora.r 2",
+        pytest.param("--ep 2 --model tiny:mixtral", marks=pytest.mark.nightly),
+        *("--plugin low_level_zero --model.gradient-checkpointing", "--plugin gemini --model.gradient-checkpointing"),
     ],
 )
 def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: str, tmp_path: Path) -> None:
@@ -204,18 +223,35 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
             "line 1 is a chat, and the model's tokenizer has no chat template",
         ),
         (["--tp", "3", "--run.ranks", "3"], "3 tensor-parallel ranks: 'model.layers.0.self_attn.q_proj.weight'"),
-        (["--tp", "2", "--run.ranks", "3"], "3 ranks are not divisible by tp 2 x cp 1 x pp 1"),
+        (["--tp", "2", "--run.ranks", "3"], "3 ranks are not divisible by tp 2 x sp 1 x pp 1"),
         (["--run.global-batch-size", "3"], "size 3 is not divisible by dp (world 2 / (tp 1 x pp 1) =) 2"),
         (["--run.micro-batch-size", "3"], "--run.micro-batch-size 3"),
         (["--lora.r", "0"], "--lora.r must be a whole number of at least 1"),
         (["--lora.dropout", "0.1"], "--lora.targets and --lora.dropout are of adapters; add their rank too"),
+        (["--optimizer.loss-scale", "8"], "--optimizer.loss-scale is for float16"),
         (["--model.sequence-length", "1"], "--model.sequence-length must be a whole number of at least 2"),
         (["--model", "plain", "--model.sequence-length", "4096"], "4096 is longer than the model's positions, 64"),
         (["--checkpoint.resume"], "need --checkpoint.dir"),
-        (["--pp", "2", "--zero", "3"], "--parallel.zero 3 with --parallel.pp above 1 is not here yet"),
+        (
+            ["--parallel.sp-mode", "split_gather"],
+            "--parallel.sp-mode split_gather: sequence_parallelism_mode='split_gather'",
+        ),
+        (["--sp", "2", "--model.sequence-length", "66"], "66 is not divisible by what ring_attn cuts it into, 4"),
         (["--ep", "2"], "has no experts that its plan would cut"),
         (["--model", "tiny:qwen3_moe", "--ep", "8", "--run.ranks", "8"], "4 experts ('model.layers.0.mlp.experts')"),
         (["--pp", "8", "--run.ranks", "8"], "--parallel.pp 8: 4 layers"),
+        (["--plugin", "gemini", "--zero", "1"], "--parallel.zero 1: --parallel.plugin gemini has 3; leave"),
+        (["--plugin", "low_level_zero", "--zero", "0"], "--parallel.plugin low_level_zero has 1 or 2; leave"),
+        (["--plugin", "low_level_zero", "--tp", "2"], "--parallel.plugin low_level_zero has dp only"),
+        (["--plugin", "gemini", "--pp", "2"], "--parallel.plugin gemini has dp and tp only"),
+        (
+            ["--plugin", "gemini", "--tp", "2", "--parallel.sp-mode", "ring"],
+            "--parallel.sp-mode ring: --parallel.plugin gemini has dp and tp only",
+        ),
+        (
+            ["--plugin", "gemini", "--tp", "2", "--model.gradient-checkpointing"],
+            "--model.gradient-checkpointing: --parallel.plugin gemini does not do it with --parallel.tp",
+        ),
         (["--pp", "2", "--run.micro-batch-size", "8"], "(microbatches = --run.global-batch-size 8 / (dp 1 x micro"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

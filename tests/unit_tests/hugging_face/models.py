@@ -1,6 +1,7 @@
 """Small transformers models for these tests, the same in every process."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,3 +49,13 @@ def whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 def whole_copy(model: Any) -> Any:
     """A copy to compute the expected values with."""
     return copy.deepcopy(model)
+
+
+def grad_times(factor: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same output, and a gradient times a factor."""
+
+    def mutated(*args: Any) -> Any:
+        output = function(*args)
+        return output * factor + (output * (1.0 - factor)).detach() if output.requires_grad else output
+
+    return mutated

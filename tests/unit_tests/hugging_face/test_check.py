@@ -5,8 +5,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from core.hugging_face.__main__ import main
-from core.hugging_face.check import Verdict
-from core.hugging_face.families import table
+from core.hugging_face.check import Verdict, table
 from core.hugging_face.tiny import families
 
 

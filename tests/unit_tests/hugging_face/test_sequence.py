@@ -12,15 +12,17 @@ import torch
 pytest.importorskip("transformers")
 
 from core import parallel_state
-from core.context_parallel import all_to_all
+from core.context_parallel import all_to_all, cut_sequence
+from core.context_parallel.cut_sequence import CutSequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.guard.finite import ReplicaDriftError
-from core.hugging_face import PlanError, sequence, sequence_seams, split_model
-from core.hugging_face.check import InDouble, Verdict, check_on_rank
+from core.hugging_face import PlanError, sequence, split_model
+from core.hugging_face.check import Verdict, check_on_rank
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
 from core.hugging_face.tiny import families, families_with_policy
 from core.tensor_parallel import mappings
-from tests.unit_tests.hugging_face.models import small, tokens, whole
+from core.verify.in_double import InDouble
+from tests.unit_tests.hugging_face.models import grad_times, small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
 DOCUMENTS = (5, 1, 7, 3)  # no end lies at the end of a rank's part
@@ -45,7 +47,7 @@ def verdict_on(family: str, tp: int = 1, pp: int = 1, sp: str = "split_gather", 
         ("bert", 2, "split_gather"),
         ("qwen3", 1, "all_to_all"),
         ("gpt2", 1, "all_to_all"),
-        ("qwen3_moe", 1, "ring_attn"),
+        ("qwen2_moe", 1, "ring_attn"),  # makes a mask that no layer uses
         ("deepseek_v3", 1, "ring_attn"),
         ("gpt2", 1, "ring_attn"),
     ],
@@ -207,7 +209,7 @@ def without_others(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 MUTATIONS: dict[str, tuple[str, str, Any, str, Any]] = {
     "sum of the rows' outputs dropped": ("split_gather", "mappings", mappings, "reduce_scatter_first", without_sum),
     "join dropped": ("split_gather", "mappings", mappings, "gather_first", without_others),
-    "join of the context dropped": ("ring_attn", "join", sequence, "gather_first", without_others),
+    "join of the context dropped": ("ring_attn", "join", cut_sequence, "gather_first", without_others),
     "sums doubled": (
         "split_gather", "mappings", mappings, "reduce_scatter_first", scaled(mappings.reduce_scatter_first, 2.0),
     ),
@@ -220,12 +222,16 @@ MUTATIONS: dict[str, tuple[str, str, Any, str, Any]] = {
             (mappings._ReduceScatterFirst, "split_gather"),
             (mappings._ScatterFirst, "split_gather"),
             (mappings._GatherFirstReplicated, "split_gather"),
-            (sequence._Cut, "ring_attn"),
-            (sequence._Join, "ring_attn"),
-            (sequence._Cut, "all_to_all"),
-            (sequence._Join, "all_to_all"),
             (all_to_all._Exchange, "all_to_all"),
         )
+        for factor in (0.5, 2.0)
+    },
+    **{
+        f"gradient of {name} under {sp} times {factor}": (
+            sp, "gradient", CutSequence, name, grad_times(factor, getattr(CutSequence, name)),
+        )
+        for name in ("cut", "whole")
+        for sp in OVER_CONTEXT
         for factor in (0.5, 2.0)
     },
 }  # fmt: skip
@@ -255,10 +261,10 @@ def test_every_reduction_that_is_dropped_or_rescaled_is_seen(rank: int, world: i
 def test_a_sum_of_the_loss_or_of_a_norm_that_is_dropped_or_rescaled_is_seen(rank: int, world: int) -> None:
     ids = tokens()
     for owner, name, wrong in (
-        (sequence._Total, "backward", staticmethod(scaled(sequence._Total.backward, 0.5))),
-        (sequence._Total, "backward", staticmethod(scaled(sequence._Total.backward, 2.0))),
-        (sequence, "all_reduce", lambda value, group: value.clone()),
-        (sequence, "all_reduce", scaled(sequence.all_reduce, 2.0)),
+        (CutSequence, "total", grad_times(0.5, CutSequence.total)),
+        (CutSequence, "total", grad_times(2.0, CutSequence.total)),
+        (cut_sequence, "all_reduce", lambda value, group: value.clone()),
+        (cut_sequence, "all_reduce", scaled(cut_sequence.all_reduce, 2.0)),
     ):
         model, reference, compare = split_over(1, world, "ring_attn", options={"parallel_output": True})
         expected = reference(input_ids=ids, labels=ids).loss
@@ -266,8 +272,8 @@ def test_a_sum_of_the_loss_or_of_a_norm_that_is_dropped_or_rescaled_is_seen(rank
         with replaced(owner, name, wrong):
             found = model(input_ids=ids, labels=ids).loss
             found.backward()
-        assert (name == "backward") == bool(torch.isclose(found, expected, rtol=1e-12))
-        if name == "backward":
+        assert (name == "total") == bool(torch.isclose(found, expected, rtol=1e-12))
+        if name == "total":
             with pytest.raises(AssertionError, match="embed_tokens"):
                 compare()
         parallel_state.destroy_model_parallel()
@@ -299,7 +305,7 @@ def test_a_norm_whose_gradient_is_not_summed_is_named_in_the_first_step(rank: in
 def test_the_plan_says_where_the_sequence_is_cut() -> None:
     from core.hugging_face import read_plan
 
-    plan = sequence_seams.over_sequence(small("llama"), read_plan(small("llama")), "model.layers")
+    plan = sequence.over_sequence(small("llama"), read_plan(small("llama")), "model.layers")
     table = plan.table(2)
     assert "2 x model.layers.*.self_attn (sequence): input this rank's part of the sequence; all parts" in table
     assert "o_proj (rowwise): input as it is; output summed over tp, and this rank's part of the sequence" in table
@@ -329,8 +335,8 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence(rank: int, world: int) ->
         model(input_ids=tokens(1, 6))
     for options, message in (
         ({"use_cache": True}, "a cache of keys and values would hold a part of the sequence"),
-        ({"output_router_logits": True}, "which see a part of the sequence under 'ring_attn'"),
-        ({"output_hidden_states": True}, "leave output_hidden_states and output_attentions out"),
+        ({"output_router_logits": True}, "under 'ring_attn': the routers see a part of the sequence"),
+        ({"output_hidden_states": True}, "output_hidden_states under .* leave it out"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "runs from 0 to 5 and the batch is .1, 8."),
         ({"attention_mask": torch.ones(1, 1, 8, 8).tril()}, "does not read a mask of shape"),
         (

@@ -23,9 +23,9 @@ from core.hugging_face import (
     stage_forward_step,
     stages_config,
 )
-from core.hugging_face.check import InDouble
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
+from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 

@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from core.distributed import DistributedDataParallelConfig
 from tests.unit_tests.reference import batch, make_net
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-STEPS, MICROBATCHES = 3, 2
+STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.7
+
+
+def config_of(strategy: Any) -> DistributedDataParallelConfig:
+    """Several buckets, which leave in backward; the first rank's weights count."""
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=50, initial_weights="broadcast"
+    )
 
 
 @contextlib.contextmanager

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.distributed import DistributedDataParallel
 from core.integrations import LoopOptimizer
 from tests.unit_tests.integrations.loops import (
+    MAX_NORM,
     MICROBATCHES,
     STEPS,
     STRATEGIES,
     assert_equal_weights,
+    config_of,
     launched,
     loss_of,
     on_one_process,
@@ -27,16 +29,13 @@ from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net
 
 pytest.importorskip("accelerate")
-MAX_NORM = 0.7
 
 
 def prepared(strategy: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
     """(accelerator, model, optimizer, scheduler)."""
     from core.integrations import Accelerator
 
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=50, initial_weights="broadcast"
-    )
+    config = config_of(strategy)
     options = {"cpu": True, "gradient_accumulation_steps": MICROBATCHES, "ddp_config": config} | options
     accelerator = Accelerator(**options)
     model = make_net(torch.float64, seed=3 if dist.get_rank() == 0 else 8)  # the first rank's weights count
@@ -154,8 +153,46 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_scheduler_wai
 
 
 @ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_fp16_trains_and_skips_an_overflow_of_one_rank_on_both(rank: int, world: int, strategy: str) -> None:
+    with launched(rank, world):
+        from accelerate.utils import GradScalerKwargs
+
+        from core.integrations import Accelerator
+
+        handler = GradScalerKwargs(init_scale=4096.0, growth_interval=2)
+        options: dict[str, Any] = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": [handler]}
+        accelerator = Accelerator(**options, ddp_config=config_of(strategy))
+        net, reference = make_net(torch.float32), make_net(torch.float32)
+        model, optimizer = accelerator.prepare(net, optimizer_of(net))
+        plain, scales = optimizer_of(reference), []
+        for step in range(4):
+            before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step, torch.float32)
+            accelerator.backward(loss * (float("inf") if step == 1 and rank == 1 else 1.0))
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+            optimizer.step()
+            if step != 1:
+                plain.zero_grad()
+                (sum(loss_of(reference, other, step, torch.float32) for other in range(world)) / world).backward()
+                assert norm == pytest.approx(
+                    float(nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)), rel=0.02
+                )
+                plain.step()
+            assert accelerator.optimizer_step_was_skipped == (step == 1)
+            after = accelerator.get_state_dict(model)
+            assert all(torch.equal(after[name], value) == (step == 1) for name, value in before.items())
+            scales.append(accelerator.scaler.get_scale())
+        assert scales == [4096.0, 2048.0, 2048.0, 4096.0]
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(after[name], value, atol=0.01, rtol=0.02)
+
+
+@ranks(2)
 def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None:
     with launched(rank, world):
+        from accelerate import ParallelismConfig
         from accelerate.utils import DistributedDataParallelKwargs
 
         accelerator, model, optimizer, _ = prepared("optim", gradient_accumulation_steps=1)
@@ -174,6 +211,9 @@ def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None
         for name, value in (("bucket_cap_mb", 5), ("comm_hook", "fp16")):
             with pytest.raises(ValueError, match=f"DistributedDataParallelKwargs\\({name}="):
                 prepared("no_shard", kwargs_handlers=[DistributedDataParallelKwargs(**{name: value})])
+        for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            with pytest.raises(ValueError, match=rf"ParallelismConfig\({name}=2\) is accelerate's own wrapping; "):
+                prepared("no_shard", parallelism_config=ParallelismConfig(**{name: 2}))
 
 
 @ranks(2)

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.distributed import DistributedDataParallelConfig
 from core.optimizer import GradScaler
 from tests.unit_tests.integrations.loops import (
+    MAX_NORM,
     MICROBATCHES,
     STEPS,
     STRATEGIES,
     assert_equal_weights,
+    config_of,
     launched,
     loss_of,
     on_one_process,
@@ -25,7 +26,6 @@ from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net
 
 pytest.importorskip("lightning_fabric")
-MAX_NORM = 0.7
 
 
 def set_up(strategy: Any, world: int, plugins: Any = None, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
@@ -34,9 +34,7 @@ def set_up(strategy: Any, world: int, plugins: Any = None, dtype: torch.dtype = 
 
     from core.integrations import FabricStrategy
 
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=50, initial_weights="broadcast"
-    )
+    config = config_of(strategy)
     fabric = Fabric(accelerator="cpu", devices=world, strategy=FabricStrategy(config), plugins=plugins)
     fabric.launch()
     model = make_net(dtype, seed=3 if dist.get_rank() == 0 else 8)

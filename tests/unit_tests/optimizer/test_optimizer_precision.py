@@ -84,7 +84,7 @@ def masters_by_name(optimizer: Any, ddp: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@ranks(1, 3, nightly=(2,))
+@ranks(3, nightly=(1, 2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_remainders_make_the_steps_of_fp32_masters_bit_for_bit(

@@ -30,7 +30,6 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    from core.finetune.main import main as finetune
     from core.training.main import main as train
 
     arguments = ["--config", TINY[1], "--run.device", "cpu"]
@@ -39,8 +38,95 @@ def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[
     large = ["--model.hidden-size", "65536", "--model.num-layers", "40", "--model.vocab-size", "65536"]
     assert train([*arguments, *large, "--dry-run"]) == 1
     assert "does not fit: rank" in capsys.readouterr().out
-    assert finetune(["--dry-run"]) == 2
-    assert "--dry-run is for the main job" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A plan that is wrong by less than a quarter refuses nothing."""
+    from core.plan import dry_run
+    from core.training import main as command
+    from core.training.config_file import load_config
+    from core.training.errors import ConfigError
+
+    monkeypatch.chdir(tmp_path)
+    flags = ["--config", TINY[1], "--run.device", "cpu", "--tp", "1", "--run.ranks", "2", "--logging.no-plots"]
+    config = load_config(flags)
+    monkeypatch.setattr(dry_run, "host_memory_bytes", lambda: 1 << 40)
+    needed = 2 * plan_run(config, 2, dry_run.this_machine(config.run, 2)).fullest.peak
+    started: list[int] = []
+    monkeypatch.setattr(command, "start_ranks", lambda ranks: started.append(ranks) or 0)
+    for where in (dry_run, command):
+        monkeypatch.setattr(where, "host_memory_bytes", lambda: int(needed / 1.24))
+    assert command.main(flags) == 0
+    for where in (dry_run, command):
+        monkeypatch.setattr(where, "host_memory_bytes", lambda: int(needed / 1.27))
+    assert command.main([*flags, "--run.no-check-memory"]) == 0
+    assert started == [2, 2]
+    assert command.main(flags) == 2
+    told = capsys.readouterr().err
+    assert "2 ranks of this machine would hold" in told
+    assert "it would fit with --" in told
+    assert len(told.splitlines()) == 1
+    with pytest.raises(ConfigError, match="no-check-memory starts the job"):
+        command.check_fit(config, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 1",
+        "--model.activation swiglu --model.dtype bfloat16 --tp 2",
+        "--model.num-experts 4 --model.moe-layer-freq 1 --tp 1",
+        "--model.dtype float64 --tp 1 --pp 2 --run.micro-batch-size 1",
+        "--tp 1 --model.attention-dropout 0.1 --model.vocab-size 8000",
+        "--tp 1 --ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather",
+    ],
+)
+def test_a_job_far_below_the_memory_is_not_planned(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of thumb is above every plan, and the default job on a machine of 16 GiB is below it."""
+    from core.plan import dry_run
+    from core.training import main as command
+    from core.training.config_file import load_config
+    from core.training.plan import plan_job
+    from core.training.sizes import most_bytes
+
+    config = load_config(flags.split())
+    plan = plan_job(config, 4)
+    planned = plan_run(config, 4, dry_run.this_machine(config.run, 4)).fullest.peak
+    in_flight = plan.num_microbatches if config.parallel.pp > 1 else 1
+    assert planned < most_bytes(config, plan.micro_batch_size, in_flight)
+    monkeypatch.setattr(command, "host_memory_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(dry_run, "refuse_what_cannot_fit", None)  # never called
+    command.check_fit(load_config([]), 4, 4)
+
+
+def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from core.hugging_face.tiny import tiny_of_bytes
+
+    tiny_of_bytes("qwen3", 64).save_pretrained(tmp_path)
+    flags = ["--ranks", "2", "--pp", "2", "--seq", "64", "--global-batch", "4"]
+    tables = []
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert main(["--model", str(model), *flags]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    assert "rank 0 (stage 0)  rank 1 (stage 1)" in tables[0]
+    for more, words in (
+        (["--tp", "3", "--ranks", "3", "--pp", "1", "--global-batch", "3"], "Sizes that fit this model: 1, 2, 4, 8"),
+        (["--ep", "2", "--pp", "1"], "has no experts"),
+        (["--pp", "5", "--ranks", "5"], "--pp 5"),
+        (["--pp", "1", "--cp", "2"], "--sequence-parallel all_to_all or ring_attn"),
+        (["--zero", "4"], "--zero is 4; expected 0 to 3"),
+        (["--sequence-parallel", "magic"], "expected one of split_gather"),
+        (["--global-batch", "3", "--pp", "1"], "3 is not divisible by dp"),
+        (["--seq", "65"], "longer than the model's positions, 64"),
+        (["--lora.r", "8"], "--lora.r is no option of a Hugging Face model's plan"),
+        (["--model", "nowhere.json"], "a Hugging Face model is given alone"),
+    ):
+        assert main(["--model", str(tmp_path), *flags, *more]) == 2, more
+        assert words in capsys.readouterr().err, more
 
 
 @pytest.mark.parametrize(
@@ -48,8 +134,8 @@ def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[
     [
         (["--ranks", "6", "--tp", "4"], "6 ranks are not divisible by tp 4"),
         (["--ranks", "8", "--tp", "8"], "--model.num-attention-heads 4 is not divisible by tp 8"),
-        (["--ranks", "4", "--device", "b900"], "known are a100, h100, h200, mi300x"),
-        (["--ranks", "4", "--device", "b900"], "h100.json, measured on your machine"),
+        (["--ranks", "4", "--device", "b900"], "known are a100, h100, h200, laptop, mi300x"),
+        (["--ranks", "4", "--device", "b900"], "core.plan calibrate --out FILE"),
         (["--ranks", "3", "--tp", "1"], "--run.global-batch-size 8 is not divisible by dp"),
     ],
 )

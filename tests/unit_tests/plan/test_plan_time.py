@@ -10,7 +10,8 @@ from core.pipeline_parallel import PipelineLayout
 from core.plan import plan_run, read_device
 from core.plan.live_memory import Work
 from core.plan.schedule_order import Action, actions_of_ranks
-from core.plan.step_time import pipeline_spans, work_seconds
+from core.plan.step_time import work_seconds
+from core.plan.time_line import pipeline_spans, shared_spans
 from core.training.config_file import load_config
 
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
@@ -38,6 +39,25 @@ def test_orders_of_torch_run_to_their_end(schedule: str) -> None:
     assert forwards == dict.fromkeys(range(4), 8)
     spans = pipeline_spans(orders, {(kind, stage): 1.0 for kind in "FBIW" for stage in range(4)}, 0.0, 4)
     assert len(spans) == sum(map(len, orders))
+
+
+def test_a_rank_with_several_stages_waits_less() -> None:
+    flags = "--tp 1 --pp 2 --run.global-batch-size 8 "
+    plain, several = (plan(flags + more, 2) for more in ("", "--parallel.vpp 2 --parallel.schedule Interleaved1F1B"))
+    assert [memory.stages for memory in several.memories] == [(0, 2), (1, 3)]
+    assert 0 < several.time.bubble < plain.time.bubble
+
+
+def test_positions_that_wait_leave_their_cores_to_others() -> None:
+    """Two stages, one microbatch and one core: nobody works at once, so sharing costs nothing."""
+    orders = actions_of_ranks("GPipe", PipelineLayout.even(2, 2), 1)
+    seconds = {(kind, stage): {"F": 1.0, "B": 2.0}[kind] for kind in "FB" for stage in range(2)}
+    spans = shared_spans(orders, seconds, 0.5, 2, float)
+    assert max(span.end_s for span in spans) == pytest.approx(6.0 + 2 * 0.5)
+    busy = shared_spans(actions_of_ranks("GPipe", PipelineLayout.even(2, 2), 8), seconds, 0.0, 2, float)
+    assert max(span.end_s for span in busy) == pytest.approx(2 * 8 * 3.0)  # one core does it all
+    cores = shared_spans(actions_of_ranks("1F1B", PipelineLayout.even(2, 2), 4), seconds, 0.0, 2, lambda _: 1.0)
+    assert max(span.end_s for span in cores) == pytest.approx(3.0 * (4 + 1))
 
 
 def test_1f1b_keeps_as_many_microbatches_as_stages_follow() -> None:

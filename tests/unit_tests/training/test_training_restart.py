@@ -18,7 +18,8 @@ STEPS = 30
 AGAIN = [*LAUNCHERS["torchrun"][:-1], "--max-restarts", "1", LAUNCHERS["torchrun"][-1]]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 7))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(7))
 def test_a_job_whose_rank_is_killed_at_a_random_moment_ends_with_the_losses_of_an_unbroken_one(
     tmp_path: Path, seed: int
 ) -> None:

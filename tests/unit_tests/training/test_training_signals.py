@@ -26,7 +26,8 @@ def assert_stopped_with_a_checkpoint(job: MainJob) -> None:
     assert json.loads((job.folder / "tiny" / "summary.json").read_text())["stopped"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_closed_terminal_or_one_ctrl_c_stops_after_the_step_with_a_checkpoint(
     tmp_path: Path, launcher: str, number: signal.Signals
@@ -52,7 +53,8 @@ def test_a_closed_pipe_stops_after_the_step_with_a_checkpoint(tmp_path: Path, la
         assert "BrokenPipe" not in (tmp_path / "errors").read_text()
 
 
-@pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_second_ctrl_c_ends_everything_where_a_rank_is_stopped_and_the_other_waits(
     tmp_path: Path, launcher: str
 ) -> None:

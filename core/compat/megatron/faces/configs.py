@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.compat.arguments import is_one_of
-from core.compat.megatron.faces.fields import Rule, rules_of
+from core.compat.arguments import defaults_of, is_one_of
+from core.compat.megatron.faces.refusals import Rule, rules_of
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
@@ -51,15 +51,17 @@ class _Written:
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
-def _base(parent: type, name: str, ours: Any, *without: str) -> Any:
-    """A dataclass of the fields of ours, with their defaults, and of those that nothing obeys."""
+def _base(parent: type, name: str, ours: Any, *without: str, own: str = "") -> Any:
+    """A dataclass of the fields of ours with their defaults, those that nothing obeys, and words 'name=default'."""
     rules = rules_of(name)
     inherited = {found.name for found in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else set()
     kept = [found for found in dataclasses.fields(ours) if found.name not in {*rules, *inherited, *without}]
-    made = [(key, Any, _default(rule.defaults[0])) for key, rule in rules.items()]
-    made += [(f.name, Any, field(default=f.default, default_factory=f.default_factory)) for f in kept]
+    made = {key: _default(rule.defaults[0]) for key, rule in rules.items()}
+    made |= {f.name: field(default=f.default, default_factory=f.default_factory) for f in kept}
+    made |= {key: _default(defaults_of(text)[0]) for key, _, text in (word.partition("=") for word in own.split())}
     space = {"rules": {**getattr(parent, "rules", {}), **rules}, "__module__": __name__}
-    return dataclasses.make_dataclass(f"_{name}", made, bases=(parent,), namespace=space)
+    fields = [(key, Any, default) for key, default in made.items()]
+    return dataclasses.make_dataclass(f"_{name}", fields, bases=(parent,), namespace=space)
 
 
 def _default(value: Any) -> Any:
@@ -68,7 +70,13 @@ def _default(value: Any) -> Any:
 
 _DDP: Any = _base(_Written, "DistributedDataParallelConfig", OurDDPConfig)
 _Optimizer: Any = _base(_Written, "OptimizerConfig", OurOptimizerConfig)
-_ModelParallel: Any = _base(_Written, "ModelParallelConfig", OurModelParallelConfig)
+_ModelParallel: Any = _base(
+    _Written,
+    "ModelParallelConfig",
+    OurModelParallelConfig,
+    own="pipeline_dtype=None variable_seq_lengths=False microbatch_group_size_per_vp_stage=None "
+    "barrier_with_L1_time=True",
+)
 
 
 @dataclass
@@ -104,17 +112,11 @@ class OptimizerConfig(_Optimizer):
     overlap_param_gather: bool = False
 
     def ours(self) -> OurOptimizerConfig:
-        """Our configuration of the same meaning.
-
-        params_dtype: fp32, the default, is what Megatron leaves it at for 16-bit models too, and is not checked then.
-        """
+        """Our configuration of the same meaning."""
         given = self.same_fields(OurOptimizerConfig)
         if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
-            given["params_dtype"] = None
+            given["params_dtype"] = None  # Megatron leaves it at fp32, the default, for 16-bit models too
         return OurOptimizerConfig(**{**given, "muon_nesterov": self.muon_nesterov or self.muon_use_nesterov})
-
-
-AdamOptimizerConfig = OptimizerConfig
 
 
 @dataclass
@@ -132,22 +134,24 @@ class ModelParallelConfig(_ModelParallel):
     microbatch_group_size_per_vp_stage are read, and judged, by the pipeline schedule.
     """
 
-    pipeline_dtype: torch.dtype | None = None
-    variable_seq_lengths: bool = False
-    microbatch_group_size_per_vp_stage: int | None = None
-    barrier_with_L1_time: bool = True
-
     def __post_init__(self) -> None:
-        filled: Any = self  # most fields are inherited from dataclasses that are made from tables
+        filled: Any = self  # its fields are made from tables
         if filled.expert_tensor_parallel_size is None:
             filled.expert_tensor_parallel_size = filled.tensor_model_parallel_size
-        if filled.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
-            self.pipeline_dtype = filled.params_dtype
+        if filled.pipeline_model_parallel_size > 1 and filled.pipeline_dtype is None:
+            filled.pipeline_dtype = filled.params_dtype
         OurModelParallelConfig(**filled.same_fields(OurModelParallelConfig, *SIZE_FREE))
 
 
 _Transformer: Any = _base(
-    ModelParallelConfig, "TransformerConfig", OurTransformerConfig, *OF_GPT, "share_embeddings_and_output_weights"
+    ModelParallelConfig,
+    "TransformerConfig",
+    OurTransformerConfig,
+    *(*OF_GPT, "share_embeddings_and_output_weights"),
+    own="num_layers=0 hidden_size=0 num_attention_heads=0 hidden_dropout=0.1 attention_dropout=0.1 add_qkv_bias=False "
+    "gated_linear_unit=False init_method=None output_layer_init_method=None num_layers_in_first_pipeline_stage=None "
+    "num_layers_in_last_pipeline_stage=None account_for_embedding_in_pipeline_split=False "
+    "account_for_loss_in_pipeline_split=False cp_comm_type=None recompute_method=None recompute_modules=None",
 )
 
 
@@ -157,39 +161,26 @@ class TransformerConfig(_Transformer):
 
     gated_linear_unit, activation_func: False with F.gelu, or True with F.silu. init_method, output_layer_init_method:
     for layers of yours; those of GPTModel are drawn with init_method_std. num_layers_in_first_pipeline_stage,
-    num_layers_in_last_pipeline_stage: the other stages share the rest evenly.
+    num_layers_in_last_pipeline_stage: the other stages share the rest evenly. account_for_*_in_pipeline_split: the
+    embedding, or the loss, counts as a layer of its stage.
     """
 
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    add_qkv_bias: bool = False
-    gated_linear_unit: bool = False
     activation_func: Callable[..., Any] = F.gelu
-    init_method: Callable[..., Any] | None = None
-    output_layer_init_method: Callable[..., Any] | None = None
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    cp_comm_type: Any = None
-    recompute_method: str | None = None
-    recompute_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         filled: Any = self
-        if self.num_attention_heads and filled.kv_channels is None:
-            filled.kv_channels = self.hidden_size // self.num_attention_heads
-        filled.num_query_groups = filled.num_query_groups or self.num_attention_heads
-        filled.ffn_hidden_size = filled.ffn_hidden_size or 4 * self.hidden_size
-        self.recompute_modules = self.recompute_modules or ["core_attn"]
-        self.init_method = self.init_method or _Normal(filled.init_method_std)
-        scale = (2.0 * max(self.num_layers, 1)) ** 0.5
-        self.output_layer_init_method = self.output_layer_init_method or _Normal(filled.init_method_std / scale)
+        if filled.num_attention_heads and filled.kv_channels is None:
+            filled.kv_channels = filled.hidden_size // filled.num_attention_heads
+        filled.num_query_groups = filled.num_query_groups or filled.num_attention_heads
+        filled.ffn_hidden_size = filled.ffn_hidden_size or 4 * filled.hidden_size
+        filled.recompute_modules = filled.recompute_modules or ["core_attn"]
+        filled.init_method = filled.init_method or _Normal(filled.init_method_std)
+        scale = (2.0 * max(filled.num_layers, 1)) ** 0.5
+        filled.output_layer_init_method = filled.output_layer_init_method or _Normal(filled.init_method_std / scale)
 
     def ours(self, **model: Any) -> OurTransformerConfig:
-        """Our configuration; model: what Megatron gives its GPTModel instead (vocab_size, position_embedding_type ...).
+        """Our configuration; model: what Megatron gives its models instead (vocab_size ...), where it is not None.
 
         Raises ValueError, by the field's name, for what our layers cannot do.
         """
@@ -201,7 +192,7 @@ class TransformerConfig(_Transformer):
         given["cp_comm_type"] = (comm[0] if isinstance(comm, list) else comm) or "p2p"
         if self.recompute_granularity == "full" and self.recompute_method == "block":
             given["recompute_num_layers"] = self.recompute_num_layers
-        return OurTransformerConfig(**given, **model)
+        return OurTransformerConfig(**given | {name: value for name, value in model.items() if value is not None})
 
     def _problems(self) -> Iterator[str]:
         if (self.gated_linear_unit, self.activation_func) not in ((False, F.gelu), (True, F.silu)):

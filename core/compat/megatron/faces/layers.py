@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree
 from core import tensor_parallel as ours
-from core.compat.arguments import arguments
+from core.compat.megatron.faces.refusals import arguments
 from core.moe.exchange import all_to_all_rows
 from core.tensor_parallel import mappings
 from core.tensor_parallel.mappings import divide, group_rank, group_size, resolve_groups
 from core.tensor_parallel.random import DATA_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM
-
-_DEFERRED = "pipeline schedules with split backward put weight gradients off"
-_SHARDED = "data_parallel_sharding_strategy='optim_grads_params' shards weights"
-_STREAMS = "one tracker has all random streams, and no CUDA graph is captured"
-_ROWS = "all ranks hold equally many rows; core.moe.exchange moves unequal numbers"
-ADVICE = {
-    "keep_master_weight_for_test": "core.tensor_parallel.tensor_parallel_join puts the slices together",
-    "grad_output_buffer": _DEFERRED,
-    "embedding_activation_buffer": _DEFERRED,
-    "wgrad_deferral_limit": _DEFERRED,
-    "disable_grad_reduce": "the input's gradient is a sum over the group",
-    "output_dtype": "cast the output",
-    "async_grad_allreduce": "its name is allreduce_dgrad now",
-    **dict.fromkeys(("gtp_remat_size", "gtp_remat_rank", "egtp_remat_rank"), _SHARDED),
-    **dict.fromkeys(("gtp_remat_world_size", "egtp_remat_world_size"), _SHARDED),
-    **dict.fromkeys(
-        ("use_te_rng_tracker", "te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng"), _STREAMS
-    ),
-    **dict.fromkeys(("output_split_sizes", "input_split_sizes"), _ROWS),
-    "use_global_buffer": "torch keeps the memory",
-    "use_nccl_stream": "the exchange is waited for where its rows are read",
-}
 
 
 def _group(given: dist.ProcessGroup | None, kind: str = "tp") -> Any:
@@ -69,16 +45,10 @@ def _build(layer: Any, build: Any, is_expert: bool, group: Any, given: dict[str,
 
 def _multiply(layer: Any, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """An expert's product, without communication: tokens come, and sums go, with the dispatcher."""
-    output = ours.linear_with_grad_accumulation_and_async_allreduce(
-        input_,
-        layer.weight if weight is None else weight,
-        None if layer.skip_bias_add else layer.bias,
-        gradient_accumulation_fusion=layer.config.gradient_accumulation_fusion,
-        allreduce_dgrad=False,
-        sequence_parallel=False,
-        tp_group=layer.tp_group,
-    )
-    return output, layer.bias if layer.skip_bias_add else None
+    added, given = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+    weight, fused = layer.weight if weight is None else weight, layer.config.gradient_accumulation_fusion
+    product = ours.linear_with_grad_accumulation_and_async_allreduce
+    return product(input_, weight, added, fused, False, False, tp_group=layer.tp_group), given
 
 
 class ColumnParallelLinear(ours.ColumnParallelLinear):
@@ -92,8 +62,7 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         "self input_size output_size * config init_method bias=True gather_output=False stride=1 "
         "!keep_master_weight_for_test=False skip_bias_add=False skip_weight_param_allocation=False "
         "!embedding_activation_buffer=None !grad_output_buffer=None is_expert=False -tp_comm_buffer_name=None "
-        "!disable_grad_reduce=False !output_dtype=None tp_group=None name=None",
-        ADVICE,
+        "!disable_grad_reduce=False !output_dtype=None tp_group=None name=None"
     )
     def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
         _build(self, super().__init__, is_expert, tp_group, given)
@@ -101,7 +70,7 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, bias if it was not added). runtime_gather_output: in place of the constructor's gather_output."""
+        """runtime_gather_output: in place of the constructor's gather_output."""
         if self.is_expert:
             return _multiply(self, input_, weight)
         output, bias = super().forward(input_, weight)
@@ -118,21 +87,18 @@ class RowParallelLinear(ours.RowParallelLinear):
 
     @arguments(
         "self input_size output_size * config init_method bias=True input_is_parallel=True skip_bias_add=False "
-        "stride=1 !keep_master_weight_for_test=False is_expert=False -tp_comm_buffer_name=None tp_group=None name=None",
-        ADVICE,
+        "stride=1 !keep_master_weight_for_test=False is_expert=False -tp_comm_buffer_name=None tp_group=None name=None"
     )
     def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
         _build(self, super().__init__, is_expert, tp_group, given)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, bias if it was not added)."""
         return _multiply(self, input_) if self.is_expert else super().forward(input_)
 
 
 @arguments(
     "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel !grad_output_buffer=None "
-    "!wgrad_deferral_limit=0|None !async_grad_allreduce=None tp_group=None !gtp_remat_size=1 !output_dtype=None",
-    ADVICE,
+    "!wgrad_deferral_limit=0|None !async_grad_allreduce=None tp_group=None !gtp_remat_size=1 !output_dtype=None"
 )
 def linear_with_grad_accumulation_and_async_allreduce(*, tp_group: Any, **given: Any) -> Tensor:
     """core.tensor_parallel's, in the tensor-parallel group unless another is given."""
@@ -151,17 +117,15 @@ def vocab_parallel_cross_entropy(
     return ours.vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, group, vocab_size=size)
 
 
-# -- mappings --------------------------------------------------------------------------------------------------------
-
 gather_from_sequence_parallel_region = arguments(
-    "input_ tensor_parallel_output_grad=True group=None !output_split_sizes=None !use_global_buffer=False", ADVICE
+    "input_ tensor_parallel_output_grad=True group=None !output_split_sizes=None !use_global_buffer=False"
 )(ours.gather_from_sequence_parallel_region)
 reduce_scatter_to_sequence_parallel_region = arguments(
-    "input_ group=None !input_split_sizes=None !use_global_buffer=False", ADVICE
+    "input_ group=None !input_split_sizes=None !use_global_buffer=False"
 )(ours.reduce_scatter_to_sequence_parallel_region)
 
 
-@arguments("group input_ output_split_sizes_=None input_split_sizes=None !use_nccl_stream=False", ADVICE)
+@arguments("group input_ output_split_sizes_=None input_split_sizes=None !use_nccl_stream=False")
 def all_to_all(group: Any, input_: Tensor, output_split_sizes_: Any, input_split_sizes: Any) -> Tensor:
     """Rows to every rank of a group and from it; equal parts where no sizes are given. Differentiable. Collective."""
     size = group_size(group)
@@ -182,14 +146,10 @@ all_gather_last_dim_from_tensor_parallel_region = _last_dim(ours.gather_from_seq
 reduce_scatter_last_dim_to_tensor_parallel_region = _last_dim(ours.reduce_scatter_to_sequence_parallel_region)
 
 
-# -- random streams --------------------------------------------------------------------------------------------------
-
-
 @arguments(
     "seed !te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False tp_rank=None ep_rank=None "
     "etp_rank=None -force_reset_rng=False !gtp_remat_rank=None|0 !egtp_remat_rank=None|0 !gtp_remat_world_size=None|1 "
-    "!egtp_remat_world_size=None|1",
-    ADVICE,
+    "!egtp_remat_world_size=None|1"
 )
 def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_rank: Any) -> None:
     """core.tensor_parallel.model_parallel_manual_seed; the streams begin anew in any case."""
@@ -199,10 +159,10 @@ def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_r
 
 
 _TRACKER = "!use_te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False"
-get_cuda_rng_tracker = arguments(_TRACKER, ADVICE)(ours.get_rng_tracker)
+get_cuda_rng_tracker = arguments(_TRACKER)(ours.get_rng_tracker)
 
 
-@arguments(f"{_TRACKER} force_reset=False", ADVICE)
+@arguments(f"{_TRACKER} force_reset=False")
 def initialize_rng_tracker(force_reset: bool) -> None:
     """Forget all streams with force_reset; there is one tracker from the start."""
     if force_reset:
@@ -212,8 +172,6 @@ def initialize_rng_tracker(force_reset: bool) -> None:
 get_all_rng_states = ours.get_rng_tracker().get_states
 get_expert_parallel_rng_tracker_name = functools.partial(str, EXPERT_PARALLEL_STREAM)
 get_data_parallel_rng_tracker_name = functools.partial(str, DATA_PARALLEL_STREAM)
-
-# -- tensors and vocabularies ----------------------------------------------------------------------------------------
 
 
 def split_tensor_along_last_dim(
@@ -239,44 +197,14 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Any = None) -> Tensor:
 class VocabUtility:
     """Which ids of a vocabulary a rank holds: [first, last)."""
 
-    @staticmethod
-    def vocab_range_from_per_partition_vocab_size(
-        per_partition_vocab_size: int, rank: int, world_size: int
-    ) -> tuple[int, int]:
-        """Of equal parts of a known size."""
-        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+    vocab_range_from_per_partition_vocab_size = staticmethod(
+        arguments("per_partition_vocab_size>size rank -world_size")(lambda size, rank: (rank * size, (rank + 1) * size))
+    )
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Of a vocabulary that divides. ValueError for another."""
         size = divide(global_vocab_size, world_size, "vocabulary over ranks")
         return rank * size, (rank + 1) * size
-
-
-def broadcast_data(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
-) -> dict[str, Tensor]:
-    """The first rank's tensors on every rank of a tensor-parallel group. Collective over it.
-
-    data: read on the first rank alone. ValueError, on all ranks, for a tensor of another dtype.
-    """
-    group = _group(tp_group)
-    given: Any = data if group_rank(group) == 0 else None
-    table = None if given is None else {key: (tuple(given[key].shape), given[key].dtype) for key in keys}
-    tables = agree.gather(table, [] if group is None else [group], "broadcast_data")
-    known = next(found for found in tables.values() if found is not None)
-    odd = {key: dtype for key, (_, dtype) in known.items() if dtype != datatype}
-    if odd:
-        raise ValueError(f"broadcast_data: {odd} where datatype is {datatype}; cast them, or broadcast them apart")
-    on_gpu = group is not None and "nccl" in dist.get_backend_config(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    sent = {
-        key: torch.empty(shape, dtype=datatype, device=device) if given is None else given[key].to(device).contiguous()
-        for key, (shape, _) in known.items()
-    }
-    for tensor in sent.values() if group is not None and group_size(group) > 1 else ():
-        dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
-    return sent
 
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
@@ -284,16 +212,12 @@ _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_str
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Say of a tensor that it is split as another one."""
-    for name in _DEFAULTS:
-        if hasattr(source_tensor, name):
-            setattr(destination_tensor, name, getattr(source_tensor, name))
+    vars(destination_tensor).update({name: value for name, value in vars(source_tensor).items() if name in _DEFAULTS})
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Say of a tensor that it is not split, unless something is said already."""
-    for name, value in _DEFAULTS.items():
-        if not hasattr(tensor, name):
-            setattr(tensor, name, value)
+    vars(tensor).update(_DEFAULTS | vars(tensor))
 
 
 def param_is_not_tensor_parallel_duplicate(param: nn.Parameter, tp_group: Any = None) -> bool:

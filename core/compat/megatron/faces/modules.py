@@ -23,10 +23,7 @@ class MegatronModule(nn.Module):
         super().__init__()
         self.config = config
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The same as state_dict."""
-        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
-
+    state_dict_for_save_checkpoint = nn.Module.state_dict
     sharded_state_dict = sharded_state_dict
 
     def set_is_first_microbatch(self) -> None:
@@ -46,23 +43,19 @@ class Float16Module(MegatronModule):
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         self.module = module.to(self.dtype)
         self.vp_stage = getattr(module, "vp_stage", None)
-        own = [*dict(module.named_children()), *dict(module.named_parameters(recurse=False))]
-        self.global_names = {f"module.{name}": name for name in own} | {
-            f"module.{theirs}": name for theirs, name in getattr(module, "global_names", {}).items()
-        }
+        own = {name: name for name in (*module._modules, *module._parameters)} | getattr(module, "global_names", {})
+        self.global_names = {f"module.{theirs}": name for theirs, name in own.items()}
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
         """Hand the hidden state of the stage before to the module."""
         get_attr_wrapped_model(self.module, "set_input_tensor")(hidden)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The module's forward, in 16 bits."""
         if self._is_stage("pre_process", parallel_state.is_pipeline_first_stage):
             inputs, kwargs = _cast((inputs, kwargs), torch.float32, self.dtype)
         output = self.module(*inputs, **kwargs)
-        if fp32_output and self._is_stage("post_process", parallel_state.is_pipeline_last_stage):
-            output = _cast(output, self.dtype, torch.float32)
-        return output
+        is_last = fp32_output and self._is_stage("post_process", parallel_state.is_pipeline_last_stage)
+        return _cast(output, self.dtype, torch.float32) if is_last else output
 
     def _is_stage(self, name: str, in_pipeline: Callable[..., bool]) -> bool:
         known = getattr(self.module, name, None)
@@ -72,7 +65,6 @@ class Float16Module(MegatronModule):
 
 
 def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    """Tensors of one dtype in another, also in tuples, lists and dictionaries."""
     return tree_map(lambda part: part.to(after) if isinstance(part, Tensor) and part.dtype == before else part, value)
 
 
@@ -97,10 +89,7 @@ get_model_type = functools.partial(get_attr_wrapped_model, attr="model_type")
 
 def get_model_xattn(model: Any) -> bool:
     """False unless a module says that it has cross attention."""
-    try:
-        return bool(get_attr_wrapped_model(model, "xattn_needed"))
-    except RuntimeError:
-        return False
+    return bool(getattr(unwrap_model(model), "xattn_needed", False))
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
@@ -115,9 +104,6 @@ def unwrap_model(model: Any, module_instances: Any = None) -> Any:
 def param_is_not_shared(param: Tensor) -> bool:
     """False for the copy of a tied weight, which norms leave out."""
     return not getattr(param, "shared", False)
-
-
-# -- specs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -146,13 +132,11 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     """Make what a spec names; a function is given back as it is."""
-    found = get_module(spec_or_module)
-    if not isinstance(found, type):
-        return found
-    if isinstance(spec_or_module, ModuleSpec):
-        kwargs = {**spec_or_module.params, **kwargs}
-        kwargs |= {} if spec_or_module.submodules is None else {"submodules": spec_or_module.submodules}
-    return found(*args, **kwargs)
+    found, spec = get_module(spec_or_module), spec_or_module
+    if isinstance(found, type) and isinstance(spec, ModuleSpec):
+        parts = {} if spec.submodules is None else {"submodules": spec.submodules}
+        return found(*args, **{**spec.params, **kwargs, **parts})
+    return found(*args, **kwargs) if isinstance(found, type) else found
 
 
 class IdentityOp(nn.Module):
@@ -162,7 +146,6 @@ class IdentityOp(nn.Module):
         super().__init__()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """`x`."""
         return x
 
 
@@ -170,5 +153,4 @@ class IdentityFuncOp(IdentityOp):
     """Gives a function that gives its first argument back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function."""
         return super().forward

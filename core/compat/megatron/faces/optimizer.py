@@ -1,4 +1,4 @@
-"""get_megatron_optimizer with Megatron's arguments, and an optimizer with the methods that its programs call."""
+"""DistributedDataParallel and get_megatron_optimizer with Megatron's arguments, and the methods of what they make."""
 
 from __future__ import annotations
 
@@ -6,11 +6,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from core import optimizer as ours
-from core.compat.arguments import arguments
+from core.checkpoint import OptimizerState
 from core.compat.megatron.faces import configs
-from core.compat.megatron.faces.sharded import OptimizerState
-from core.compat.megatron.faces.wrapper import refusal
+from core.compat.megatron.faces.checkpoint import sharded_state_dict
+from core.compat.megatron.faces.refusals import arguments, never_made, refusal
+from core.distributed import DistributedDataParallel as OurWrapper
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.finalize_model_grads import wrapped_chunks
+
+
+class DistributedDataParallel(OurWrapper):
+    """core.distributed.DistributedDataParallel, which takes Megatron's configurations too.
+
+    ddp_config is read once, when the model is wrapped; `self.ddp_config` is what was made of it. A gather is over when
+    the optimizer's step returns, so that the hooks before a forward have nothing to wait for, enabled or not.
+    """
+
+    @arguments(
+        "self config ddp_config=None module=None disable_bucketing=False pg_collection=None !full_param_layout=None"
+    )
+    def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
+        ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
+        super().__init__(config, ours, **given)
+
+    @property
+    def bucket_groups(self) -> list[Bucket]:
+        """The buckets of dense parameters, each a group of its own, in the order in which backward completes them."""
+        return [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+
+    @property
+    def expert_parallel_bucket_groups(self) -> list[Bucket]:
+        return [bucket for buffer in self.expert_parallel_buffers for bucket in buffer.buckets]
+
+    def enable_forward_pre_hook(self) -> None:
+        """Nothing: parameters are whole before every forward, and no gather is dispatched by one."""
+
+    reset_param_sync_dispatch_state = free_overlap_buffers = enable_forward_pre_hook
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Complete the parameters, which is all that a program can wait for. Collective where a gather is under way."""
+        self.finish_param_sync()
+
+    offload_grad_buffers = restore_grad_buffers = refusal(
+        "offload_grad_buffers frees the gradient memory between training phases, which is not built; delete the "
+        "wrapper and the optimizer, and load them again from a checkpoint, or shard more: "
+        "data_parallel_sharding_strategy='optim_grads_params'"
+    )
+
+    sharded_state_dict = sharded_state_dict
 
 
 class _MegatronMethods:
@@ -29,10 +72,7 @@ class _MegatronMethods:
 
     @arguments("self -model_sharded_state_dict=None -is_loading=False -sharding_type=None -metadata=None")
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Stands for this optimizer's state in what dist_checkpointing saves and loads. No argument has a part.
-
-        `dist_checkpointing.load` puts the state into this optimizer, and its masters with it.
-        """
+        """Stands for this optimizer's state in a tree. `dist_checkpointing.load` puts it into this optimizer."""
         return {"state": OptimizerState(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -57,21 +97,21 @@ class _MegatronMethods:
     )
 
 
-class MegatronOptimizer(_MegatronMethods, ours.ReplicatedOptimizer):
-    """core.optimizer's, where every rank of a data group updates every parameter."""
-
-
-class DistributedOptimizer(_MegatronMethods, ours.DistributedOptimizer):
-    """core.optimizer's, where each rank of a data group updates its shards."""
-
-
-FACES: dict[type, Any] = {ours.ReplicatedOptimizer: MegatronOptimizer, ours.DistributedOptimizer: DistributedOptimizer}
+MegatronOptimizer: Any = never_made(
+    "MegatronOptimizer",
+    ours.MegatronOptimizer,
+    "call get_megatron_optimizer(OptimizerConfig(optimizer=...), [model]), which takes a torch.optim class too",
+)
+FACES: dict[type, Any] = {
+    kind: type(kind.__name__, (_MegatronMethods, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+    for kind in (ours.ReplicatedOptimizer, ours.DistributedOptimizer)
+}
+DistributedOptimizer = FACES[ours.DistributedOptimizer]
 
 
 @arguments(
     "config model_chunks config_overrides=None -use_gloo_process_groups=True pg_collection=None "
-    "!dump_param_to_param_group_map=None * no_weight_decay_cond=None scale_lr_cond=None lr_mult=1.0",
-    {"dump_param_to_param_group_map": "optimizer.param_groups says each group's name and numbers"},
+    "!dump_param_to_param_group_map=None * no_weight_decay_cond=None scale_lr_cond=None lr_mult=1.0"
 )
 def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any, **given: Any) -> Any:
     """core.optimizer.get_megatron_optimizer, from Megatron's configuration or ours.

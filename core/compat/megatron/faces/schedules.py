@@ -1,25 +1,19 @@
-"""get_forward_backward_func with Megatron's arguments."""
+"""get_forward_backward_func with Megatron's arguments, and the job's one microbatch calculator."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
-from core.compat.arguments import arguments
+from core.compat.megatron.faces.refusals import arguments
+from core.microbatches import MicrobatchCalculator
 from core.pipeline_parallel import get_forward_backward_func as our_func
 
-_SHAPES = (
-    "stages send hidden states of [seq_length, micro_batch_size, hidden_size] through the group 'pp'; for other shapes "
-    "use core.pipeline_parallel.PipelineRunner(activations=...)"
-)
+logger = logging.getLogger(__name__)
 
 
-@arguments(
-    "-pp_size=None -vp_size=None !schedule_pg_collection=None",
-    {"schedule_pg_collection": "several modules are not scheduled together; run a schedule for each"},
-)
+@arguments("-pp_size=None -vp_size=None !schedule_pg_collection=None")
 def get_forward_backward_func() -> Callable[..., list[Any]]:
     """The function that runs a step's microbatches; its schedule follows from the chunks and the group 'pp'."""
     return forward_backward
@@ -28,8 +22,7 @@ def get_forward_backward_func() -> Callable[..., list[Any]]:
 @arguments(
     "* forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length=None "
     "forward_only=False collect_non_loss_data=False -first_val_step=None !adjust_tensor_shapes_fn=None "
-    "!p2p_communicator=None pg_collection=None force_all_reduce=False|None",
-    {"adjust_tensor_shapes_fn": _SHAPES, "p2p_communicator": _SHAPES},
+    "!p2p_communicator=None pg_collection=None force_all_reduce=False|None"
 )
 def forward_backward(
     *, forward_step_func: Any, model: Any, collect_non_loss_data: bool, force_all_reduce: bool | None, **given: Any
@@ -63,8 +56,57 @@ def _check_config(config: Any) -> None:
 
 
 def _without_loss(func: Callable[..., Any]) -> Callable[..., Any]:
-    def step(data_iterator: Any, chunk: nn.Module) -> tuple[Any, Callable[[Tensor], Any]]:
+    def step(data_iterator: Any, chunk: Any) -> Any:
         output, loss_func = func(data_iterator, chunk)
         return output, lambda last: (last.detach().sum() * 0.0, loss_func(last, non_loss_data=True))
 
     return step
+
+
+_of_the_job: list[MicrobatchCalculator] = []  # none or one
+
+
+def _the() -> MicrobatchCalculator:
+    if not _of_the_job:
+        raise RuntimeError("there is no microbatch calculator; call init_num_microbatches_calculator first")
+    return _of_the_job[0]
+
+
+@arguments(
+    "rank rampup_batch_size>rampup=None global_batch_size=None micro_batch_size=None data_parallel_size=None "
+    "decrease_batch_size_if_needed>decrease=False !step_batch_size_schedule=None -seq_length=None"
+)
+def reconfigure_num_microbatches_calculator(rank: int, rampup: Any, **sizes: Any) -> None:
+    """Make the job's calculator anew."""
+    if None in sizes.values():
+        raise ValueError("give global_batch_size, micro_batch_size and data_parallel_size")
+    _of_the_job[:] = [MicrobatchCalculator(**sizes, rampup=rampup and list(map(int, rampup)))]
+    if rank == 0:
+        logger.info("%d microbatches a step", _the().num_micro_batches)
+
+
+def init_num_microbatches_calculator(*args: object, **kwargs: object) -> None:
+    """`reconfigure_num_microbatches_calculator` for the first time; RuntimeError where there is a calculator."""
+    if _of_the_job:
+        raise RuntimeError("there is a microbatch calculator already; call reconfigure_num_microbatches_calculator")
+    reconfigure_num_microbatches_calculator(*args, **kwargs)
+
+
+def destroy_num_microbatches_calculator() -> None:
+    """Forget the job's calculator."""
+    _of_the_job.clear()
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Set the batch for a number of samples seen."""
+    _the().update(consumed_samples, consistency_check)
+
+
+def _reader(name: str) -> Callable[[], int]:
+    return lambda: int(getattr(_the(), name))
+
+
+get_num_microbatches = _reader("num_micro_batches")
+get_micro_batch_size = _reader("micro_batch_size")
+get_current_global_batch_size = _reader("current_global_batch_size")
+get_current_running_global_batch_size = _reader("current_running_global_batch_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,24 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.agree import SyncError
-from core.compat.arguments import arguments
+from core.compat.megatron.faces.refusals import arguments
 from core.context_parallel import get_batch_on_this_cp_rank as our_batch_on_this_cp_rank
 from core.distributed import DistributedDataParallel
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import initialization, mappings
 
-
-def divide(numerator: int, denominator: int) -> int:
-    """numerator / denominator; ValueError where it is not whole."""
-    return mappings.divide(numerator, denominator, "divide")
-
-
-ensure_divisibility = divide
-
-
-def init_method_normal(sigma: float) -> Callable[[Tensor], object]:
-    """Draws from a normal distribution around zero."""
-    return initialization.normal_init(sigma)
+# What is not whole is a ValueError.
+divide = ensure_divisibility = functools.partial(mappings.divide, what="divide")
+init_method_normal = arguments("sigma>std")(initialization.normal_init)
+get_torch_version = functools.partial(str, torch.__version__)
+get_default_pg_collection = functools.partial(mappings.resolve_groups, None)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], object]:
@@ -43,13 +36,8 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """True if torch is at least of this version; above it without check_equality."""
-    found, asked = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0]), version
-    return bool(found >= asked if check_equality else found > asked)
-
-
-def get_torch_version() -> str:
-    """torch's version."""
-    return str(torch.__version__)
+    found = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
+    return bool(found >= version if check_equality else found > version)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
@@ -72,13 +60,9 @@ def get_tensor_model_parallel_group_if_none(
     return getattr(get_default_pg_collection(), "expt_tp" if is_expert else "tp")
 
 
-_RING = ("is_hybrid_cp", "hybrid_cp_group_func", "use_per_sequence_balancing", "local_cp_size")
-
-
 @arguments(
     "batch cp_group=None !is_hybrid_cp=False !hybrid_cp_group_func=None !use_per_sequence_balancing=False "
-    "!local_cp_size=None|1",
-    dict.fromkeys(_RING, "one ring of context_parallel_size is what there is"),
+    "!local_cp_size=None|1"
 )
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
     """core.context_parallel.get_batch_on_this_cp_rank. cp_group: or False, 0.19's is_hybrid_cp in its place."""
@@ -86,18 +70,9 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str,
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """True if all copies of every weight are equal. Collective. cross_check: has no part, all ranks learn it.
-
-    Raises SyncError for a model that is not wrapped.
-    """
-    findings = []
-    for chunk in model:
-        if not isinstance(chunk, DistributedDataParallel):
-            raise SyncError(f"a {type(chunk).__name__} is not wrapped; pass the DistributedDataParallel chunks")
-        findings.append(chunk.unequal_weights())
+    """True if all copies of every weight are equal. Collective. cross_check: has no part, all ranks learn it."""
+    plain = [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]
+    if plain:
+        raise SyncError(f"a {plain[0]} is not wrapped; pass the DistributedDataParallel chunks")
+    findings: list[Any] = [chunk.unequal_weights() for chunk in model]
     return all(finding is None for finding in findings)
-
-
-def get_default_pg_collection() -> ProcessGroups:
-    """The groups of parallel_state."""
-    return mappings.resolve_groups(None)

@@ -168,7 +168,7 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 
 @ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [pytest.param(True, marks=pytest.mark.nightly), False])
 @pytest.mark.parametrize(
     "how", ["around", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("inside", "layers", "function"))]
 )

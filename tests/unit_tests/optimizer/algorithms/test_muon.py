@@ -15,6 +15,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, ParamPredicate, get_megatron_optimizer
 from core.optimizer.algorithms.muon import MatrixLayout, Muon, joined, part_of
+from core.optimizer.algorithms.names import resolve
 from core.optimizer.algorithms.newton_schulz import COEFFICIENTS, coefficients_of, orthogonalize, shape_factor
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import tensor_parallel_slice
@@ -464,15 +465,16 @@ def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: i
 
 
 @ranks(1, 3, nightly=(2,))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_adafactor_sees_every_parameter_whole(rank: int, world: int, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "strategy"), [("Adafactor", each) for each in STRATEGIES] + [("lamb", "optim")])
+def test_adafactor_and_lamb_see_every_parameter_whole(rank: int, world: int, name: str, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     model = make_net()
     start, whole = copy.deepcopy(model), copy.deepcopy(model)
-    plain = torch.optim.Adafactor(whole.parameters(), lr=0.05, weight_decay=0.0)
+    kind: Any = resolve(name)
+    plain = kind(whole.parameters(), lr=0.05, weight_decay=0.0)
     whole_shards = "all" if strategy == "optim" else False
     ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=60, keep_params_whole=whole_shards)
-    config = OptimizerConfig(optimizer="Adafactor", lr=0.05, weight_decay=0.0, clip_grad=0.0)
+    config = OptimizerConfig(optimizer=name, lr=0.05, weight_decay=0.0, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [ddp])
     for microbatch in range(4):
         train(ddp, optimizer, rank, microbatch)

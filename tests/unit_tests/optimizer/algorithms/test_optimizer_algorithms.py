@@ -225,7 +225,7 @@ def test_names_and_classes_are_resolved_and_what_cannot_work_is_refused() -> Non
     assert resolve("Adagrad") is torch.optim.Adagrad and label(torch.optim.Adagrad) == "Adagrad"
     assert resolve(label(HalvingSGD)) is HalvingSGD
     assert [algorithm_needs_shapes(each) for each in ("adam", "lion", "Adagrad", HalvingSGD)] == [False] * 4
-    assert [algorithm_needs_shapes(each) for each in ("muon", "Adafactor", WritesItsShape)] == [True] * 3
+    assert [algorithm_needs_shapes(each) for each in ("muon", "came", "Adafactor", WritesItsShape)] == [True] * 4
 
     class Hidden(torch.optim.SGD):
         pass

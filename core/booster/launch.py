@@ -1,0 +1,102 @@
+"""launch and its kin: start torch.distributed on the device there is, under torchrun, SLURM's srun or Open MPI."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from core.booster.accelerator import devices_here
+from core.booster.rank_logger import DistributedLogger
+
+# Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
+PLACES = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NPROCS"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+) -> None:
+    """Start the default group, choose this rank's device, and seed Python, NumPy and torch alike on every rank.
+
+    backend: None for the device's own, which is 'nccl' on GPUs and 'gloo' on CPUs. A group that is started already is
+    kept. Collective. Raises RuntimeError for a place that is not the one in such a group.
+    """
+    logger = DistributedLogger()
+    if dist.is_initialized():
+        place = (dist.get_rank(), dist.get_world_size())
+        if place != (rank, world_size):
+            raise RuntimeError(
+                f"torch.distributed is started already, with this process as rank {place[0]} of {place[1]}, and launch "
+                f"says rank {rank} of {world_size}; leave out one of the two starts"
+            )
+        how = f"was started before, with {dist.get_backend()}"
+    else:
+        devices = torch.accelerator.device_count()
+        # All ranks of a machine decide alike: an accelerator for each of them, or none.
+        enough = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices
+        kind = devices_here()[-1] if enough and backend != "gloo" else "cpu"
+        own = dist.get_default_backend_for_device(kind)
+        if backend not in (None, own) and verbose:
+            logger.warning(f"backend {backend!r} is not for {kind!r}, where this rank trains; {own!r} is taken")
+        if kind != "cpu":
+            torch.accelerator.set_device_index(rank % devices if local_rank is None else local_rank)
+        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        dist.init_process_group(own, init_method=address, rank=rank, world_size=world_size)
+        how = f"is started with {own} on {kind}"
+    set_seed(seed)
+    if verbose:
+        logger.info(f"torch.distributed {how}; world size {world_size}, seed {seed}", ranks=[0])
+
+
+def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
+    """`launch` with the place that torchrun gave this process. Collective."""
+    if dist.is_initialized() and "RANK" not in os.environ:
+        launch(dist.get_rank(), dist.get_world_size(), "", 0, backend, None, seed, verbose)
+        return
+    place = _place("torchrun")
+    host, port = (_variable(name, "torchrun") for name in PLACES["torchrun"][3:])
+    launch(**place, host=host, port=int(port), backend=backend, seed=seed, verbose=verbose)
+
+
+def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
+    """`launch` with the place that SLURM's srun gave this process. host, port: of rank 0. Collective."""
+    launch(**_place("srun"), host=host, port=port, backend=backend, seed=seed, verbose=verbose)
+
+
+def launch_from_openmpi(
+    host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True
+) -> None:
+    """`launch` with the place that Open MPI's mpirun gave this process. host, port: of rank 0. Collective."""
+    launch(**_place("mpirun"), host=host, port=port, backend=backend, seed=seed, verbose=verbose)
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's random numbers."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _place(launcher: str) -> dict[str, int]:
+    words = zip(("rank", "local_rank", "world_size"), PLACES[launcher], strict=False)
+    return {argument: int(_variable(name, launcher)) for argument, name in words}
+
+
+def _variable(name: str, launcher: str) -> str:
+    if name not in os.environ:
+        raise RuntimeError(f"{name} is not set; start the program with {launcher}, which sets it for each process")
+    return os.environ[name]

@@ -1,0 +1,141 @@
+"""Learning rate schedules with a warm-up, each a formula of the step and the group's own rate. ColossalAI's names.
+
+Step t is the number of calls of `step()` so far; the rate of step 0 is set when the schedule is made. An optimizer
+that `boost` returned may be given as well as the torch optimizer in it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from core.interface import OptimizerWrapper
+
+
+def plain(optimizer: Any) -> Any:
+    """The torch optimizer in what `boost` returned."""
+    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
+
+
+class FormulaLR(lr_scheduler.LRScheduler):
+    """A schedule whose `formula` follows a linear warm-up from base / warmup_steps. ValueError for a bad option."""
+
+    late = 0  # how many steps later than the last one of the warm-up the base rate is reached
+
+    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **o: Any) -> None:
+        self.options, self.total_steps, self.warmup_steps = o, total_steps, warmup_steps
+        self.after_warmup = total_steps - warmup_steps
+        for wrong, what in (
+            (not 0 <= warmup_steps < total_steps, f"warmup_steps is {warmup_steps}, total_steps {total_steps}; it is"
+             " at least 0 and less than total_steps"),
+            (not 0 <= o.get("pct_start", 0) <= 1, f"pct_start is {o.get('pct_start')}; it is a share of the steps"),
+            (o.get("end_lr", 0) < 0, f"end_lr is {o.get('end_lr')}; a learning rate is not negative"),
+            (not o.get("milestones", True), "give milestones: the steps at which the rate falls"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(f"{type(self).__name__}: {what}")
+        super().__init__(plain(optimizer), last_epoch)
+
+    def formula(self, step: int, base: float) -> float:
+        """The rate of a step, counted from the end of the warm-up."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at this step."""
+        step, warm = self.last_epoch - self.warmup_steps, (self.last_epoch + 1) / (self.warmup_steps + self.late or 1)
+        return [float(self.formula(step, base)) if step >= 0 else base * warm for base in self.base_lrs]
+
+
+def _cosine(self: FormulaLR, step: int, base: float) -> float:
+    flat, end = int(self.after_warmup * self.options.get("pct_start", 0.0)), self.options.get("eta_min", 0.0)
+    share = (step - flat) / max(1, self.after_warmup - flat)
+    return base if step < flat else float(end + (base - end) * (1 + math.cos(math.pi * share)) / 2)
+
+
+def _linear(self: FormulaLR, step: int, base: float) -> float:
+    return base * max(0.0, 1 - step / self.after_warmup)
+
+
+def _multistep(self: FormulaLR, step: int, base: float) -> Any:
+    reached = sorted(milestone for milestone in self.options["milestones"] if milestone >= self.warmup_steps)
+    return base * self.options["gamma"] ** bisect_right(reached, step + self.warmup_steps)
+
+
+def _polynomial(self: FormulaLR, step: int, base: float) -> Any:
+    left, end = 1 - min(step, self.after_warmup) / self.after_warmup, self.options["end_lr"]
+    return end + (base - end) * left ** self.options["power"]
+
+
+class CosineAnnealingWarmupLR(FormulaLR):
+    """Half a cosine from the base rate to eta_min."""
+
+    formula = _cosine
+
+    def __init__(
+        self, optimizer: Any, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch, eta_min=eta_min)
+
+
+class FlatAnnealingWarmupLR(FormulaLR):
+    """Flat for the share pct_start of the steps after the warm-up, then half a cosine to eta_min."""
+
+    formula = _cosine
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_steps: int,
+        warmup_steps: int = 0,
+        pct_start: float = 0.72,
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch, pct_start=pct_start, eta_min=eta_min)
+
+
+class LinearWarmupLR(FormulaLR):
+    """Linear to 0 at total_steps, where it stays; the warm-up reaches the base rate one step later."""
+
+    formula, late = _linear, 1
+
+    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+
+class MultiStepWarmupLR(FormulaLR):
+    """The base rate times gamma for each milestone that is reached. Milestones count all steps."""
+
+    formula = _multistep
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_steps: int,
+        warmup_steps: int = 0,
+        milestones: Sequence[int] | None = None,
+        gamma: float = 0.1,
+        last_epoch: int = -1,
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch, milestones=milestones, gamma=gamma)
+
+
+class PolynomialWarmupLR(FormulaLR):
+    """end_lr + (base - end_lr) * (share of steps that are left) ** power."""
+
+    formula = _polynomial
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end_lr: float = 0.0001,
+        power: float = 1.0,
+        last_epoch: int = -1,
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch, end_lr=end_lr, power=power)

@@ -1,0 +1,105 @@
+"""What HybridParallelPlugin's options mean together; each is obeyed, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.hugging_face.sequence import MODES, OVER_CONTEXT
+
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+# Option -> (its default, why no other value is taken).
+REFUSED: dict[str, tuple[Any, str]] = {
+    "enable_all_optimization": (False, "modules stay as the family wrote them; set enable_flash_attention=True alone"),
+    "enable_fused_normalization": (False, "modules stay as the family wrote them, and so do its norms"),
+    "enable_jit_fused": (False, "modules stay as the family wrote them; compile the model with torch.compile yourself"),
+    "enable_sequence_overlap": (False, "a gather waits for its module; the option went from ColossalAI too"),
+    "find_unused_parameters": (False, "parameters without a gradient are always found"),
+    "check_reduction": (False, "the first step always compares the gradients of copies"),
+    "gradient_as_bucket_view": (False, "gradients are always views of their buckets"),
+    "static_graph": (False, "the graph may change in every step, at no cost"),
+    "enable_metadata_cache": (True, "shapes are known before a step, so no metadata is sent"),
+    "overlap_p2p": (True, "stages always send while they compute"),
+    "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of tp_size"),
+    "scheduler_nodes": (None, "the schedule of pp_style='zbv' is torch's"),
+}
+
+
+def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
+    """ValueError unless tp_size, pp_size and sp_size multiply to a divisor of the world."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"HybridParallelPlugin: {name} is {size!r}; it is a number of ranks, at least 1")
+    tp_size, pp_size = sizes["tp_size"], sizes["pp_size"]
+    if world % (tp_size * pp_size * sp_size):
+        own_ranks = f" * sp_size {sp_size}" if sp_size > 1 else ""
+        raise ValueError(
+            f"World size {world} is not divisible by tp_size {tp_size} * pp_size {pp_size}{own_ranks}; sizes must "
+            "multiply to a divisor of the world"
+        )
+
+
+def check_pipeline(
+    pp_size: int, style: str, chunks: int, microbatches: int | None, microbatch_size: int | None
+) -> None:
+    """ValueError for options of a pipeline that do not fit together."""
+    if style not in SCHEDULES:
+        raise ValueError(f"pp_style {style!r} is none of {', '.join(SCHEDULES)}")
+    fits = {"1f1b": chunks == 1, "interleaved": chunks > 1, "zbv": chunks in (1, 2)}[style]
+    if not fits:
+        raise ValueError(
+            f"num_model_chunks is {chunks} with pp_style={style!r}; expected 1 for '1f1b', more for 'interleaved', "
+            "and 2 for 'zbv'"
+        )
+    if pp_size == 1 and style != "1f1b":
+        raise ValueError(f"pp_style={style!r} needs a pipeline, and pp_size is 1")
+    if pp_size > 1 and microbatches is None and microbatch_size is None:
+        raise ValueError(f"pp_size is {pp_size}; give num_microbatches or microbatch_size")
+    for name, value in (("num_microbatches", microbatches), ("microbatch_size", microbatch_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
+
+
+def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
+    """ValueError for a stage that is none, and for options that it has no use for."""
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage is {stage!r}; expected 0, 1, 2 or 3")
+    if stage == 0 and (cpu_offload or overlap_allgather):
+        name = "cpu_offload" if cpu_offload else "overlap_allgather"
+        raise ValueError(f"{name}=True is an option of ZeRO, and zero_stage is 0; set zero_stage=1")
+    if stage == 3 and overlap_allgather:
+        raise ValueError(
+            "overlap_allgather=True gathers parameters within the optimizer's step, and with zero_stage=3 nothing is "
+            "gathered there; leave it False"
+        )
+
+
+def resolve_sequence(
+    enabled: bool, mode: str | None, tp_size: int, sp_size: int | None, inner_ring_size: int | None
+) -> tuple[str | None, int]:
+    """The mode, None without sequence parallelism; and how many ranks of their own it takes. Raises ValueError."""
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"sequence_parallelism_mode {mode!r} is none of {', '.join(MODES)}")
+    if sp_size is not None and (isinstance(sp_size, bool) or not isinstance(sp_size, int) or sp_size < 1):
+        raise ValueError(f"HybridParallelPlugin: sp_size is {sp_size!r}; it is a number of ranks, at least 1")
+    if not enabled:
+        given = {"sequence_parallelism_mode": mode, "sp_size": None if sp_size == 1 else sp_size}
+        for name, value in {**given, "inner_ring_size": inner_ring_size}.items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r} needs enable_sequence_parallelism=True, which is False")
+        return None, 1
+    mode = mode or "split_gather"
+    if inner_ring_size not in (None, sp_size if mode == "ring_attn" else None):
+        raise ValueError(
+            f"inner_ring_size={inner_ring_size} asks for rings inside the ring of 'ring_attn', and keys and values "
+            f"travel in one ring of sp_size={sp_size} ranks here; leave it out"
+        )
+    if mode in OVER_CONTEXT:
+        if sp_size is None or sp_size < 2:
+            raise ValueError(f"sequence_parallelism_mode={mode!r} takes ranks of its own; sp_size is {sp_size}, give "
+                             "at least 2")  # fmt: skip
+        return mode, sp_size
+    if tp_size < 2:
+        raise ValueError(f"sequence_parallelism_mode={mode!r} is over the tensor-parallel ranks, and tp_size is 1")
+    if sp_size not in (None, 1, tp_size):
+        raise ValueError(f"sp_size is {sp_size}, and {mode!r} takes the {tp_size} tensor-parallel ranks; leave it out")
+    return mode, 1

@@ -1,0 +1,78 @@
+"""One batch through the pipeline of a HybridParallelModel: what `booster.execute_pipeline` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+from core.booster.plugin.hybrid_parallel_parts import joined_outputs, microbatches_of
+from core.hugging_face import gather_logits, stage_activations
+from core.hugging_face.parallel_loss import refuse_use_of_split_logits
+from core.hugging_face.stages import stage_of
+from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
+
+
+def run_pipeline(
+    data_iter: Iterable[Any],
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Any] | None,
+    optimizer: Any,
+    *,
+    schedule: str,
+    microbatches: tuple[int | None, int | None],
+    returns: tuple[bool, bool],
+) -> dict[str, Any]:
+    """Forward and backward of the next batch of an iterator: see HybridParallelPlugin.execute_pipeline.
+
+    schedule: a name of core.pipeline_parallel. microbatches: their number and their size, one of the two may be None.
+    returns: True for the loss, True for the outputs.
+    """
+    if not isinstance(model, HybridParallelModel) or model.layout is None:
+        raise RuntimeError(
+            "execute_pipeline needs a model that HybridParallelPlugin has boosted with pp_size > 1; with pp_size=1 "
+            "call the model and booster.backward"
+        )
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(
+            f"execute_pipeline takes an iterator, and got a {type(data_iter).__name__}, of which it would take the "
+            "first batch each time; pass iter(dataloader), once an epoch"
+        )
+    model.expect_values()
+    returns_loss, returns_outputs = returns
+    following: Any = data_iter
+    batch = model.cast(dict(next(following)))
+    parts = microbatches_of(batch, *microbatches)
+    outputs: list[Any] = []
+
+    def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:
+        output = chunk(received=hidden, **microbatch)
+        if not stage_of(chunk).part.post_process:
+            return output
+        output = refuse_use_of_split_logits(stage_of(chunk).model, output)
+        if returns_outputs:
+            tensors = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
+            outputs.append({name: gather_logits(value) for name, value in tensors.items()})
+        loss = output.loss if criterion is None else criterion(output, microbatch)
+        return MicrobatchLoss(loss)
+
+    ids = parts[0]["input_ids"]
+    shape = stage_activations(model.chunks[0], *ids.shape[:2])
+    if model.runner is None:
+        model.runner = PipelineRunner(
+            model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=model.groups
+        )
+    runner: PipelineRunner = model.runner
+    runner.forward_step = forward_step
+    with model.failures_told():
+        if optimizer is None or not torch.is_grad_enabled():
+            outcome = runner.evaluate(parts, activations=shape)
+        else:
+            outcome = runner.step(parts, finalize=model.is_syncing(), activations=shape)
+    return {
+        "loss": outcome.loss.float() if returns_loss else None,
+        "outputs": joined_outputs(outputs) if returns_outputs and outputs else None,
+    }

@@ -1,0 +1,68 @@
+"""DistributedLogger: Python's logging with a choice of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+FORMAT = "[%(asctime)s] %(name)s - %(levelname)s: %(message)s (%(filename)s:%(lineno)d)"
+OWN = ("core", "colossalai")
+
+
+class DistributedLogger:
+    """The logger of a name, at first from level INFO on. `info`, `warning`, `debug`, `error`: (message, ranks=None)."""
+
+    def __init__(self, name: str = "core") -> None:
+        self._logger = logging.getLogger(name)
+        if not self._logger.hasHandlers():
+            self._logger.setLevel(logging.INFO)
+            self._add(logging.StreamHandler())
+
+    def _add(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        self._logger.addHandler(handler)
+
+    @classmethod
+    def get_instance(cls, name: str) -> DistributedLogger:
+        """The logger of a name; several objects of one name are one logger."""
+        return cls(name)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 before torch.distributed is started."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def set_level(self, level: str) -> None:
+        """Log from this level on: 'DEBUG', 'INFO', 'WARNING' or 'ERROR'."""
+        self._logger.setLevel(level)
+
+    def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
+        """Write messages also to rank_<rank>.log, or rank_<rank>_<suffix>.log, in the directory `path`."""
+        directory = Path(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{self.rank}.log" if suffix is None else f"rank_{self.rank}_{suffix}.log"
+        handler = logging.FileHandler(directory / name, mode)
+        handler.setLevel(level)
+        self._add(handler)
+
+    @staticmethod
+    def _at(level: int) -> Any:
+        def log(self: DistributedLogger, message: str, ranks: Sequence[int] | None = None) -> None:
+            """Log on the ranks that are named; None for all."""
+            if ranks is None or self.rank in ranks:
+                self._logger.log(level, "%s", message, stacklevel=2)
+
+        return log
+
+    info, warning, debug, error = map(_at, (logging.INFO, logging.WARNING, logging.DEBUG, logging.ERROR))
+
+
+def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = OWN) -> None:
+    """Log only warnings and errors of those loggers that there are: the ones in `include`, or all but `exclude`."""
+    for name in list(logging.root.manager.loggerDict) if include is None else include:
+        if name not in exclude:
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,43 @@
+"""SlicedTensor: a tensor of a safetensors file, of which each rank reads its own slice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.process_groups import ProcessGroups
+
+Cut = tuple[str, int, int]  # (group, dimension, parts of the dimension that are cut each for itself)
+
+
+class SlicedTensor:
+    """A tensor of a safetensors file, of which only this rank's part is read, when it is indexed with `...`.
+
+    source: what `safe_open(...).get_slice(name)` gives. cuts: those whose group has one rank change nothing. read: gets
+    the number of bytes that were read.
+    """
+
+    def __init__(self, source: Any, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> None:
+        self.source, self.groups, self.read = source, groups, read
+        self.cuts = [cut for cut in cuts if groups.size(cut[0]) > 1]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is not Ellipsis:
+            raise TypeError("a SlicedTensor is read whole, by [...]")
+        shape = self.source.get_shape()
+        place, dim, missing = [[slice(None)]] * len(shape), 0, 0
+        for axis, dim, blocks in self.cuts:  # several blocks, or padding, have the last one alone
+            size, rank, length = self.groups.size(axis), self.groups.rank(axis), shape[dim] // blocks
+            rows = -(-length // size)
+            start, stop = min(rank * rows, length), min((rank + 1) * rows, length)
+            place[dim] = [slice(block * length + start, block * length + stop) for block in range(blocks)]
+            missing = blocks * (rows - stop + start)
+        parts = [self.source[where or ...] for where in itertools.product(*place)]
+        self.read.extend(part.numel() * part.element_size() for part in parts)
+        if missing:  # the end of a vocabulary that is padded
+            parts.append(parts[0].new_zeros([missing if d == dim else n for d, n in enumerate(parts[0].shape)]))
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()

@@ -1,0 +1,203 @@
+"""What a tree for `save_tree` is made of: parts of tensors, objects, factories; and how trees are changed.
+
+The names are those of Megatron's dist_checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.pieces import Piece
+
+StateDict = dict[str, Any]
+ReplicaId = Any  # a number, or a tuple of them; zeros alone are the main replica
+
+
+@dataclass
+class ShardedTensor:
+    """A part of a tensor of the whole model: `data` lies at `global_offset` of [global_shape] under the name `key`.
+
+    replica_id: zeros on the rank that writes it. prepend_axis_num: leading axes of global_shape that data lacks.
+    """
+
+    key: str
+    data: Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None = None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        if self.flattened_range is not None or self.allow_shape_mismatch:
+            raise ValueError(
+                f"ShardedTensor {self.key!r}: flattened_range and allow_shape_mismatch are not supported; give boxes "
+                "of whole tensors, which load at any layout"
+            )
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Of equal parts: each rank_offsets says (axis, this part's number, number of parts)."""
+        shape = [1] * prepend_axis_num + list(data.shape)
+        offset, fragments = [0] * len(shape), [1] * len(shape)
+        whole = list(shape)
+        for axis, place, parts in rank_offsets:
+            offset[axis], whole[axis], fragments[axis] = place * shape[axis], parts * shape[axis], parts
+        more = {**init_kwargs, "replica_id": replica_id, "prepend_axis_num": prepend_axis_num}
+        local = tuple(data.shape)
+        return cls(key, data, data.dtype, local, tuple(whole), tuple(offset), tuple(fragments), **more)
+
+    def piece(self, data: Tensor) -> Piece:
+        """The box of the file that `data` is written to or read from."""
+        shape = [1] * self.prepend_axis_num + list(data.shape)
+        return Piece(self.key, tuple(self.global_shape), tuple(self.global_offset), data.view(shape))
+
+    def without_data(self) -> ShardedTensor:
+        """The same place, without values."""
+        return replace(self, data=None)
+
+
+@dataclass
+class ShardedObject:
+    """A value that torch.load(weights_only=True) reads, one of `global_shape` of them under `key`."""
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    @property
+    def unique_key(self) -> str:
+        """Its name in the file."""
+        place = ".".join(map(str, self.global_offset))
+        return f"{self.key}/shard_{place}_{'.'.join(map(str, self.global_shape))}"
+
+
+@dataclass
+class ShardedTensorFactory:
+    """Makes the sharded tensors of a value, and the value from what was loaded of them."""
+
+    key: str
+    data: Tensor
+    build_fn: Callable[..., Any]
+    merge_fn: Callable[[Any], Any]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """A tree of sharded tensors."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+class LocalNonpersistentObject:
+    """A value that is neither saved nor loaded: loading gives it back."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The value."""
+        return self.obj
+
+
+@dataclass(eq=False)
+class OptimizerState:
+    """Stands for an optimizer's state. It is written by core.checkpoint, beside the tree, with the model's weights."""
+
+    optimizer: Any
+    loaded: bool = False
+
+    def check_loaded(self, optimizer: Any) -> None:
+        """ValueError where this is not a loaded state of `optimizer`."""
+        if not self.loaded or self.optimizer is not optimizer:
+            raise ValueError(
+                "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or core.checkpoint."
+                "OptimizerState(optimizer), into the tree that is loaded, and take what the load returned"
+            )
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """True on the rank that writes."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+SHARDED = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject, OptimizerState)
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A tree of dictionaries and lists with `function` of every leaf; a leaf that becomes DROPPED is left out."""
+    if isinstance(tree, Mapping):
+        made = {key: map_leaves(value, function) for key, value in tree.items()}
+        return {key: value for key, value in made.items() if value is not DROPPED}
+    if isinstance(tree, list):
+        return [value for value in (map_leaves(value, function) for value in tree) if value is not DROPPED]
+    return function(tree)
+
+
+DROPPED = object()
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a tree, in its order."""
+    found: list[Any] = []
+    map_leaves(tree, found.append)
+    return found
+
+
+def apply_factories(sharded_state_dict: StateDict) -> None:
+    """Put what factories build in their place."""
+    built = map_leaves(
+        sharded_state_dict, lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf
+    )
+    sharded_state_dict.clear()
+    sharded_state_dict.update(built)
+
+
+def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str, str], strict: bool = False) -> None:
+    """Change the beginning of the leaves' keys, by the first row that fits. strict: ValueError where none does."""
+    for leaf in leaves_of(sharded_state_dict):
+        if isinstance(leaf, (ShardedTensor, ShardedObject, ShardedTensorFactory)):
+            old = next((old for old in prefix_map if leaf.key.startswith(old)), None)
+            if old is not None:
+                leaf.key = prefix_map[old] + leaf.key[len(old) :]
+            elif strict:
+                raise ValueError(f"key {leaf.key!r} does not begin with {' or '.join(map(repr, prefix_map))}")
+
+
+def replace_prefix_for_sharding(sharded_state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
+    """Change the beginning of every leaf's key. ValueError for a key that does not begin with `old_prefix`."""
+    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix}, strict=True)
+
+
+def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
+    """Put `prefix` before every leaf's key."""
+    replace_prefix_for_sharding(sharded_state_dict, "", prefix)
+
+
+def merge(x1: Any, x2: Any) -> Any:
+    """Two trees in one; where both have a leaf, the second's."""
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        for key, value in x2.items():
+            x1[key] = merge(x1[key], value) if key in x1 else value
+        return x1
+    return x2

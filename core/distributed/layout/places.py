@@ -1,0 +1,62 @@
+"""Places: which buckets stay whole, and which lie in files below the device. Pure: from a plan and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from core.distributed.contract.placement import first_of, last_of
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.layout.model_plan import ModelPlan
+from core.distributed.layout.param_layout import BucketLayout
+
+# (buffer, index of the bucket in it); the buffers of frozen parameters come after those of trained ones.
+Where: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Places:
+    """params_stay: buckets of sharded parameters that stay whole until their values change. params, grads, states:
+    buckets whose shards of parameters, of gradients, and of masters and moments, lie below the device.
+    """
+
+    params_stay: frozenset[Where] = frozenset()
+    params: frozenset[Where] = frozenset()
+    grads: frozenset[Where] = frozenset()
+    states: frozenset[Where] = frozenset()
+
+
+def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
+    """Where the buckets of a model lie by its placement. Buckets are ordered as a forward uses them."""
+    placement = ddp_config.placement
+    if placement is None:
+        return Places()
+    trained, every = [
+        [(number, bucket) for number, layout in enumerate(layouts) for bucket in layout.buckets]
+        for layouts in (plan.layout.buffers, (*plan.layout.buffers, *plan.frozen_layout.buffers))
+    ]
+    position = {name: place for place, name in enumerate(plan.named)}
+    keys = [layout.key for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers)]
+
+    def chosen(buckets: Sequence[tuple[int, BucketLayout]], kind: str, fraction: float, last: bool) -> frozenset[Where]:
+        order = sorted(buckets, key=lambda item: min(position[slot.name] for slot in item[1].slots))
+        nbytes = [bucket.numel * _itemsize(getattr(keys[number], kind)) for number, bucket in order]
+        found = (last_of if last else first_of)(nbytes, fraction)
+        return frozenset((order[place][0], order[place][1].index) for place in found)
+
+    sharded = every if ddp_config.shards_parameters else []
+    return Places(
+        chosen(sharded, "param_dtype", 1 - placement.shard_param_frac, False),
+        chosen(sharded, "param_dtype", placement.offload_param_frac, True),
+        chosen(trained, "grad_dtype", placement.offload_grad_frac, True),
+        chosen(trained, "grad_dtype", placement.offload_optim_frac, True),
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element of a layout's dtype name."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize

@@ -1,0 +1,154 @@
+"""LAMB, LARS and CAME: torch optimizers that scale a parameter's update by norms or means of the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class WholeParameterOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update of a parameter depends on norms or means of the whole of it."""
+
+    needs_shapes = True
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        for name, value in options.items():
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise ValueError(f"{type(self).__name__}: {name} is {value!r}; it must not be negative")
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    if param.grad.is_sparse:
+                        raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch's SparseAdam")
+                    self.update(param, param.grad, self.state[param], group)
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One parameter's step, in place."""
+        raise NotImplementedError
+
+
+class Lamb(WholeParameterOptimizer):
+    """LAMB (arXiv:1904.00962): Adam's direction, at a rate that is scaled by |w| / |update| of each parameter.
+
+    adam: a ratio of 1. The ratio has no upper limit, as in ColossalAI.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+        bias_correction: bool = False,
+    ) -> None:
+        self.adam = adam
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, **options, bias_correction=bias_correction)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One parameter's step along m / (sqrt(v) + eps) + decay * w, as long as the trust ratio says."""
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        lr = group["lr"]
+        if group["bias_correction"]:
+            lr = lr * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+        direction = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]) + group["weight_decay"] * param
+        weight, change = param.norm(), direction.norm()
+        ratio = torch.where((weight > 0) & (change > 0), weight / change, 1.0) if not self.adam else 1.0
+        param.sub_(direction * (lr * ratio))
+
+
+class Lars(WholeParameterOptimizer):
+    """LARS (arXiv:1708.03888): a parameter's rate is lr * eeta * |w| / (|g| + decay * |w| + epsilon), at most 50 lr.
+
+    The decayed gradient is bounded to [-10, 10], as in ColossalAI.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        eeta: float = 1e-3,
+        weight_decay: float = 0.0,
+        epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, eeta=eeta, weight_decay=weight_decay, epsilon=epsilon)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One parameter's step."""
+        decay, weight, size = group["weight_decay"], param.norm(), grad.norm()
+        rate = group["eeta"] * weight / (size + decay * weight + group["epsilon"])
+        rate = torch.where((weight > 0) & (size > 0), rate, 1.0).clamp(0.0, 50.0)
+        direction = (grad + decay * param).clamp(-10.0, 10.0)
+        if group["momentum"]:
+            before = state.get("momentum_buffer")
+            direction = direction if before is None else before.mul_(group["momentum"]).add_(direction)
+            state["momentum_buffer"] = direction
+        param.sub_(direction * (group["lr"] * rate))
+
+
+class CAME(WholeParameterOptimizer):
+    """CAME (arXiv:2307.02047): Adafactor's update, divided by a factored measure of how unsteady it is.
+
+    eps: added to squared gradients and to squared instabilities. betas: of the update, the squares, the instability.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr is None:
+            raise ValueError("CAME needs a learning rate; pass lr=2e-4, say")
+        options = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "betas": betas}
+        super().__init__(params, **options, weight_decay=weight_decay)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One parameter's step; squares are kept by rows and columns of the last two dimensions."""
+        beta1, beta2, beta3 = group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(grad))
+        state["step"] += 1
+        update = grad * _inverse_root(state, "exp_avg_sq", grad.square() + group["eps"][0], beta2)
+        update /= (update.square().mean().sqrt() / group["clip_threshold"]).clamp(min=1.0)
+        average = state["exp_avg"].lerp_(update, 1 - beta1)
+        if grad.dim() >= 2:
+            unsteady = (update - average).square() + group["eps"][1]
+            average = average * _inverse_root(state, "exp_avg_res", unsteady, beta3)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(average, alpha=group["lr"])
+
+
+def _inverse_root(state: dict[str, Any], name: str, squares: Tensor, beta: float) -> Tensor:
+    """1 / sqrt of the moving average of squares; of matrices, from the averages of rows and of columns."""
+    if squares.dim() < 2:
+        return state.setdefault(name, torch.zeros_like(squares)).lerp_(squares, 1 - beta).rsqrt()
+    rows, columns = squares.mean(-1), squares.mean(-2)
+    rows = state.setdefault(f"{name}_row", torch.zeros_like(rows)).lerp_(rows, 1 - beta)
+    columns = state.setdefault(f"{name}_col", torch.zeros_like(columns)).lerp_(columns, 1 - beta)
+    by_row = (rows / rows.mean(-1, keepdim=True)).rsqrt()
+    return by_row.unsqueeze(-1) * columns.rsqrt().unsqueeze(-2)

@@ -1,0 +1,212 @@
+"""Advice: the layouts of a model that fit on some ranks, the fastest first, and the fewest ranks that fit.
+
+All layouts that can be built are estimated. Those that are shown are planned exactly, and put into order by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from core.pipeline_parallel.schedules import find_schedule
+from core.plan.choices import Choice, choices, flags_of, with_choice
+from core.plan.device import Device, read_device
+from core.plan.estimates import Estimate, Estimates, Sharding
+from core.plan.job_run import run_of_job
+from core.plan.plan_run import RunPlan, plan_run
+from core.plan.report import gib
+from core.plan.run_memory import Run
+from core.plan.shared_figures import SharedFigures
+from core.training.config import JobConfig
+from core.training.config_file import load_config
+from core.training.errors import ConfigError
+from core.training.sizes import count_parameters
+
+SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
+PLANNED = 4  # times as many layouts as are asked for are planned exactly at most
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, planned. reason: why it is worse than the first; empty for the first."""
+
+    choice: Choice
+    config: JobConfig
+    plan: RunPlan
+    reason: str = ""
+
+    @property
+    def rating(self) -> tuple[float, int, Choice]:
+        """The smaller the better. Of layouts whose steps take as long to three digits, that which holds less."""
+        return float(f"{self.plan.time.seconds:.3g}"), self.plan.fullest.peak, self.choice
+
+
+@dataclass(frozen=True)
+class Advice:
+    """candidates: planned exactly, the best first, each with other sizes of the axes. considered: number of layouts
+    that can be built. fitting: number of those that fit, by estimate. fewest: the smallest number of ranks on which
+    some layout fits; None if there is none up to the ranks asked for.
+    """
+
+    candidates: Sequence[Candidate]
+    considered: int
+    fitting: int
+    fewest: int | None
+
+    def describe(self) -> str:
+        """The advice in words."""
+        lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit"]
+        rows = [(c.choice.words(has_experts=c.config.model.num_experts is not None), c) for c in self.candidates]
+        width = max((len(words) for words, _ in rows), default=0)
+        for place, (words, found) in enumerate(rows, 1):
+            cells = f"{found.plan.time.seconds:>8.3g} s{gib(found.plan.fullest.peak):>12}"
+            lines.append(f"{place:>3}. {words:<{width}}{cells}  {found.reason}".rstrip())
+        if self.candidates:
+            first = self.candidates[0]
+            lines.append(f"the first by options: {flags_of(first.config, first.choice)}")
+        if self.fewest is not None:
+            lines.append(f"the smallest number of ranks that fits is {self.fewest}")
+        return "\n".join(lines)
+
+
+def advise(
+    config: JobConfig | Path | str,
+    ranks: int,
+    device: str | Device = "h100",
+    *,
+    most: int = 5,
+    fixed: Mapping[str, int] | None = None,
+) -> Advice:
+    """The layouts of a model that fit on some ranks, the fastest first, each with why it is worse than the first.
+
+    config: of the main job, or the path of a TOML file of it. Its own layout, sharding, microbatch and recomputation
+    are left out of account; all else stays. most: so many layouts are returned. fixed: sizes that are given: axes by
+    name (`tp`, `dp`, ...), and `micro`.
+
+    Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks.
+    """
+    if isinstance(config, (str, Path)):
+        config = load_config(["--config", str(config)])
+    search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {})
+    found = sorted(search.estimates(ranks), key=_by_time)
+    if not found:
+        plan_run(config, ranks, search.device)  # says why
+        raise ConfigError(f"no layout of {ranks} ranks can be built; use another --global-batch, or other ranks")
+    room = search.device.room(ranks)
+    best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
+    told = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
+    return Advice(told, len(found), sum(one.peak <= room for one in found), search.fewest(ranks))
+
+
+class Search:
+    """The layouts of one model. fixed: as of `advise`."""
+
+    def __init__(self, config: JobConfig, device: Device, fixed: Mapping[str, int]) -> None:
+        self.config = config
+        self.device = device
+        self.fixed = fixed
+        self.figures = SharedFigures(config.run.global_batch_size)
+        self.shardings: dict[int, Sharding] = {}
+
+    def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
+        """All layouts that can be built on some ranks. smallest: True for their smallest microbatches alone."""
+        built: list[tuple[Choice, Run, list[int]]] = []
+        for choice, micros in choices(self.config, ranks, self.fixed):
+            for recompute in (False, True):
+                one = choice._replace(recompute=recompute)
+                run = self._run(one, ranks)
+                if run is None:  # whatever is computed again
+                    break
+                legal = [micro for micro in micros if _is_legal(run, micro)]
+                built.append((one, run, legal[:1] if smallest else legal))
+        if built and not self.shardings:  # read of the rank with the fewest layers
+            probe, *_ = max(built, key=lambda item: item[0].pp * item[0].tp * item[0].ep)
+            runs = {zero: self._run(probe._replace(zero=zero), ranks) for zero in range(4)}
+            self.shardings = {zero: Sharding.of(run) for zero, run in runs.items() if run is not None}
+        of_ranks = Estimates(self.device, ranks, self.figures, self.shardings)
+        found: list[Estimate] = []
+        for choice, run, micros in built:
+            with suppress(ValueError, RuntimeError):  # the layers themselves refuse the split
+                found += of_ranks.of_layout(choice, run, micros)
+        return found
+
+    def _run(self, choice: Choice, ranks: int) -> Run | None:
+        """The run of a layout; None for one that cannot be built."""
+        one_host = self.device.is_host and ranks <= self.device.ranks_per_machine
+        try:
+            return run_of_job(with_choice(self.config, choice), ranks, on_cpu=self.device.is_host, one_host=one_host)
+        except (ValueError, RuntimeError):
+            return None
+
+    def exactly(self, choice: Choice, ranks: int) -> Candidate | None:
+        """A layout with its plan; None for one that cannot be built after all, or does not fit."""
+        config = with_choice(self.config, choice)
+        try:
+            plan = plan_run(config, ranks, self.device)
+        except (ValueError, RuntimeError):
+            return None
+        return Candidate(choice, config, plan) if plan.fits else None
+
+    def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
+        """The best by their plans, each with other sizes of the axes. fitting: by estimate, the fastest first.
+
+        All are planned that may be better than the last one shown, by what an estimate may be wrong.
+        """
+        best: dict[tuple[int, ...], Candidate] = {}
+        tried = 0
+        for estimate in fitting:
+            if estimate.choice.axes in best:
+                continue
+            in_order = sorted(best.values(), key=lambda candidate: candidate.rating)
+            enough = len(in_order) >= most and estimate.seconds > SURE * in_order[most - 1].plan.time.seconds
+            if enough or tried == PLANNED * most:
+                break
+            tried += 1
+            found = self.exactly(estimate.choice, ranks)
+            if found is not None:
+                best[found.choice.axes] = found
+        return sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
+
+    def fewest(self, ranks: int) -> int | None:
+        """The smallest number of ranks, up to `ranks`, on which some layout fits; those that hold least are planned."""
+        itemsize = {"float64": 8, "float32": 4}.get(self.config.model.dtype, 2)
+        least = 2 * itemsize * count_parameters(self.config.model)  # parameters and gradients
+        for count in range(1, ranks + 1):
+            room = self.device.room(count)
+            if least > count * room:
+                continue
+            for estimate in sorted(self.estimates(count, smallest=True), key=lambda one: one.peak)[:5]:
+                if estimate.peak > SURE * room:
+                    break
+                if self.exactly(estimate.choice, count) is not None:
+                    return count
+        return None
+
+
+def _is_legal(run: Run, micro: int) -> bool:
+    kind = find_schedule(run.schedule)
+    return run.layout.num_stages == 1 or kind.legal_microbatches(run.microbatches // micro, run.layout)
+
+
+def _by_time(estimate: Estimate) -> tuple[float, int]:
+    return float(f"{estimate.seconds:.3g}"), estimate.peak
+
+
+def _reason(first: Candidate, other: Candidate) -> str:
+    """The part of a step that grows most."""
+    words = {
+        "compute": "forward and backward",
+        "exchanges": "exchanges within layers",
+        "bubble": "the bubble of the pipeline",
+        "gradients": "reductions that nothing hides",
+        "optimizer": "the optimizer",
+    }
+    times = first.plan.time, other.plan.time
+    grown = {name: getattr(times[1], name) - getattr(times[0], name) for name in words}
+    most = max(grown, key=lambda name: grown[name])
+    if other.rating[0] == first.rating[0]:
+        return f"as fast, and holds {gib(other.plan.fullest.peak - first.plan.fullest.peak)} more"
+    pace = other.plan.time.seconds / first.plan.time.seconds
+    return f"{pace:.2f} times the time: {grown[most]:.3g} s more of {words[most]}"

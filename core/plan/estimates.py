@@ -1,0 +1,337 @@
+"""Estimates: what thousands of layouts hold and take, from figures that they share.
+
+Operators, traffic and activations are those of the real plan. What differs from it: what a rank holds between steps
+comes from its number of parameters and not from its buckets, and a pipeline's waiting from its schedule with stages of
+equal length. `core.plan.advise` plans exactly what it shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.buffer.bucket_pool import pool_numel
+from core.distributed.layout.model_plan import shard_and_replica
+from core.distributed.layout.param_layout import resolve_bucket_size
+from core.distributed.reduce.residents import WINDOW
+from core.pipeline_parallel import PipelineLayout
+from core.pipeline_parallel.schedules import find_schedule
+from core.plan.choices import Choice
+from core.plan.device import Device
+from core.plan.live_memory import BACKWARD, FORWARD
+from core.plan.planned_groups import PlannedGroups
+from core.plan.run_memory import Run, wrapped_plans
+from core.plan.schedule_order import actions_of_ranks
+from core.plan.shared_figures import SharedFigures
+from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, SCRATCH, state_bytes
+from core.plan.step_figures import Params, PartFigures
+from core.plan.step_memory import StageFigures
+from core.plan.step_time import optimizer_seconds, stage_seconds
+from core.plan.time_line import pipeline_spans
+from core.plan.travels import layer_travels, travel
+from core.rank_grid import DATA_KINDS
+
+
+class Estimate(NamedTuple):
+    """peak: bytes of the fullest rank. seconds: of a step."""
+
+    choice: Choice
+    peak: int
+    seconds: float
+
+
+class Stage(NamedTuple):
+    """One stage and one microbatch: bytes saved, and at the highest point; seconds of forward and of backward.
+
+    exchanges: the seconds of these that are no arithmetic.
+    """
+
+    saved: int
+    highest: int
+    forward_s: float
+    backward_s: float
+    exchanges: float
+
+
+class Order(NamedTuple):
+    """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
+
+    in_flight: stages whose activations are alive at once. waits: until it is done, beside its own work. hops: messages
+    between stages that a step waits for.
+    """
+
+    in_flight: tuple[int, ...]
+    waits: tuple[float, ...]
+    hops: float
+
+
+class Place(NamedTuple):
+    """One pipeline position. params: (elements, True for an expert's) of its parameters, in the order of the model.
+
+    tied: elements of an embedding that another position has too. kind: equal for positions with equal parameters.
+    """
+
+    numbers: tuple[int, ...]
+    params: Params
+    tied: int
+    is_first: bool
+    kind: int
+
+
+class State(NamedTuple):
+    """What a position holds between steps, and what its update and its reductions cost.
+
+    total: bytes. update_s: of the optimizer. buckets: their number. tied: bytes that leave for the other copy of an
+    embedding. sent: for each data group its name, and the calls and bytes of one reduction and of one gather.
+    """
+
+    total: int
+    update_s: float
+    buckets: int
+    tied: int
+    sent: Sequence[tuple[str, int, int, int]]
+
+
+class Sharding(NamedTuple):
+    """What is sharded, with the bytes that an element costs where it is kept, by kind; of the scratch all bytes."""
+
+    ddp: DistributedDataParallelConfig
+    each: Mapping[str, float]
+
+    @classmethod
+    def of(cls, run: Run) -> Sharding:
+        """Read of the first rank of any run of a model."""
+        groups = run.groups_of(0)
+        chunks = wrapped_plans(run, groups)
+        state = state_bytes(chunks, run.ddp, run.optimizer, groups, on_cpu=run.on_cpu, one_host=run.one_host).device
+        residency = run.ddp.residency
+        is_cut = {
+            PARAMETERS: not residency.keeps_params,
+            GRADIENTS: not residency.keeps_whole,
+            MASTERS: residency.sharded,
+            MOMENTS: residency.sharded,
+        }
+        kept = dict.fromkeys(is_cut, 0)
+        for layout in (layout for _, plan in chunks for layout in plan.layout.buffers):
+            shards = groups.size(shard_and_replica(layout.key.data_group, run.ddp)[0])
+            for kind, cut in is_cut.items():
+                kept[kind] += layout.numel // (shards if cut else 1)
+        return cls(run.ddp, {SCRATCH: state.get(SCRATCH, 0), **{kind: state[kind] / kept[kind] for kind in kept}})
+
+
+class Estimates:
+    """Estimates of the layouts of one model on some ranks. shardings: by zero."""
+
+    def __init__(self, device: Device, ranks: int, figures: SharedFigures, shardings: Mapping[int, Sharding]) -> None:
+        self.device = device.shared_by(ranks)
+        self.figures = figures
+        self.shardings = shardings
+
+    def of_layout(self, choice: Choice, run: Run, micros: Sequence[int]) -> Iterator[Estimate]:
+        """All sizes of a microbatch and all shardings of one layout. run: with one sequence a microbatch, any zero."""
+        groups, layout = run.groups_of(0), run.layout
+        parts = [run.source.parts_of_stage(layout, number) for number in range(layout.num_stages)]
+        wanted = list(dict.fromkeys(part for row in parts for part in row))
+        zeros = [zero for zero in self.shardings if zero == 0 or groups.size("dp_cp") > 1]
+        states: dict[tuple[int, int], State] = {}
+        places: list[Place] = []
+        for micro in micros:
+            count = run.microbatches // micro
+            figures = self.figures.at(choice.split, run, micro, wanted)
+            costs = {part: self._stage(figures[part], groups) for part in wanted}
+            stages = {
+                row: joined([costs[part] for part in row], [figures[part] for part in row])
+                for row in dict.fromkeys(map(tuple, parts))
+            }
+            rows = [stages[tuple(row)] for row in parts]
+            places = places or places_of(run, parts, figures)
+            source: Any = run.source
+            sent = replace(source, micro_batch_size=micro).sent_bytes() if layout.num_stages > 1 else 0
+            hop = travel(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
+            order = order_of(run.schedule, layout, count)
+            held = [activations_of(place, rows, order, count * sent) for place in places]
+            mean = sum(row.forward_s + row.backward_s for row in rows) / len(rows)
+            busy = max(count * sum(rows[n].forward_s + rows[n].backward_s for n in place.numbers) for place in places)
+            # The slowest position sets the pace of all. Who waits on a shared core leaves it to others.
+            ends = [busy + wait * mean / 3 / self.device.turns + order.hops * hop for wait in order.waits]
+            for zero in zeros:
+                here = replace(run, ddp=self.shardings[zero].ddp, microbatches=count)
+                behind = {}
+                for place in places:
+                    if (zero, place.kind) not in states:
+                        states[zero, place.kind] = self._state(zero, here, place, groups)
+                    if place.kind not in behind:
+                        behind[place.kind] = self._behind(here, place, states[zero, place.kind], groups, rows)
+                peak = max(
+                    states[zero, place.kind].total + activations
+                    for place, activations in zip(places, held, strict=True)
+                )
+                seconds = max(end + behind[place.kind] for place, end in zip(places, ends, strict=True))
+                yield Estimate(choice._replace(zero=zero, micro=micro), peak, seconds)
+
+    def _stage(self, part: PartFigures, groups: PlannedGroups) -> Stage:
+        """A stage of one part."""
+        seconds = stage_seconds([part], self.device)
+        moved = {
+            phase: sum(row.seconds for row in layer_travels([part], phase, groups, self.device)) for phase in seconds
+        }
+        forward_s, backward_s = (seconds[phase] + moved[phase] for phase in (FORWARD, BACKWARD))
+        return Stage(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
+
+    def _state(self, zero: int, run: Run, place: Place, groups: PlannedGroups) -> State:
+        """What a position holds between steps."""
+        each, ddp = self.shardings[zero].each, run.ddp
+        residency = ddp.residency
+        mapped = run.on_cpu and run.one_host and ddp.share_host_memory
+        held: Counter[str] = Counter({SCRATCH: int(each[SCRATCH])})
+        sent = []
+        count = owned = 0
+        for is_expert, name in enumerate(DATA_KINDS):
+            numels = [numel for numel, expert in place.params if expert == bool(is_expert)]
+            if not numels:
+                continue
+            buckets = buckets_of(numels, ddp, groups.size(name), one_bucket=not place.is_first)
+            count += len(buckets)
+            numel, shards = sum(numels), groups.size(shard_and_replica(name, ddp)[0])
+            kept = numel // (shards if residency.sharded else 1)
+            owned += int(each[GRADIENTS] * kept)
+            if shards > 1:
+                cut = (shards - 1) / shards
+                grads = int(each[GRADIENTS] * numel * cut * (1 if residency.sharded else 2))
+                sent.append((name, len(buckets), grads, int(each[PARAMETERS] * numel * cut)))
+            held[GRADIENTS] += int(each[GRADIENTS] * numel) // residency.kept_by(shards)
+            held[PARAMETERS] += int(each[PARAMETERS] * numel) // (1 if residency.keeps_params else shards)
+            held[MASTERS] += int(each[MASTERS] * kept)
+            held[MOMENTS] += int(each[MOMENTS] * kept)
+            held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
+            if not residency.keeps_params and not mapped and shards > 1:
+                together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
+                held[GATHERED] += int(each[PARAMETERS] * together)
+        tied = int(each[GRADIENTS] * place.tied) // (groups.size("dp_cp") if residency.sharded else 1)
+        return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
+
+    def _behind(self, run: Run, place: Place, state: State, groups: PlannedGroups, rows: Sequence[Stage]) -> float:
+        """Seconds of the update, and of reductions and gathers that nothing hides."""
+        ddp = run.ddp
+        device = self.device
+        maps = device.gradients is not None and ddp.share_host_memory and ddp.shards_parameters
+        if device.gradients is not None:
+            device = replace(device, inside=device.gradients, collectives={})
+        rounds = run.microbatches if ddp.reduces_every_microbatch else 1
+        times = 2 * run.microbatches if ddp.shards_parameters else 1
+        reduce_s = gather_s = 0.0
+        for name, calls, grads, params in state.sent:
+            shard, _ = shard_and_replica(name, ddp)
+            collective = "reduce_scatter" if ddp.sharded else "all_reduce"
+            reduce_s += travel(groups, shard, collective, calls * rounds, grads * rounds, device).seconds
+            params = 0 if maps else params
+            if ddp.sharded:
+                gather_s += travel(groups, shard, "all_gather", calls * times, params * times, device).seconds
+        copies_s = travel(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
+        behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
+        if self.device.is_host:  # a core that adds gradients does nothing else
+            return behind + reduce_s + gather_s
+        if ddp.overlap_grad_reduce:
+            last = sum(rows[n].backward_s for n in place.numbers)
+            reduce_s = max(reduce_s - last, reduce_s / state.buckets)
+        if ddp.shards_parameters:
+            stages = [rows[n] for n in place.numbers]
+            arithmetic = sum(row.forward_s + row.backward_s - row.exchanges for row in stages)
+            gather_s = max(0.0, gather_s - run.microbatches * arithmetic)
+        elif ddp.overlap_param_gather:
+            gather_s = max(gather_s - state.update_s, gather_s / state.buckets)
+        return behind + reduce_s + gather_s
+
+
+def buckets_of(
+    numels: Sequence[int], ddp: DistributedDataParallelConfig, data_ranks: int, *, one_bucket: bool
+) -> list[int]:
+    """Elements of each bucket of a buffer, without padding; numels: of its parameters, in the order of the model."""
+    size = resolve_bucket_size(
+        ddp.bucket_size,
+        ddp.num_buckets,
+        numel=sum(numels),
+        data_ranks=data_ranks,
+        overlap=ddp.overlap_grad_reduce,
+        one_bucket=one_bucket,
+        shards_gradients=ddp.shards_gradients,
+    )
+    if size is None:
+        return [sum(numels)]
+    found = [0]
+    for numel in reversed(numels):
+        if found[-1] and (found[-1] + numel > size if ddp.shards_gradients else found[-1] >= size):
+            found.append(0)
+        found[-1] += numel
+    return found
+
+
+def joined(costs: Sequence[Stage], figures: Sequence[PartFigures]) -> Stage:
+    """A stage of some parts."""
+    together = StageFigures.of(figures)
+    return Stage(
+        together.saved,
+        max(together.forward, together.backward),
+        sum(cost.forward_s for cost in costs),
+        sum(cost.backward_s for cost in costs),
+        sum(cost.exchanges for cost in costs),
+    )
+
+
+def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, PartFigures]) -> list[Place]:
+    """The positions of a run's pipeline. parts: of each stage."""
+    layout, last = run.layout, run.layout.num_stages - 1
+    kinds: dict[Any, int] = {}
+    found = []
+    for position in range(layout.pp):
+        numbers = layout.stages_of(position)
+        names = tuple(part for number in numbers for part in parts[number])
+        params = [param for name in names for param in figures[name].params]
+        ends = {0, last} & set(numbers)
+        tied = 0
+        if run.source.is_tied and len(ends) == 1 and last > 0:
+            embedding = figures[parts[0][0]].params[0]
+            tied = embedding[0]
+            params += [embedding] * (0 not in numbers)
+        kind = kinds.setdefault((names, position == 0), len(kinds))
+        found.append(Place(numbers, params, tied, position == 0, kind))
+    return found
+
+
+def activations_of(place: Place, rows: Sequence[Stage], order: Order, received: int) -> int:
+    """Bytes of one position at the highest point of a step. received: of one neighbour, in a whole step."""
+    mine = [rows[number] for number in place.numbers]
+    saved = sum(row.saved for row in mine) // len(mine)
+    neighbours = sum((n > 0) + (n < len(rows) - 1) for n in place.numbers)
+    in_flight = order.in_flight[place.numbers[0] % len(order.in_flight)]
+    return (in_flight - 1) * saved + max(row.highest for row in mine) + received * neighbours
+
+
+@lru_cache(maxsize=4096)
+def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
+    """What the order of a schedule comes to; more microbatches than four a stage only repeat."""
+    stages = layout.num_stages
+    if stages == 1:
+        return Order((1,), (0.0,), 0.0)
+    count = microbatches if microbatches <= 4 * stages else 2 * stages
+    orders = actions_of_ranks(schedule, layout, count)
+    in_flight = []
+    for actions in orders:
+        alive = most = 0
+        for action in actions:
+            alive += action.kind == "F"
+            most = max(most, alive)
+            alive -= action.kind in ("B", "W")
+        in_flight.append(most)
+    if find_schedule(schedule).name == "GPipe":
+        in_flight = [microbatches] * layout.pp
+    seconds = {(kind, n): 2.0 if kind == "B" else 1.0 for kind in "FBIW" for n in range(stages)}
+    small = 1e-3
+    spans, later = (pipeline_spans(orders, seconds, hop, stages) for hop in (0.0, small))
+    ends = [max(span.end_s for span in spans if span.place == place) for place in range(layout.pp)]
+    hops = (max(span.end_s for span in later) - max(ends)) / small * microbatches / count
+    return Order(tuple(in_flight), tuple(end - 3.0 * count * layout.chunks for end in ends), hops)

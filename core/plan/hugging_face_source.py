@@ -1,0 +1,347 @@
+"""A Hugging Face model to plan: its stages on the meta device, and the figures of its parts, by its own code.
+
+Layers that are alike cost the same, so one of each kind runs. All others are taken out, and pass on what they get.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import FakeTensorMode
+
+from core.distributed.contract.gradient_contract import declare_gradient
+from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
+from core.hugging_face.parallel_loss import ParallelCausalLoss
+from core.hugging_face.plan import Plan, PlanError
+from core.hugging_face.split import (
+    REPORT,
+    SplitReport,
+    Splitting,
+    cut_parameters,
+    example_of,
+    finish_split,
+    place_seams,
+    prepare,
+    tag_slices,
+)
+from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
+from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
+from core.hugging_face.transformers_plans import read_experts, transformers_package
+from core.pipeline_parallel import PipelineLayout
+from core.plan.live_memory import AFTER, BEFORE, LiveMemory
+from core.plan.planned_groups import PlannedGroups
+from core.plan.stand_ins import stand_ins
+from core.plan.step_figures import PartFigures, watch_step
+
+BETWEEN = "what comes before the layers of a later stage"
+NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that tell layers alike apart
+AROUND_ADAPTERS = "base_model.model."  # before the names of a model with adapters
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
+
+
+class PassBy:
+    """The forward of a layer that is left out: hidden states as they came, in the form that a layer gives them.
+
+    given: the types of what layers that run have given.
+    """
+
+    def __init__(self, given: list[type]) -> None:
+        self.given = given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if self.given and self.given[-1] is tuple else hidden
+
+
+@dataclass(frozen=True, eq=False)
+class HuggingFaceSource:
+    """A causal model of a configuration of transformers, whose microbatches are [micro_batch_size, sequence_length].
+
+    sequence_parallel: as `split_model` takes it. recompute: True if each layer runs again in backward. has_documents:
+    True if position ids come with the tokens. whole_loss: the loss of logits that are not split, as fine-tuning calls
+    it; None for that of fp32 logits from parts of the vocabulary, and under sequence parallelism for the model's own.
+    splits_sequence_of_logits: True if context parallelism leaves them cut. adapters: a peft.LoraConfig of what trains;
+    None for all weights.
+    """
+
+    configuration: Any
+    dtype: torch.dtype
+    micro_batch_size: int
+    sequence_length: int
+    layout: PipelineLayout
+    tp: int = 1
+    sequence_parallel: str | None = None
+    recompute: bool = False
+    has_documents: bool = False
+    whole_loss: Callable[..., Tensor] | None = None
+    splits_sequence_of_logits: bool = False
+    adapters: Any = None
+
+    @property
+    def config(self) -> Any:
+        """What wrappers of stages are given; None for a model without a pipeline."""
+        return stages_config(self.layout, self.tp) if self.layout.pp > 1 else None
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the head has the embedding's weight."""
+        return bool(self.configuration.get_text_config().tie_word_embeddings)
+
+    @cached_property
+    def whole(self) -> Any:
+        """The model without memory; a stage is made of a copy."""
+        configuration = copy.deepcopy(self.configuration)
+        with torch.device("meta"):
+            model = transformers_package().AutoModelForCausalLM.from_config(configuration, dtype=self.dtype)
+        model.config.use_cache = False
+        if self.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    @cached_property
+    def layers(self) -> str:
+        """The name of the list of layers."""
+        return list_of_layers(self.whole, f"{self.configuration.model_type}: a plan needs a model with")
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the number of the first that is like it."""
+        kinds = getattr(self.configuration.get_text_config(), "layer_types", None)
+        first: dict[Any, int] = {}
+        return [
+            first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
+            for number, layer in enumerate(self.whole.get_submodule(self.layers))
+        ]
+
+    def sent_bytes(self) -> int:
+        """What one stage sends the next for a microbatch."""
+        width = self.configuration.get_text_config().hidden_size
+        return self.micro_batch_size * self.sequence_length * width * self.dtype.itemsize
+
+    def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | int]:
+        """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""
+        spec = layout.stage(stage)
+        kinds = [self.kinds[number] for number in spec.layer_numbers]
+        return [BEFORE if spec.pre_process else BETWEEN, *kinds, *[AFTER] * spec.post_process]
+
+    # -- what a rank holds -----------------------------------------------------------------------------------------
+
+    def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
+        """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
+        whole = copy.deepcopy(self.whole)
+        plan = prepare(whole, None, groups)
+        chunks = [whole]
+        if layout.pp > 1:
+            cut = find_cut(whole)
+            check_cut(cut, layout, groups)
+            chunks = [keep_stage(copied(whole), cut, layout, n) for n in layout.stages_of(groups.rank("pp"))]
+        found = self._contracts(plan, groups)
+        for chunk in chunks:
+            own = of_stage(plan, chunk)
+            cut_parameters(chunk, own, groups)
+            tag_slices(dict(chunk.named_parameters()), own, groups)
+            for name in cut.around if layout.pp > 1 else ():
+                chunk.get_parameter(name).pipeline_parallel = True
+        if layout.pp > 1:
+            tie_ends(chunks, layout)
+        if self.adapters is not None:
+            chunks = [self._with_adapters(chunk, plan, groups) for chunk in chunks]
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                declared = found.get(self._of_first(name))
+                if declared is not None and parameter.requires_grad:
+                    declare_gradient(parameter, partial_over=declared)
+        return chunks
+
+    def _with_adapters(self, chunk: Any, plan: Plan, groups: PlannedGroups) -> Any:
+        """A stage with adapters that are cut as its layers are."""
+        own = of_stage(plan, chunk)
+        if groups.size("tp") > 1:
+            place_seams(dict(chunk.named_modules()), own, groups)
+        adapted = with_adapters(chunk, own, copy.deepcopy(self.adapters), without_memory=True).to(self.dtype)
+        if groups.size("tp") > 1:
+            cut_adapters(adapted, own, groups)
+        return adapted
+
+    def _of_first(self, name: str) -> str:
+        """The name of the same parameter in the first layer that is alike."""
+        before, of_layer, rest = name.partition(f"{self.layers}.")
+        if not of_layer or before not in ("", AROUND_ADAPTERS):
+            return name
+        number, _, leaf = rest.partition(".")
+        return f"{before}{of_layer}{self.kinds[int(number)]}.{leaf}"
+
+    def _contracts(self, plan: Plan, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
+        """Whole parameters that were reached -> the groups over which their gradients are parts of a sum."""
+        if groups.size("tp") == 1:
+            return {}
+        model = self._thin(sorted(set(self.kinds)))
+        model, report = self._split(model, plan, groups, FakeTensorMode())
+        whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
+        return {name: ("tp",) if name in report.partial else () for name in whole}
+
+    # -- what a microbatch costs -----------------------------------------------------------------------------------
+
+    def figures(self, parts: Sequence[str | int], groups: PlannedGroups) -> dict[str | int, PartFigures]:
+        """The figures of the ends, and of the kinds of layers among `parts`."""
+        numbers = sorted({part for part in parts if isinstance(part, int)})
+        plan = prepare(self.whole, None, groups)
+        figures = self._watch(numbers, plan, groups)
+        found: dict[str | int, PartFigures] = {number: figures[str(place)] for place, number in enumerate(numbers)}
+        found |= {BEFORE: figures[BEFORE], AFTER: figures[AFTER]}
+        if BETWEEN in parts:
+            found[BETWEEN] = self._watch(numbers, plan, groups, later=True)[BEFORE]
+        return found
+
+    def _watch(
+        self, numbers: Sequence[int], plan: Plan, groups: PlannedGroups, later: bool = False
+    ) -> dict[str, PartFigures]:
+        """One step of a microbatch; later: True for a stage of the last layer alone, behind others."""
+        shape = self.micro_batch_size, self.sequence_length
+        if later:
+            numbers = [len(self.kinds) - 1]
+        model = self._stage_of_last() if later else self._thin(numbers)
+        layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
+        mode = FakeTensorMode()
+        model, _ = self._split(model, plan, groups, mode, later)
+        with self._without_values(mode):
+            tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
+            given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+            if self.has_documents:
+                given["position_ids"] = positions
+            if later:
+                given["received"] = self._hidden(*shape)
+            loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+
+            def run() -> Tensor:
+                if self.whole_loss is not None:
+                    return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+                if self.sequence_parallel is not None:
+                    own: Tensor = model(**given, labels=labels).loss
+                    return own
+                return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+
+            try:
+                return watch_step(model, layers, run, groups.ledger)
+            except RuntimeError as error:
+                raise PlanError(
+                    f"{plan.family}: its step cannot be planned, because it asks for values that only a run has: "
+                    f"{str(error).strip().splitlines()[0]}"
+                ) from error
+
+    def _split(
+        self, model: Any, plan: Plan, groups: PlannedGroups, mode: FakeTensorMode, later: bool = False
+    ) -> tuple[Any, SplitReport]:
+        """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
+        with self._without_values(mode):
+            _take_values(model)
+            plan = of_stage(plan, model)
+            cut_parameters(model, plan, groups)
+            arguments = example_of(model, groups)
+            if later:
+                arguments["received"] = self._hidden(*arguments["input_ids"].shape)
+            with LiveMemory(()):  # answers what the code asks of values
+                is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
+                how = Splitting(groups, None, is_local, self.sequence_parallel)
+                report = finish_split(model, plan, arguments, how)
+        if self.adapters is None:
+            return model, report
+        adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
+        with self._without_values(mode), LiveMemory(()):
+            _take_values(adapted, self.dtype)
+            finish_adapters(adapted, report, groups, arguments)
+        return adapted, getattr(adapted, REPORT)
+
+    def _hidden(self, *shape: int) -> Tensor:
+        """What the stage before would send."""
+        width = self.configuration.get_text_config().hidden_size
+        return torch.empty(*shape, width, dtype=self.dtype, requires_grad=True)
+
+    def _thin(self, numbers: Sequence[int]) -> Any:
+        """The model with some of its layers; the others pass on what they get."""
+        model = copy.deepcopy(self.whole)
+        given: list[Any] = []
+        for number, layer in enumerate(model.get_submodule(self.layers)):
+            if number in numbers:
+                layer.register_forward_hook(lambda _, args, output: given.append(type(output)))
+            else:
+                empty_module(layer, PassBy(given))
+        return model
+
+    def _stage_of_last(self) -> Any:
+        """A stage that begins with the last layer."""
+        model = copy.deepcopy(self.whole)
+        return keep_stage(model, find_cut(model), PipelineLayout((len(self.kinds) - 1, 1), 2), 1)
+
+    @contextmanager
+    def _without_values(self, mode: FakeTensorMode) -> Iterator[None]:
+        """Inside, tensors have no values, experts get as many tokens each, and masks know what no value tells."""
+        import transformers.masking_utils as masks
+
+        found = masks.find_packed_sequence_indices
+        if not self.has_documents:  # else it returns a mask of documents for any positions without values
+            masks.find_packed_sequence_indices = _no_documents
+        try:
+            with stand_ins(self._chosen()), mode:
+                yield
+        finally:
+            masks.find_packed_sequence_indices = found
+
+    def _chosen(self) -> float:
+        """The share of all experts that a token goes to; 1 for a model without experts."""
+        experts = read_experts(self.whole)
+        if not experts:
+            return 1.0
+        text = self.configuration.get_text_config()
+        chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), None)
+        if chosen is None:
+            raise PlanError(f"{text.model_type}: its configuration does not say how many experts a token goes to")
+        return float(chosen / next(iter(next(iter(experts.values())).values()))[0])
+
+
+def _no_documents(position_ids: Any) -> None:
+    """What is found in the positions of one document."""
+
+
+def _signature(layer: nn.Module) -> Any:
+    """What is equal for layers that cost the same: modules, their numbers and words, shapes of parameters."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, str, type(None))) and key not in NUMBERS
+            ),
+            tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put tensors of the mode that is on in place of those of the meta device; tied parameters stay tied.
+
+    dtype: of the new ones; None for their own.
+    """
+    taken: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type != "meta":  # it has been taken before
+                continue
+            if id(parameter) not in taken:
+                fake = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+                taken[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            setattr(module, name, taken[id(parameter)])
+        others = [*module.named_buffers(recurse=False), *vars(module).items()]
+        for name, tensor in others:
+            if isinstance(tensor, Tensor):
+                setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))

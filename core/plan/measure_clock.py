@@ -1,0 +1,69 @@
+"""Clock: times functions on all ranks at once, for the measurements of a device file."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core import agree
+
+ROUNDS = 7  # an odd number: the median is one of them
+
+
+class Clock:
+    """Times a function on all ranks at once. share: of the usual time that a measurement may take."""
+
+    def __init__(self, share: float) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.share = share
+        self.round_s = 0.05 * share
+
+    def alone(self, run: Callable[[], object]) -> float:
+        """Seconds of one call that waits for no rank: processor time on a CPU; the median of rounds and ranks."""
+        if self.device.type == "cuda":
+            return self.seconds(run)
+        run()
+        calls = max(1, min(1000, int(self.round_s / max(self._processor(run, 1), 1e-7))))
+        own = statistics.median(self._processor(run, calls) / calls for _ in range(ROUNDS))
+        return statistics.median(of_all(own))
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of one call on the slowest rank, the median of rounds. Collective over all ranks."""
+        run()
+        once = max(of_all(self._time(run, 1)))
+        calls = max(1, min(1000, int(self.round_s / max(once, 1e-7))))  # the same on all ranks
+        rounds = [self._time(run, calls) / calls for _ in range(ROUNDS)]
+        return statistics.median(map(max, zip(*of_all(rounds), strict=True)))
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Seconds of a single call on the slowest rank. Collective over all ranks."""
+        return max(of_all(self._time(run, 1)))
+
+    def _processor(self, run: Callable[[], object], calls: int) -> float:
+        start = time.thread_time()
+        for _ in range(calls):
+            run()
+        return time.thread_time() - start
+
+    def _time(self, run: Callable[[], object], calls: int) -> float:
+        dist.barrier()
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self._finish()
+        return time.perf_counter() - start
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def of_all(value: Any) -> list[Any]:
+    """Every rank's value. Collective over all ranks."""
+    return list(agree.gather(value, [dist.group.WORLD], "a measurement").values())

@@ -1,0 +1,199 @@
+"""Measurements of a device file: all ranks of one machine work at once, as they do in a run.
+
+What waits for other ranks is the median of several rounds on the slowest rank. What one rank does alone is processor
+time on a CPU, so ranks that share a core do not disturb it. A speed that depends on the size is kept by size: a core is
+slower on products too small for it, and faster on values that its cache holds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.plan.device import Device
+from core.plan.live_memory import LiveMemory
+from core.plan.measure_clock import ROUNDS, Clock, of_all
+from core.plan.measure_links import collective_lines, communicator_bytes, wire
+from core.plan.operator_times import TimedOperators, sample_sizes, sample_step
+from core.training.memory import host_memory_bytes
+from core.training.threads import available_cores
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # of products; True on a GPU
+MOVED = {True: (2**16, 2**20, 2**24, 2**28), False: (2**12, 2**16, 2**20, 2**23)}  # bytes
+MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, a bucket a layer: what a step, a bucket and a byte cost
+
+
+def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
+    """The content of a device file, on rank 0. Collective over all ranks.
+
+    seconds: that all measurements may take. links: the device whose links are taken instead of measured ones.
+    """
+    clock = Clock(seconds / 60)
+    on_gpu = clock.device.type == "cuda"
+    ranks = dist.get_world_size()
+    matmul = {str(dtype).removeprefix("torch."): matmul_rates(clock, dtype) for dtype in DTYPES}
+    best = {dtype: max(rate for _, rate in points) for dtype, points in matmul.items()}
+    memory = memory_rates(clock)
+    overhead = operator_seconds(clock)
+    inside = {"latency_s": links.inside.latency_s, "bytes_per_s": links.inside.bytes_per_s} if links else wire(clock)
+    between = {"latency_s": links.between.latency_s, "bytes_per_s": links.between.bytes_per_s} if links else inside
+    costs, gradients = step_costs(clock)
+    cores = available_cores()
+    what = torch.cuda.get_device_name() if on_gpu else f"{cores} CPU cores"
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {
+        "name": name,
+        "about": f"{what}, {ranks} ranks at once, as measured",
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes(),
+        "is_host": not on_gpu,
+        "matmul_flops": {dtype: points[-1][1] for dtype, points in matmul.items()},
+        "peak_flops": best,
+        "memory_bandwidth": memory[-1][1],
+        "operator_overhead_s": overhead,
+        "links": {"inside": inside, "between": between, **({} if on_gpu or gradients is None else gradients)},
+        "ranks_per_machine": ranks if on_gpu else 64 * cores,
+        "matmul_sizes": matmul,
+        "memory_sizes": memory,
+        **costs,
+        **({} if on_gpu else {"operators": operator_times(clock)}),
+        **({} if links else {"collectives": collective_lines(clock), "communicator_bytes": communicator_bytes(clock)}),
+        "cores": 0 if on_gpu else cores,
+        "ranks": ranks,
+        "source": f"Measured on {today} with torch {torch.__version__} by: {command}. {ranks} ranks worked at once, "
+        "one thread each. peak_flops is the fastest product that was measured, so MFU is a share of what this machine "
+        f"reaches. links.between is {'of ' + links.name if links else 'not measured: it repeats links.inside'}.",
+    }
+
+
+def matmul_rates(clock: Clock, dtype: torch.dtype) -> list[list[float]]:
+    """[operations of a product, operations a second] by size."""
+    points = []
+    for edge in EDGES[clock.device.type == "cuda"]:
+        left, right = (torch.ones(edge, edge, dtype=dtype, device=clock.device) for _ in range(2))
+        result = torch.empty_like(left)
+        flops = 2 * edge**3
+
+        def multiply(a: Tensor = left, b: Tensor = right, c: Tensor = result) -> None:
+            torch.mm(a, b, out=c)
+
+        points.append([flops, flops / clock.alone(multiply)])
+    return points
+
+
+def memory_rates(clock: Clock) -> list[list[float]]:
+    """[bytes read and written, bytes a second] by size, of operators that make their results, as layers do."""
+    points = []
+    for nbytes in MOVED[clock.device.type == "cuda"]:
+        values = torch.randn(nbytes // 4 // 64, 64, device=clock.device)
+
+        def run(x: Tensor = values) -> None:
+            torch.add(x, x)  # reads twice and writes once, as the plan counts; the next one, too
+            torch.mul(x, x)
+            F.gelu(x)  # reads and writes once; the next one, too
+            F.layer_norm(x, (64,))
+
+        points.append([2.5 * nbytes, 10 * nbytes / clock.alone(run)])
+    return points
+
+
+def operator_seconds(clock: Clock) -> float:
+    """What an operator takes beside its work, on a CPU; on a GPU the least that one takes.
+
+    Both from the forward and backward of a tiny model.
+    """
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))))
+    model.to(clock.device)
+    values = torch.ones(4, 8, device=clock.device)
+
+    def run() -> None:
+        model(values).sum().backward()
+
+    run()
+    with LiveMemory([*model.parameters()]) as watched:
+        run()
+    count = sum(sum(counter.values()) for counter in watched.work.values())
+    whole = clock.alone(run)
+    if clock.device.type == "cuda":
+        return whole / count
+    timed = TimedOperators()
+    with timed:
+        for _ in range(ROUNDS):
+            run()
+    inside = statistics.median(of_all(timed.total() / ROUNDS))
+    return max(whole - inside, 0.0) / count
+
+
+def operator_times(clock: Clock) -> dict[str, list[list[float]]]:
+    """By name and dtype, [size, processor seconds of a call]: of layers that run forward and backward."""
+    timed = TimedOperators()
+    for dtype, rounds in ((torch.float32, 2), (torch.bfloat16, 1)):
+        for rows, tokens, width in sample_sizes(clock.share):
+            model, ids = sample_step(dtype, rows, tokens, width)
+            model(ids).backward()
+            with timed:
+                for _ in range(rounds):
+                    model(ids).backward()
+    tables = of_all(timed.table())
+    return {
+        name: [
+            [size, statistics.median(table[name][place][1] for table in tables)] for place, (size, _) in enumerate(own)
+        ]
+        for name, own in tables[0].items()
+    }
+
+
+def step_costs(clock: Clock) -> tuple[dict[str, Any], dict[str, dict[str, float]] | None]:
+    """What a step costs beside its layers, and the link that reductions of gradients see; None on one rank.
+
+    Three models give the cost of a step, of a bucket, and of a byte.
+    """
+    parallel_state.initialize_model_parallel()
+    ranks = dist.get_world_size()
+    try:
+        finalized, updated = zip(*(_finalize_and_update(clock, *sizes) for sizes in MODELS), strict=True)
+    finally:
+        parallel_state.destroy_model_parallel()
+    nbytes = 4 * (MODELS[2][1] ** 2 - MODELS[0][1] ** 2)
+    reduce, update = (_cost(taken) for taken in (finalized, updated))
+    sent = 2 * nbytes * (ranks - 1) / ranks
+    return {
+        "step_overhead_s": reduce[0] + update[0],
+        "optimizer_bucket_s": update[1],
+        "optimizer_bandwidth": 5 * nbytes / update[2],  # gradients once; two moments are read and written
+    }, {"gradients": {"latency_s": max(reduce[1], 1e-7), "bytes_per_s": sent / reduce[2]}} if ranks > 1 else None
+
+
+def _cost(taken: Sequence[float]) -> tuple[float, float, float]:
+    """(of a step, of a bucket, of all bytes of the large model) from the times of MODELS."""
+    one, many, large = taken
+    bucket = max(0.0, (many - one) / (MODELS[1][0] - MODELS[0][0]))
+    return max(0.0, one - bucket), bucket, max(large - one, 1e-7)
+
+
+def _finalize_and_update(clock: Clock, layers: int, width: int) -> tuple[float, float]:
+    """Seconds of clearing and reducing gradients, and of the optimizer's step, of a model with a bucket a layer."""
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=False, bucket_size=width * width, check_for_nan_in_grad=True, initial_weights="broadcast"
+    )
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(clock.device)
+    model = DistributedDataParallel(None, config, module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-9), [model])
+    taken = []
+    for _ in range(1 + 2 * ROUNDS):
+        cleared = clock.once(model.zero_grad_buffer)
+        model(torch.ones(1, width, device=clock.device)).sum().backward()
+        reduced = clock.once(lambda: finalize_model_grads([model]))
+        taken.append((cleared + reduced, clock.once(optimizer.step)))
+    finalized, updated = (statistics.median(column) for column in zip(*taken[1:], strict=True))
+    return finalized, updated

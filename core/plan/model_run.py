@@ -1,0 +1,111 @@
+"""A Hugging Face model as a run to plan: its layout, its batch and what is asked of each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from core.hugging_face.sequence import MODES
+from core.hugging_face.tiny import tiny_of_bytes
+from core.hugging_face.transformers_plans import transformers_package
+from core.pipeline_parallel.schedules import plan_pipeline
+from core.plan.hugging_face_source import HuggingFaceSource
+from core.plan.run_memory import Run
+from core.training.config import OptimizerOptions, ParallelOptions
+from core.training.errors import ConfigError
+from core.training.extras import require_installed
+from core.training.model_config import DTYPES, optimizer_config, zero_config
+from core.training.plan import share_batch
+from core.training.sizes import check_ranks
+
+TINY = "tiny:"
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """What a run of a Hugging Face model is told, as fine-tuning and `split_model` take it.
+
+    model: the path of a config.json, a directory with one, or tiny:FAMILY. zero: 0 to 3, what is sharded over data
+    ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in backward. documents:
+    True if position ids come with the tokens, as fine-tuning's packed windows have them. micro_batch_size: None for the
+    job's own choice.
+    """
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 1
+    sequence_parallel: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    sequence_length: int = 256
+    global_batch_size: int = 8
+    micro_batch_size: int | None = None
+    recompute: bool = False
+    documents: bool = False
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+    @cached_property
+    def configuration(self) -> Any:
+        """The configuration of transformers. ConfigError where there is none."""
+        require_installed("transformers", "planning a Hugging Face model", "transformers")
+        try:
+            if self.model.startswith(TINY):
+                found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
+                found.update({"_experts_implementation": None})  # as for one that is read from a directory
+                return found
+            path = Path(self.model)
+            path = path / "config.json" if path.is_dir() else path
+            if not path.is_file():
+                raise LookupError(
+                    f"there is no {path}; give a config.json, a directory with one, or {TINY}FAMILY for a small model"
+                )
+            return transformers_package().AutoConfig.from_pretrained(os.fspath(path))
+        except (LookupError, OSError, ValueError) as error:
+            words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
+            raise ConfigError(f"--model {self.model}: {words}") from error
+
+
+def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
+    """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    parallel = ParallelOptions(tp=told.tp, pp=told.pp, cp=told.cp, ep=told.ep)
+    grid = check_ranks(parallel, world_size)
+    text = told.configuration.get_text_config()
+    try:
+        layout = plan_pipeline(text.num_hidden_layers, told.pp)
+    except ValueError as error:
+        raise ConfigError(f"--pp {told.pp}: {error}") from error
+    micro, count = share_batch(grid, parallel, layout, told.global_batch_size, told.micro_batch_size)
+    _check_lengths(told, text)
+    source = HuggingFaceSource(
+        told.configuration,
+        DTYPES[told.dtype],
+        micro,
+        told.sequence_length,
+        layout,
+        told.tp,
+        told.sequence_parallel,
+        told.recompute,
+        told.documents,
+    )
+    tokens = told.global_batch_size * told.sequence_length
+    ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)
+    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host)
+
+
+def _check_lengths(told: ModelRun, text: Any) -> None:
+    if told.zero not in range(4):
+        raise ConfigError(f"--zero is {told.zero}; expected 0 to 3")
+    if told.sequence_parallel not in (None, *MODES):
+        raise ConfigError(f"--sequence-parallel is {told.sequence_parallel!r}; expected one of {', '.join(MODES)}")
+    if told.cp > 1 and told.sequence_parallel not in ("all_to_all", "ring_attn"):
+        raise ConfigError(
+            f"--cp {told.cp} cuts the sequence by --sequence-parallel all_to_all or ring_attn; give one of these"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if isinstance(longest, int) and told.sequence_length > longest:
+        raise ConfigError(f"--seq {told.sequence_length} is longer than the model's positions, {longest}")

@@ -1,0 +1,113 @@
+"""What travels in a step: over which group, how often, how many bytes, and how long that takes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.buffer.grad_buffer import dtype_named
+from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
+from core.plan.device import Device
+from core.plan.planned_groups import PlannedGroups
+from core.plan.step_figures import PartFigures
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What one rank sends over one group in a step. link: 'inside' a machine or 'between' machines."""
+
+    group: str
+    collective: str
+    link: str
+    calls: int
+    nbytes: int
+    seconds: float
+
+
+def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
+    """'inside' where all ranks of a group are on one machine, else 'between'."""
+    machines = {rank // device.ranks_per_machine for rank in groups.ranks(name)}
+    return "inside" if len(machines) == 1 else "between"
+
+
+def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device) -> Travel:
+    """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
+    where = link_of(groups, name, device)
+    link = device.link(collective, groups.size(name)) if where == "inside" else device.between
+    return Travel(name, collective, where, calls, nbytes, calls * link.latency_s + nbytes / link.bytes_per_s)
+
+
+def layer_travels(parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device) -> list[Travel]:
+    """What the layers of one stage exchange for one microbatch."""
+    total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for part in parts:
+        for key, (calls, nbytes) in part.sent[phase].items():
+            total[key][0] += calls
+            total[key][1] += nbytes
+    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
+
+
+def gradient_travels(
+    plans: Sequence[ModelPlan],
+    ddp_config: DistributedDataParallelConfig,
+    groups: PlannedGroups,
+    device: Device,
+    microbatches: int,
+) -> tuple[list[Travel], list[Travel]]:
+    """(reductions of gradients, gathers of parameters) of a step, bucket by bucket as the wrapper has laid them out.
+
+    Where ranks of a host map each other's buffers, sharded parameters are read where they lie, and nothing is copied.
+    """
+    reductions: Counter[tuple[str, str, int]] = Counter()
+    gathers: Counter[tuple[str, str, int]] = Counter()
+    rounds = microbatches if ddp_config.reduces_every_microbatch else 1
+    maps = device.gradients is not None and ddp_config.share_host_memory
+    for plan in plans:
+        for layout in plan.layout.buffers:
+            shard, replica = shard_and_replica(layout.key.data_group, ddp_config)
+            grad, param = (dtype_named(name).itemsize for name in layout.key[:2][::-1])
+            for bucket in layout.buckets:
+                if ddp_config.sharded:
+                    reductions[shard, "reduce_scatter", _part(bucket.numel * grad, groups.size(shard))] += rounds
+                    if replica is not None:
+                        cut = bucket.numel * grad // max(1, groups.size(shard))
+                        reductions[replica, "all_reduce", 2 * _part(cut, groups.size(replica))] += rounds
+                    times = 2 * microbatches if ddp_config.shards_parameters else 1
+                    copied = 0 if maps and ddp_config.shards_parameters else bucket.numel * param
+                    gathers[shard, "all_gather", _part(copied, groups.size(shard))] += times
+                else:
+                    reductions[shard, "all_reduce", 2 * _part(bucket.numel * grad, groups.size(shard))] += rounds
+    if device.gradients is not None:  # ranks of a host read each other's buffers
+        device = replace(device, inside=device.gradients, collectives={})
+    return _travels(reductions, groups, device), _travels(gathers, groups, device)
+
+
+def _part(nbytes: int, ranks: int) -> int:
+    return nbytes * (ranks - 1) // ranks
+
+
+def _travels(counted: Mapping[tuple[str, str, int], int], groups: PlannedGroups, device: Device) -> list[Travel]:
+    total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for (name, collective, nbytes), calls in counted.items():
+        if groups.size(name) > 1:
+            total[name, collective][0] += calls
+            total[name, collective][1] += calls * nbytes
+    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
+
+
+def rule_travels(
+    plans: Sequence[ModelPlan], ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, device: Device
+) -> list[Travel]:
+    """What sync rules add up after the data-parallel reduction, by the contracts."""
+    counted: Counter[tuple[str, str, int]] = Counter()
+    for plan in plans:
+        grads = {slot.name: layout for layout in plan.layout.buffers for slot in layout.slots}
+        for name, contract in plan.contracts.items():
+            layout = grads[name]
+            nbytes = plan.params[name].numel() * dtype_named(layout.key.grad_dtype).itemsize
+            kept = nbytes // (layout.shards if ddp_config.sharded else 1)
+            for axis in (*contract.partial_over, *contract.averaged_over):
+                counted[axis, "all_reduce", 2 * _part(kept, groups.size(axis))] += 1
+    return _travels(counted, groups, device)

@@ -1,0 +1,39 @@
+"""broadcast_data: a batch that the first rank of a tensor-parallel group has read, on all of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core import agree
+from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
+) -> dict[str, Tensor]:
+    """The first rank's tensors on every rank of a tensor-parallel group. Collective over it.
+
+    data: read on the first rank alone. ValueError, on all ranks, for a tensor of another dtype.
+    """
+    group = resolve_groups(None).tp if tp_group is None else tp_group
+    given: Any = data if group_rank(group) == 0 else None
+    table = None if given is None else {key: (tuple(given[key].shape), given[key].dtype) for key in keys}
+    tables = agree.gather(table, [] if group is None else [group], "broadcast_data")
+    known = next(found for found in tables.values() if found is not None)
+    odd = {key: dtype for key, (_, dtype) in known.items() if dtype != datatype}
+    if odd:
+        raise ValueError(f"broadcast_data: {odd} where datatype is {datatype}; cast them, or broadcast them apart")
+    on_gpu = group is not None and "nccl" in dist.get_backend_config(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    sent = {
+        key: torch.empty(shape, dtype=datatype, device=device) if given is None else given[key].to(device).contiguous()
+        for key, (shape, _) in known.items()
+    }
+    for tensor in sent.values() if group is not None and group_size(group) > 1 else ():
+        dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
+    return sent

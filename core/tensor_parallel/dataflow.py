@@ -1,0 +1,244 @@
+"""Dataflow: follows one forward of a model over tensor parallelism, and finds what a partial gradient reaches.
+
+Tensors that come from split parameters differ between tensor-parallel ranks until a seam sums or gathers them. A whole
+parameter that meets one of them (the norm of queries, a learned activation) has a gradient that is a part of a sum. A
+whole activation that meets one without a seam sends a partial gradient to everything before it: the model is wrong.
+
+This is not a tracer: the model runs as it is, and each torch function is looked at as it passes. A seam is a forward
+that calls the collectives of `core.tensor_parallel.mappings`; while it is watched its attribute `watch` is the
+Dataflow, and it says what it has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as tree
+
+COPIED = frozenset([""])  # no parameter has this name
+
+
+class Dataflow(TorchFunctionMode):
+    """What whole parameters and activations meet in the forward that runs inside it.
+
+    partial: parameters that meet split tensors. complete: parameters that are used where all ranks compute the same.
+    A parameter may be both. faults: what no contract can make right, such as a whole activation that meets a split
+    tensor, each in a sentence.
+
+    States of a tensor: split, by its storage, so that views and in-place writes are seen; copied (a seam sums its
+    gradient); or whole. `_roots` are the parameters that a tensor is made of since (as in `1 + weight`), where nothing
+    else that learns takes part: what the tensor meets next is what they meet. COPIED among them: a seam's copy is, too.
+    """
+
+    def __init__(self, model: nn.Module, split: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.partial: set[str] = set()
+        self.complete: set[str] = set()
+        self.faults: list[str] = []
+        self._split = {id(parameter) for parameter in split}
+        self._split_storages: dict[int, Tensor] = {}
+        self._tails: dict[int, tuple[Tensor, int]] = {}  # copied are only the last features of these
+        self._roots: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        self._where: list[str] = []
+        self._is_paused = False
+        self._handles = [
+            handle
+            for name, module in model.named_modules()
+            for handle in (
+                module.register_forward_pre_hook(lambda *_, name=name: self._where.append(name)),
+                module.register_forward_hook(lambda *_, name=name: self._where.remove(name), always_call=True),
+            )
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is looked at: a seam says itself what has come out."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    # -- what seams tell -------------------------------------------------------------------------------------------
+
+    def enter(self, whole: Tensor, copied: Tensor) -> Tensor:
+        """A seam has made a copy whose gradient it sums. Returns the copy; a new tensor where there is one rank."""
+        if copied is whole:
+            copied = whole.view_as(whole)
+        if self._roots_of(whole) >= COPIED:
+            self._fault("sums the gradient of its input over tp, and a seam around it does so already")
+        self._must_be_whole(whole)
+        self._roots[id(copied)] = copied, COPIED
+        return copied
+
+    def cut(self, whole: Tensor, part: Tensor) -> None:
+        """A seam has taken this rank's part of an input, and gathers its gradient."""
+        self._must_be_whole(whole)
+        self._mark_split(part)
+
+    def leave(self, before: Tensor, after: Tensor) -> None:
+        """A seam has summed or gathered an output: it is whole from here."""
+        if not self._is_split(before):
+            self._fault("sums or gathers its output over tp, which is whole already")
+        place = _storage_of(after)
+        if place is not None:
+            self._split_storages.pop(place, None)
+        self._roots.pop(id(after), None)
+
+    def leave_split(self, output: Tensor) -> None:
+        """A seam that sums the gradient of its input has made an output that stays this rank's part."""
+        if not self._is_split(output):
+            self._fault("sums the gradient of its input over tp, and its output is whole")
+
+    def select(self, whole: Tensor, part: Tensor) -> None:
+        """A seam has taken this rank's heads of an output that every rank computes whole."""
+        if whole.requires_grad:
+            self._meet([whole], "a selection of heads")
+        self._roots.pop(id(part), None)
+        self._mark_split(part)
+
+    def copy_tail(self, before: Tensor, after: Tensor, features: int) -> None:
+        """A seam sums the gradient of an output's last features."""
+        self._must_be_whole(before)
+        self._roots.pop(id(after), None)
+        self._tails[id(after)] = after, features
+
+    def _must_be_whole(self, tensor: Tensor) -> None:
+        if self._is_split(tensor):
+            self._fault("takes a whole input, and was given what each rank has another part of")
+        self.complete |= self._roots_of(tensor) - COPIED
+
+    def _fault(self, what: str) -> None:
+        sentence = f"module {self._where[-1] if self._where else ''!r} {what}"
+        if sentence not in self.faults:
+            self.faults.append(sentence)
+
+    # -- what passes -----------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        learned = [tensor for tensor in inputs if tensor.requires_grad and tensor.numel()]
+        output = func(*args, **kwargs)
+        outputs = _tensors(output)
+        name = getattr(func, "__name__", str(func))
+        if name == "__setitem__":
+            outputs = inputs[:1]
+        if not inputs or not outputs:
+            return output
+        if any(self._is_split(tensor) for tensor in inputs):
+            for tensor in outputs:
+                self._mark_split(tensor)
+            if any(tensor.requires_grad for tensor in outputs):
+                self._meet(learned, name)
+            return output
+        self._pass(inputs, learned, outputs)
+        return output
+
+    def _meet(self, learned: list[Tensor], function: str) -> None:
+        """Gradients of these come from this rank's part of something."""
+        for tensor in learned:
+            if self._is_split(tensor):
+                continue
+            roots = self._roots_of(tensor)
+            self.partial |= roots - COPIED
+            if not roots:
+                self._fault(
+                    f"computes {function} of a whole activation and of what is split over tp: the activation's "
+                    "gradient is partial, and no seam of the plan sums it"
+                )
+
+    def _pass(self, inputs: list[Tensor], learned: list[Tensor], outputs: list[Tensor]) -> None:
+        """Nothing here is split."""
+        tail = next((self._tails[id(tensor)] for tensor in inputs if id(tensor) in self._tails), None)
+        if tail is not None:
+            for tensor in outputs:
+                if _is_tail(tensor, *tail):
+                    self._roots[id(tensor)] = tensor, COPIED
+            return
+        roots = frozenset[str]().union(*(self._roots_of(tensor) for tensor in learned))
+        if not all(self._roots_of(tensor) for tensor in learned):  # each gradient that comes here is that of all ranks
+            self.complete |= roots - COPIED
+            if roots >= COPIED:
+                self._fault("mixes a whole activation with one whose gradient a seam sums")
+            roots = frozenset()
+        for tensor in outputs:
+            self._roots.pop(id(tensor), None)
+            if roots:
+                self._roots[id(tensor)] = tensor, roots
+
+    def _mark_split(self, tensor: Tensor) -> None:
+        place = _storage_of(tensor)
+        if place is not None:
+            self._split_storages[place] = tensor
+
+    def _is_split(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._split or _storage_of(tensor) in self._split_storages
+
+    def _roots_of(self, tensor: Tensor) -> frozenset[str]:
+        """Parameters, and COPIED, that a whole tensor is made of; none where something else that learns takes part."""
+        if id(tensor) in self.names:
+            return frozenset([self.names[id(tensor)]])
+        return self._roots[id(tensor)][1] if id(tensor) in self._roots else frozenset()
+
+
+def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
+    """True if `part` begins in the last features of `whole`, of which it is a view; no view counts as one."""
+    if _storage_of(part) != _storage_of(whole):
+        return True
+    width = whole.shape[-1]
+    return (part.storage_offset() - whole.storage_offset()) % width >= width - features
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Where its memory is; None where it has none: it is empty, or a stand-in inside torch.vmap (masks)."""
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # a tensor without values has no place; its storage is one object
+            return id(storage) if storage.nbytes() else None
+        return storage.data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def run_watched(model: nn.Module, split: Iterable[nn.Parameter], example: dict[str, Any]) -> Dataflow:
+    """One forward of a model on an example, watched; random streams, mode and gradients are left as they were.
+
+    Seams are forwards on instances of modules that have an attribute `watch`. Collective over the tensor-parallel group
+    where the model is split over one.
+    """
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    seams: list[Any] = [forward for forward in forwards if hasattr(forward, "watch")]
+    training = model.training
+    flow = Dataflow(model, split)
+    try:
+        model.eval()
+        for seam in seams:
+            seam.watch = flow
+        with torch.random.fork_rng(), torch.enable_grad(), flow:
+            model(**example)
+    finally:
+        model.train(training)
+        flow.close()
+        for seam in seams:
+            seam.watch = None
+    return flow

@@ -1,0 +1,136 @@
+"""Timers by name: `ModelParallelConfig(timers=Timers(1, "max"))`, which `finalize_model_grads` starts and stops too.
+
+Names and arguments are Megatron's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core import agree
+
+LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
+
+
+class Timer:
+    """Seconds between start and stop, added up until they are reset. Waits for this rank's GPU at both ends."""
+
+    def __init__(self, name: str, silent: bool = False) -> None:
+        self.name, self.silent = name, silent
+        self.begun: float | None = None
+        self.seconds = 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin; RuntimeError if it runs. barrier: all ranks begin together."""
+        if not self.silent:
+            if self.begun is not None:
+                raise RuntimeError(f"timer {self.name!r} has already been started")
+            self.begun = self._now(barrier)
+
+    def stop(self, barrier: bool = False) -> None:
+        """End; RuntimeError if it does not run."""
+        if not self.silent:
+            if self.begun is None:
+                raise RuntimeError(f"timer {self.name!r} is not started")
+            self.seconds += self._now(barrier) - self.begun
+            self.begun = None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds so far; a running timer goes on."""
+        running = self.begun is not None
+        if running:
+            self.stop(barrier)
+        found = self.seconds
+        self.seconds = 0.0 if reset else found
+        if running:
+            self.start()
+        return found
+
+    def reset(self) -> None:
+        """Forget the time."""
+        self.seconds, self.begun = 0.0, None
+
+    @staticmethod
+    def _now(barrier: bool) -> float:
+        if barrier and dist.is_initialized():
+            dist.barrier()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class Timers:
+    """Timers that are made when they are asked for; those above `log_level` stand still.
+
+    log_option: what is reported of the ranks' times: the largest, smallest and largest, or all.
+    """
+
+    def __init__(self, log_level: int, log_option: str) -> None:
+        if log_level not in LEVELS or log_option not in OPTIONS:
+            raise ValueError(f"log_level {log_level!r} is one of {LEVELS} and log_option {log_option!r} of {OPTIONS}")
+        self.log_level, self.log_option = log_level, log_option
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of a name; log_level: of a new one, by default the highest."""
+        level = LEVELS[-1] if log_level is None else log_level
+        return self.timers.setdefault(name, Timer(name, silent=level > self.log_level))
+
+    def get_all_timers_string(
+        self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+    ) -> str | None:
+        """A line for each timer with a time, in ms over `normalizer`; None where there is none. Collective.
+
+        barrier: all ranks wait for each other before the times are read.
+        """
+        shown = {"max": "{1:.2f}", "minmax": "({0:.2f}, {1:.2f})", "all": "{2}"}[self.log_option]
+        lines = [
+            f"    {name}: {shown.format(min(times), max(times), [round(ms, 2) for ms in times])} ms"
+            for name, times in self._of_all_ranks(names, normalizer, reset, barrier).items()
+            if max(times) > 0
+        ]
+        return "\n".join([f"times over ranks ({self.log_option}):", *lines]) if lines else None
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print the times on one rank, the last by default. Collective."""
+        text = self.get_all_timers_string(names, normalizer, reset, barrier)
+        here, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)
+        if text is not None and here == (last if rank is None else rank):
+            print(text, flush=True)
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """writer.add_scalar(name-time, largest of the ranks in s, iteration). Collective."""
+        for name, times in self._of_all_ranks(names, normalizer, reset, barrier).items():
+            if writer is not None:
+                writer.add_scalar(f"{name}-time", max(times) / 1e3, iteration)
+
+    def _of_all_ranks(
+        self, names: Sequence[str] | None, normalizer: float, reset: bool, barrier: bool
+    ) -> dict[str, list[float]]:
+        if barrier and dist.is_initialized():
+            dist.barrier()
+        asked = [name for name in (self.timers if names is None else names) if name in self.timers]
+        mine = {name: self.timers[name].elapsed(reset) * 1e3 / normalizer for name in asked}
+        everybody = agree.gather(mine, None, "timers").values()
+        known = dict.fromkeys(name for theirs in everybody for name in theirs)
+        return {name: [theirs.get(name, 0.0) for theirs in everybody] for name in known}

@@ -1,0 +1,98 @@
+"""A measured device: figures that a plan reads, and what cannot be measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.plan import Link, plan_run, read_device
+from core.plan.command import main
+from core.plan.device import rate_at
+from core.plan.live_memory import Work
+from core.plan.measure_links import line
+from core.plan.step_time import work_seconds
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "configs" / "tiny.toml"
+
+
+@pytest.mark.timeout(120)
+def test_a_machine_is_measured_on_two_ranks_and_planned_with(tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    command = [sys.executable, "-m", "core.plan", "calibrate", "--ranks", "2", "--seconds", "0.5", "--out", str(out)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "written to" in ended.stdout
+    device = read_device(str(out))
+    assert device.is_host is not torch.cuda.is_available()
+    rates = [*device.matmul_flops.values(), device.memory_bandwidth, device.optimizer_bandwidth]
+    assert all(1e6 < rate < 1e16 for rate in rates)
+    assert 1e-7 <= device.inside.latency_s < 1 and 1e4 < device.inside.bytes_per_s < 1e13
+    assert 0 <= device.operator_overhead_s < 1e-2 and 0 < device.step_overhead_s < 10
+    assert device.operators["aten.mm float32"] and {row[0] for row in device.collectives["all_reduce"]} == {2}
+    assert device.gradients is None or device.gradients.bytes_per_s > 1e4
+    assert device.communicator_bytes is not None and 0 <= device.communicator_bytes < 1 << 30
+    assert f"torch {torch.__version__}" in device.source and "--seconds 0.5" in device.source
+    assert plan_run(TINY, 2, device).time.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ranks", "1"], "one rank has no links to measure; --links-from"),
+        (["--ranks", "0"], "--ranks 0 is not between 1 and"),
+        (["--ranks", "2", "--seconds", "0"], "--seconds 0 is not between"),
+        (["--ranks", "2", "--out", "mine.toml"], "mine.toml does not end in .json"),
+        (["--ranks", "2", "--links-from", "b900"], "known are a100"),
+        (["--ranks", "2", "--out", "/proc/none/mine.json"], "no directory that this user may write to"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and words in told
+
+
+def test_a_rate_lies_between_those_of_the_sizes_around_it() -> None:
+    points = [[1.0, 10.0], [100.0, 1000.0]]
+    assert [rate_at(points, size) for size in (0.5, 1.0, 100.0, 1e9)] == [10.0, 10.0, 1000.0, 1000.0]
+    assert rate_at(points, 10.0) == pytest.approx(100.0)
+    assert rate_at([], 10.0) == 0.0
+
+
+def test_a_line_finds_latency_and_speed() -> None:
+    found = line([(n, 2e-4 + n / 5e8) for n in (1e3, 1e5, 1e7)])
+    assert found == pytest.approx({"latency_s": 2e-4, "bytes_per_s": 5e8})
+
+
+def test_ranks_beyond_the_cores_take_turns() -> None:
+    device = replace(
+        read_device("h100"),
+        is_host=True,
+        cores=2,
+        ranks=2,
+        matmul_sizes={"float32": [[1000.0, 100.0]]},
+        memory_sizes=[[10.0, 10.0]],
+        operator_overhead_s=0.5,
+        operators={"aten.add float32": [[10.0, 3.0], [1000.0, 30.0]]},
+        collectives={"all_reduce": [[2, 1.0, 8.0], [4, 3.0, 4.0]]},
+        gradients=Link(1.0, 8.0),
+    )
+    sums = {Work(0, size, torch.float32, "aten.add"): 1 for size in (1, 10, 1000, 2000)}
+    work = {Work(1000, 10, torch.float32): 2, Work(0, 100, torch.float32): 1, **sums}
+    alone = 2 * 10.5 + 10.5 + 3.5 + 3.5 + 30.5 + 60.5  # what surrounds an operator comes to its work
+    assert [work_seconds(work, device.shared_by(ranks)) for ranks in (1, 2, 4)] == pytest.approx(
+        [alone, alone, 2 * alone]
+    )
+    assert device.shared_by(4).gradients == Link(2.0, 4.0)
+    assert device.shared_by(2).link("all_reduce", 4) == Link(3.0, 4.0)
+    shared = replace(device, ranks=4).shared_by(4)  # they took turns when links were measured
+    assert (shared.turns, shared.gradients, shared.link("all_reduce", 2)) == (2.0, Link(1.0, 8.0), Link(1.0, 8.0))

@@ -1,0 +1,97 @@
+"""Advice against exact plans: each layout's estimate, the order of those that are shown, and the fewest ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from core.plan import advise, plan_run, read_device
+from core.plan.advise import SURE, Search
+from core.plan.choices import choices, with_choice
+from core.plan.command import main
+from core.training.config import JobConfig
+from core.training.config_file import load_config
+from core.training.errors import ConfigError
+
+MODEL = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.num-attention-heads 4"
+MODEL += " --model.ffn-hidden-size 128"
+EXPERTS = " --model.num-experts 4 --model.moe-layer-freq 2 --model.dtype bfloat16 --ddp.bucket-size 20000"
+
+
+def small(more: str = "", length: int = 64, batch: int = 8) -> JobConfig:
+    return load_config(f"{MODEL} --model.sequence-length {length} --run.global-batch-size {batch} {more}".split())
+
+
+@pytest.mark.parametrize(("more", "ranks", "step"), [("", 4, 23), (EXPERTS, 8, 101)])
+def test_estimates_are_near_their_plans(more: str, ranks: int, step: int) -> None:
+    """Every layout of which there is an estimate can be planned, and comes to the same."""
+    config, device = small(more), replace(read_device("h100"), ranks_per_machine=2)
+    found = Search(config, device, {}).estimates(ranks)
+    assert len({estimate.choice for estimate in found}) == len(found)
+    assert {estimate.choice.zero for estimate in found} == {0, 1, 2, 3}
+    for estimate in found[::step]:
+        plan = plan_run(with_choice(config, estimate.choice), ranks, device)
+        assert plan.time.seconds / SURE <= estimate.seconds <= SURE * plan.time.seconds, estimate.choice
+        assert estimate.peak == pytest.approx(plan.fullest.peak, rel=0.1), estimate.choice
+
+
+def test_no_layout_is_left_out_but_those_that_cannot_be_built() -> None:
+    config = small(batch=2)
+    found = {estimate.choice.axes[:3] for estimate in Search(config, read_device("h100"), {}).estimates(4)}
+    buildable = set()
+    for tp in (1, 2, 4):
+        for pp in (1, 2, 4):
+            parallel = replace(config.parallel, tp=tp, pp=pp)
+            try:
+                plan_run(replace(config, parallel=parallel, run=replace(config.run, micro_batch_size=1)), 4)
+            except ConfigError:
+                continue
+            buildable.add((tp, pp, 1))
+    assert found == buildable
+    assert {(choice.tp, choice.pp) for choice, _ in choices(config, 4, {"tp": 2, "dp": 1})} == {(2, 2)}
+
+
+def test_what_is_shown_is_in_the_order_of_plans() -> None:
+    config = small()
+    found = advise(config, 4, most=3)
+    assert len(found.candidates) == 3
+    ratings = [candidate.rating for candidate in found.candidates]
+    assert ratings == sorted(ratings)
+    for candidate in found.candidates:
+        plan = plan_run(with_choice(config, candidate.choice), 4)
+        assert (plan.time.seconds, plan.fullest.peak) == (candidate.plan.time.seconds, candidate.plan.fullest.peak)
+    assert not found.candidates[0].reason
+    assert all("more" in candidate.reason for candidate in found.candidates[1:])
+
+
+def test_the_fewest_ranks_are_those_of_all_plans() -> None:
+    config = small(batch=4)
+    device = read_device("h100")
+
+    def least(ranks: int) -> int:
+        found = [one.choice for one in Search(config, device, {"micro": 1}).estimates(ranks)]
+        return min(plan_run(with_choice(config, choice), ranks, device).fullest.peak for choice in found)
+
+    of_one, of_two = least(1), least(2)
+    assert of_two < of_one
+    for room, fewest in ((of_one, 1), (of_one - 1, 2), (of_two, 2)):
+        assert Search(config, replace(device, memory_bytes=room), {}).fewest(2) == fewest
+    assert Search(config, replace(device, memory_bytes=of_two // 2), {}).fewest(2) is None
+
+
+def test_the_command_advises(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL.split(), "--seq", "64", "--global-batch", "4", "--ranks", "2", "--advise"]
+    assert main(flags) == 0
+    shown = capsys.readouterr().out
+    assert "layouts can be built" in shown
+    assert "  1. tp 1  pp 1  cp 1  zero" in shown
+    assert "times the time: " in shown
+    assert "the smallest number of ranks that fits is 1" in shown
+    options = shown.partition("the first by options: ")[2].splitlines()[0].split()
+    assert main([*flags[:-1], *options]) == 0  # it is a layout that can be planned
+    capsys.readouterr()
+    assert main([*flags, "--tp", "2"]) == 0
+    assert "tp 1" not in capsys.readouterr().out
+    assert main([*flags, "--tp", "3"]) == 2
+    assert "tp 3" in capsys.readouterr().err
+    assert main([*flags, "--model", "tiny:qwen3"]) == 2
+    assert "--advise is for models of the main job" in capsys.readouterr().err
