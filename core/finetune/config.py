@@ -48,14 +48,15 @@ class TunedData:
 class TunedParallel:
     """How the ranks are divided, and by which plugin of the Booster."""
 
-    plugin: Literal["hybrid", "low_level_zero", "gemini"] = "hybrid"  # low_level_zero: dp alone; gemini: dp and tp
+    # low_level_zero: dp alone; gemini: dp and tp; torch_ddp and torch_fsdp: dp alone, by torch's own wrappers.
+    plugin: Literal["hybrid", "low_level_zero", "gemini", "torch_ddp", "torch_fsdp"] = "hybrid"
     dp: int | None = None  # None for what tp, pp and sp leave; a number is compared with that
     tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # stages of a pipeline, by the schedule 1F1B
     ep: int = 1  # data ranks that share the experts of a layer
     sp: int = 1  # ranks that share the sequence of each window, beside those of tp
     sp_mode: Literal["split_gather", "ring", "all_to_all", "ring_attn"] | None = None  # None: ring_attn where sp > 1
-    # Shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too. None: 3 with gemini, else 1.
+    # Shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too. None: the docs' default.
     zero: Literal[0, 1, 2, 3] | None = None
     timeout_minutes: int = 30  # of a collective
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.finetune.config import TuneConfig
-from core.finetune.model import boosted, load_tokenizer, plugin_of
-from core.finetune.plan import TunePlan
+from core.finetune.model import boosted, load_tokenizer
+from core.finetune.plan import BY_TORCH, TunePlan
+from core.finetune.torch_plugins import TorchModel
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
@@ -60,6 +61,7 @@ def tune(
     def finish(run: Path) -> None:
         save_model(config, trainer, tokenizer, run / MODEL)
 
+    keeps = keeps and config.parallel.plugin not in BY_TORCH
     return conduct(trainer, plan.describe(config), lambda path: None, keeps=keeps, hint="", finish=finish)
 
 
@@ -67,7 +69,7 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
-    model, optimizer = boosted(config, plugin_of(config, plan.micro_batch_size))
+    model, optimizer = boosted(config, plan.micro_batch_size)
     # Dropout of data ranks must differ, and that of tensor-parallel ranks must not.
     model_parallel_manual_seed(config.run.seed + 1 + groups.rank("dp"))
     runner = None
@@ -90,8 +92,10 @@ def save_model(config: TuneConfig, trainer: TuneTrainer, tokenizer: Any, directo
     with trainer.model.gathered():
         if getattr(part, REPORT, None) is not None:
             save_split(trainer.chunks, directory)
-        elif dist.get_rank() == 0:  # one rank has the model whole
-            part.save_pretrained(directory)
+        else:  # each rank has the model whole, or gets it
+            whole = trainer.model.whole_tensors() if isinstance(trainer.model, TorchModel) else None
+            if dist.get_rank() == 0:
+                part.save_pretrained(directory, state_dict=whole)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(directory)
         what, loads = "model", "AutoModelForCausalLM.from_pretrained"

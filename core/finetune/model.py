@@ -11,13 +11,21 @@ import torch
 from torch import nn
 
 from core.booster import Booster
-from core.booster.plugin import GeminiPlugin, GradientCheckpointConfig, LowLevelZeroPlugin, MoeHybridParallelPlugin
+from core.booster.plugin import (
+    GeminiPlugin,
+    GradientCheckpointConfig,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from core.booster.plugin.layer_checkpointing import checkpoint_layers
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.finetune.config import TINY, TuneConfig
 from core.finetune.plan import sequence_mode, zero_stage
+from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
 from core.hugging_face.experts import check_experts
 from core.hugging_face.stages import find_cut
@@ -150,7 +158,7 @@ def byte_tokenizer() -> Any:
 
 
 def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
-    """The plugin of a job. A gradient that is not finite ends the run on all ranks, and is named."""
+    """The plugin of a job, if not of torch. A gradient that is not finite ends the run on all ranks, and is named."""
     sizes, mode, zero = config.parallel, sequence_mode(config), zero_stage(config)
     common: dict[str, Any] = {
         "precision": {"float32": "fp32", "bfloat16": "bf16"}[config.model.dtype],
@@ -178,12 +186,14 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
     return plugin
 
 
-def boosted(config: TuneConfig, plugin: ZeroPluginBase) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer]:
+def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer | TorchEngine]:
     """Model and optimizer, boosted. Collective.
 
     Each rank has read its slices of the directory; the whole of it where the plugin cuts nothing.
     """
     directory = directory_of(config)
+    of_torch = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}.get(config.parallel.plugin)
+    plugin = plugin_of(config, micro_batch_size) if of_torch is None else of_torch()
     booster = Booster(plugin=plugin)
     in_slices = config.parallel.plugin == "hybrid" or config.parallel.tp > 1
     try:
@@ -204,7 +214,10 @@ def boosted(config: TuneConfig, plugin: ZeroPluginBase) -> tuple[LowLevelZeroMod
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)
                 model = booster.enable_lora(model, lora_config=lora_config_of(config))
-        model, optimizer, *_ = booster.boost(model, torch_optimizer(config.optimizer, model))
+        optimizer = torch_optimizer(config.optimizer, model)
+        if isinstance(plugin, (TorchDDPPlugin, TorchFSDPPlugin)):
+            return boosted_by_torch(plugin, model, optimizer, config.optimizer.clip_grad)
+        model, optimizer, *_ = booster.boost(model, optimizer)
         if in_slices:
             booster.load_model(model, directory)
     except ValueError as error:

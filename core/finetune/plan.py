@@ -33,7 +33,10 @@ SERVED: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "hybrid": ((1, 0, 2, 3), ("tp", "pp", "ep", "sp")),
     "low_level_zero": ((1, 2), ()),
     "gemini": ((3,), ("tp",)),
+    "torch_ddp": ((0,), ()),
+    "torch_fsdp": ((3,), ()),
 }
+BY_TORCH = ("torch_ddp", "torch_fsdp")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,16 @@ def check_plugin(config: TuneConfig) -> None:
     wanted = {name: str(size) for name, size in told.items() if size > 1 and name not in axes}
     if sizes.sp_mode is not None and "sp" not in axes:
         wanted["sp-mode"] = sizes.sp_mode
+    if sizes.plugin in BY_TORCH and config.model.dtype != "float32":
+        raise ConfigError(
+            f"--model.dtype {config.model.dtype}: --parallel.plugin {sizes.plugin} keeps no fp32 masters; use "
+            "--parallel.plugin low_level_zero, or leave --model.dtype out"
+        )
+    if sizes.plugin in BY_TORCH and config.checkpoint.dir is not None:
+        raise ConfigError(
+            f"--checkpoint.dir {config.checkpoint.dir}: a run by --parallel.plugin {sizes.plugin} keeps no checkpoints "
+            "to go on from; use --parallel.plugin low_level_zero, or leave it out"
+        )
     if config.model.gradient_checkpointing and sizes.plugin == "gemini" and sizes.tp > 1:
         raise ConfigError(
             "--model.gradient-checkpointing: --parallel.plugin gemini does not do it with --parallel.tp; use "

@@ -14,7 +14,7 @@ from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.dp_plugin_base import planned_world
 from core.finetune.config import TINY, TuneConfig
 from core.finetune.model import causal_class, check_model, lora_config_of, plugin_of, torch_optimizer
-from core.finetune.plan import SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
+from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
 from core.pipeline_parallel import PipelineLayout
 from core.plan.changes import MOST_RANKS
@@ -59,6 +59,11 @@ class PlannedTuning:
             require_installed("peft", "--lora.r", "peft")
         sizes = config.parallel
         grid = check_ranks(ParallelOptions(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, cp=sizes.sp), ranks, "sp")
+        if sizes.plugin in BY_TORCH:
+            raise ConfigError(
+                f"--parallel.plugin {sizes.plugin}: what torch's own wrapper holds is not planned; plan "
+                f"--parallel.plugin hybrid --parallel.zero {zero_stage(config)}, which shards the same, or leave --dry-run out"
+            )
         with planned_world(0, ranks, torch.device("cpu" if on_cpu else "cuda")):
             plugin = plugin_of(config, plan.micro_batch_size)
         source = self._source(plan)

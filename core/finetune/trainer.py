@@ -14,6 +14,7 @@ from torch import nn
 
 from core import agree
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
+from core.finetune.torch_plugins import TorchModel
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED
 from core.hugging_face import gather_logits, stage_activations
 from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
@@ -73,6 +74,11 @@ class TuneTrainer(Trainer):
         last: Any = model.parts()[-1]
         own = getattr(last, "loss_function", None)  # of logits that are split, or cut over the sequence
         self.loss: TokensLoss = own if isinstance(own, ParallelCausalLoss) else loss_of_whole_logits
+
+    def finalize_gradients(self) -> None:
+        """As Trainer's; torch's own wrappers are done when backward is."""
+        if not isinstance(self.model, TorchModel):
+            super().finalize_gradients()
 
     def batch(self, tokens: Any, indices: np.ndarray) -> Batch:
         """Ids, labels and positions [windows, tokens] of int64."""

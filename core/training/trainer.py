@@ -90,7 +90,7 @@ class Trainer:
         scale = float(self.optimizer.get_loss_scale())
         total = self.run_batches(batches, indices, scale, trace)
         with trace.span("finalize"):
-            finalize_model_grads(self.chunks)
+            self.finalize_gradients()
         trace.buckets = [event for chunk in self.chunks for event in chunk.step_report().events]
         lr = self.scheduler.get_lr({})
         with trace.span("optimizer"):
@@ -103,6 +103,10 @@ class Trainer:
             loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)
         self.step += 1
         return StepResult(loss, grad_norm, lr, updated, stop, trace, scale)
+
+    def finalize_gradients(self) -> None:
+        """Wait for the gradients of a step, and do what is left to do with them."""
+        finalize_model_grads(self.chunks)
 
     def batch(self, tokens: Any, indices: np.ndarray) -> Batch:
         """The tensors of some windows, on this rank's device; labels are the second."""

@@ -96,6 +96,9 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
         "--tp 2 --pp 2 --zero 3",
         "--plugin low_level_zero --zero 2",
         "--plugin gemini --tp 2 --model tiny:llama",
+        "--plugin torch_fsdp",
+        pytest.param("--plugin torch_ddp", marks=pytest.mark.nightly),
+        pytest.param("--plugin torch_fsdp --model tiny:gemma3", marks=pytest.mark.nightly),  # tied embeddings
         pytest.param("--sp 2 --parallel.sp-mode all_to_all --zero 3", marks=pytest.mark.nightly),
         pytest.param("--tp 2 --parallel.sp-mode split_gather --ep 2 --model tiny:qwen3_moe", marks=pytest.mark.nightly),
         pytest.param("--plugin gemini", marks=pytest.mark.nightly),
@@ -134,6 +137,8 @@ def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, 
     [
         *("--tp 2", "--plugin low_level_zero", "--plugin gemini"),
         pytest.param("--tp 1", marks=pytest.mark.nightly),
+        "--plugin torch_ddp",
+        pytest.param("--plugin torch_fsdp --model.gradient-checkpointing", marks=pytest.mark.nightly),
         pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
     ],
 )
@@ -243,6 +248,11 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
         (["--plugin", "gemini", "--zero", "1"], "--parallel.zero 1: --parallel.plugin gemini has 3; leave"),
         (["--plugin", "low_level_zero", "--zero", "0"], "--parallel.plugin low_level_zero has 1 or 2; leave"),
         (["--plugin", "low_level_zero", "--tp", "2"], "--parallel.plugin low_level_zero has dp only"),
+        (["--plugin", "torch_ddp", "--tp", "2"], "--parallel.plugin torch_ddp has dp only"),
+        (["--plugin", "torch_fsdp", "--zero", "2"], "--parallel.plugin torch_fsdp has 3; leave"),
+        (["--plugin", "torch_fsdp", "--model.dtype", "bfloat16"], "torch_fsdp keeps no fp32 masters"),
+        (["--plugin", "torch_ddp", "--checkpoint.dir", "kept"], "torch_ddp keeps no checkpoints to go on from"),
+        (["--plugin", "torch_fsdp", "--dry-run"], "torch's own wrapper holds is not planned"),
         (["--plugin", "gemini", "--pp", "2"], "--parallel.plugin gemini has dp and tp only"),
         (
             ["--plugin", "gemini", "--tp", "2", "--parallel.sp-mode", "ring"],
