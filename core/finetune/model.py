@@ -24,6 +24,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.finetune.config import TINY, TuneConfig
+from core.finetune.model_files import check_weights, one_line, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
@@ -66,7 +67,7 @@ def causal_class(config: Any, path: str) -> Any:
 
 
 def check_model(config: TuneConfig) -> None:
-    """ConfigError for a model that cannot be read, or cannot be split as asked. Reads its configuration alone."""
+    """ConfigError for a model that cannot be read, or cannot be split as asked. Reads no tensor."""
     transformers = transformers_package()
     path = config.model.path
     if path.startswith(TINY):
@@ -82,6 +83,13 @@ def check_model(config: TuneConfig) -> None:
         kind = causal_class(configuration, path)
         with torch.device("meta"):
             model = kind(configuration)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the values of a configuration lead to
+        raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
+    if not path.startswith(TINY):
+        check_weights(directory, model)
+    try:
         if config.parallel.tp > 1:
             read_plan(model).check_size(config.parallel.tp)
         if config.parallel.ep > 1:
@@ -94,8 +102,6 @@ def check_model(config: TuneConfig) -> None:
         parallel = config.parallel
         sizes = f"--parallel.tp {parallel.tp}, --parallel.pp {parallel.pp} and --parallel.ep {parallel.ep}"
         raise ConfigError(f"{sizes}: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model.path {path}: {str(error).strip().splitlines()[0]}") from error
     if getattr(configuration, "output_router_logits", False):
         raise ConfigError(
             f"--model.path {path}: its configuration asks for output_router_logits, a loss of routers that this job "
@@ -114,7 +120,7 @@ def load_tokenizer(config: TuneConfig) -> Any:
     try:
         return transformers_package().AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # whatever is missing or broken
-        told = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        told = one_line(error)
         raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {told}") from error
 
 
@@ -205,7 +211,9 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
                 model = kind(configuration)
             model = model.to(dtype)
         else:
-            model = kind.from_pretrained(directory, dtype=dtype)
+            model, told = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+            if told["missing_keys"]:
+                refuse_missing(directory, sorted(told["missing_keys"]))
             model.train()
             if config.model.gradient_checkpointing:
                 checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)

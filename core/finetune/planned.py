@@ -62,7 +62,8 @@ class PlannedTuning:
         if sizes.plugin in BY_TORCH:
             raise ConfigError(
                 f"--parallel.plugin {sizes.plugin}: what torch's own wrapper holds is not planned; plan "
-                f"--parallel.plugin hybrid --parallel.zero {zero_stage(config)}, which shards the same, or leave --dry-run out"
+                f"--parallel.plugin hybrid --parallel.zero {zero_stage(config)}, which shards the same, or leave "
+                "--dry-run out"
             )
         with planned_world(0, ranks, torch.device("cpu" if on_cpu else "cuda")):
             plugin = plugin_of(config, plan.micro_batch_size)

@@ -118,7 +118,12 @@ def check_template(tokenizer: Any, where: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """ConfigError for a tokenizer that does not say where in a text its tokens lie."""
+    """ConfigError for a tokenizer without words, or one that does not say where in a text its tokens lie."""
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # transformers makes one where no file is
+        raise ConfigError(
+            f"the model's tokenizer, a {type(tokenizer).__name__}, makes no token of a text; copy the tokenizer's "
+            "files (tokenizer.json, tokenizer_config.json) beside config.json"
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
             f"the model's tokenizer is a {type(tokenizer).__name__}, which cannot say where in a text a token lies; a "

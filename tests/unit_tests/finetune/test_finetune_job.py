@@ -290,6 +290,79 @@ def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
     assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
 
 
+def cut(file: Path, size: int) -> None:
+    """Lose the end of a file, as a copy that was broken off has."""
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """Other values in a directory's config.json."""
+    content = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda model: cut(model / "config.json", 100), "config.json' is not a valid JSON file"),
+        (lambda model: change_config(model, model_type="other"), "has model type `other` but Transformers does not"),
+        (lambda model: change_config(model, hidden_size="x"), "Validation error for field 'hidden_size'"),
+        (
+            lambda model: change_config(model, intermediate_size=24),
+            "'model.layers.0.mlp.gate_proj.weight' has shape [128, 64] in its file, and [24, 64] by config.json",
+        ),
+        (
+            lambda model: change_config(model, num_hidden_layers=5, layer_types=None),
+            "lack 11 of the model's weights, the first 'model.layers.4.input_layernorm.weight'",
+        ),
+        (lambda model: (model / "model-00002-of-00003.safetensors").unlink(), "lists ['model-00002-of-00003"),
+        (lambda model: cut(model / "model-00002-of-00003.safetensors", 5000), "has 5,000 bytes and is no whole saf"),
+        (lambda model: cut(model / "model-00002-of-00003.safetensors", 0), "has 0 bytes and is no whole safetensors"),
+        (lambda model: cut(model / "model.safetensors.index.json", 9), "index.json is no index of tensors"),
+        (lambda model: [each.unlink() for each in model.glob("model*")], "holds no checkpoint of a model"),
+        (
+            lambda model: [each.unlink() for each in model.glob("tok*")],
+            "makes no token of a text; copy the tokenizer's",
+        ),
+    ],
+    ids=[
+        *(
+            "config cut",
+            "unknown type",
+            "wrong value",
+            "another size",
+            "a layer more",
+            "a shard missing",
+            "a shard cut",
+        ),
+        *("an empty shard", "index cut", "no weights", "no tokenizer"),
+    ],
+)
+def test_a_broken_directory_is_refused_in_one_line_before_ranks_start(
+    break_it: Any,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
+    check_model(load_config(["--run.directory", str(tmp_path)]))
+    made, model = next(Path("tiny").iterdir()), Path("model")
+    transformers.AutoTokenizer.from_pretrained(made).save_pretrained(model)
+    transformers.AutoModelForCausalLM.from_pretrained(made).save_pretrained(model, max_shard_size="300KB")
+    assert main(["--model", "model", "--logging.no-plots"]) == 77
+    break_it(model)
+    capsys.readouterr()
+    assert main(["--model", "model", "--logging.no-plots"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
+
+
 def test_what_is_right_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
