@@ -215,8 +215,8 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             if told["missing_keys"]:
                 refuse_missing(directory, sorted(told["missing_keys"]))
             model.train()
-            if config.model.gradient_checkpointing:
-                checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
+        if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
+            checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
         model.config.use_cache = False
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost

@@ -88,11 +88,6 @@ def check_plugin(config: TuneConfig) -> None:
             f"--checkpoint.dir {config.checkpoint.dir}: a run by --parallel.plugin {sizes.plugin} keeps no checkpoints "
             "to go on from; use --parallel.plugin low_level_zero, or leave it out"
         )
-    if config.model.gradient_checkpointing and sizes.plugin == "gemini" and sizes.tp > 1:
-        raise ConfigError(
-            "--model.gradient-checkpointing: --parallel.plugin gemini does not do it with --parallel.tp; use "
-            "--parallel.plugin hybrid --parallel.zero 3"
-        )
     for name, value in wanted.items():
         having = " and ".join(("dp", *axes))
         raise ConfigError(

@@ -91,6 +91,9 @@ def _check_messages(messages: Any, where: str) -> None:
     )
     if not known or not messages:
         raise ConfigError(f'{where}: "messages" must be a list of objects with "role" and "content"')
+    for number, message in enumerate(messages, start=1):
+        if message["content"] is None and "tool_calls" not in message:  # templates would write the word None
+            raise ConfigError(f"{where}: message {number} has the content null; expected text")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ConfigError(f"{where}: no message has the role {ASSISTANT!r}, so there is no answer to learn")
 

@@ -171,8 +171,11 @@ def open_windows(folder: Path) -> Windows:
     header = WindowsHeader(**json.loads((folder / "header.json").read_text()))
     train, validation = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "validation"))
     if len(train) == 0:
-        raise ConfigError(
-            f"{header.text} gives no window to train on: {header.dropped} of its documents have nothing to learn in "
-            f"their first {header.length} tokens; use a larger --model.sequence-length"
+        why = (
+            f"{header.dropped} of its documents have nothing to learn in their first {header.length} tokens; use a "
+            "larger --model.sequence-length"
+            if header.dropped
+            else "no text of it has two tokens; give more text"
         )
+        raise ConfigError(f"{header.text} gives no window to train on: {why}")
     return Windows(header, train, validation)

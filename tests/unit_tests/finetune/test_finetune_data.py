@@ -68,6 +68,7 @@ def test_a_template_that_writes_answers_in_another_way_later_is_refused() -> Non
     [
         ("{", "line 2 is no JSON"),
         ("[1]", "line 2 is list; expected a JSON object"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "line 2: message 1 has the content null; expected"),
         ('{"body": "x"}', 'line 2 has the fields \'body\'; expected "messages", "prompt" and "completion", or "text"'),
         ('{"text": 3}', "line 2: 'text' is 3; expected text"),
         ('{"prompt": "x"}', "line 2: 'completion' is None; expected text"),

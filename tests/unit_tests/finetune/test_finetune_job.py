@@ -11,10 +11,11 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 pytest.importorskip("tyro")
 
+from core import parallel_state
 from core.finetune.config import TuneConfig, load_config
 from core.finetune.job import tune
 from core.finetune.main import main
-from core.finetune.model import check_model, directory_of
+from core.finetune.model import boosted, check_model, directory_of
 from core.finetune.plan import plan_tuning
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED, open_windows
 from core.training.errors import ConfigError
@@ -95,7 +96,7 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
     [
         "--tp 2 --pp 2 --zero 3",
         "--plugin low_level_zero --zero 2",
-        "--plugin gemini --tp 2 --model tiny:llama",
+        "--plugin gemini --tp 2 --model tiny:llama --model.gradient-checkpointing",
         "--plugin torch_fsdp",
         pytest.param("--plugin torch_ddp", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_fsdp --model tiny:gemma3", marks=pytest.mark.nightly),  # tied embeddings
@@ -169,6 +170,7 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
         *("--tp 2 --lora.r 2 --lora.dropout 0.1", "--tp 2 --model.gradient-checkpointing", "--pp 2 --zero 2"),
         "--pp 2 --lora.r 2",
         pytest.param("--ep 2 --model tiny:mixtral", marks=pytest.mark.nightly),
+        pytest.param("--plugin gemini --tp 2 --lora.r 2 --model.gradient-checkpointing", marks=pytest.mark.nightly),
         *("--plugin low_level_zero --model.gradient-checkpointing", "--plugin gemini --model.gradient-checkpointing"),
     ],
 )
@@ -192,10 +194,27 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: 
     torch.distributed.barrier()
 
 
+@ranks(2)
+@pytest.mark.parametrize("how", ["--plugin gemini --tp 2", "--tp 2", "--plugin torch_fsdp"])
+def test_gradient_checkpointing_runs_each_layer_again(rank: int, world: int, how: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path, *how.split(), "--model.gradient-checkpointing", "--run.micro-batch-size", "1")
+    if rank == 0:
+        check_model(config)
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.parallel.tp)
+    model, _ = boosted(config, 1)
+    runs: list[str] = []
+    for name, module in model.parts()[0].named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(lambda *_, name=name: runs.append(name))
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    layers = [f"model.layers.{number}.self_attn" for number in range(4)]
+    assert runs == [*layers, *reversed(layers)]
+
+
 def torch_state_is_fresh() -> None:
     """A run leaves its groups to the process; the next one makes its own."""
-    from core import parallel_state
-
     parallel_state.destroy_model_parallel()
     torch.manual_seed(torch.distributed.get_rank())  # whatever a new process would have
 
@@ -257,10 +276,6 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
         (
             ["--plugin", "gemini", "--tp", "2", "--parallel.sp-mode", "ring"],
             "--parallel.sp-mode ring: --parallel.plugin gemini has dp and tp only",
-        ),
-        (
-            ["--plugin", "gemini", "--tp", "2", "--model.gradient-checkpointing"],
-            "--model.gradient-checkpointing: --parallel.plugin gemini does not do it with --parallel.tp",
         ),
         (["--pp", "2", "--run.micro-batch-size", "8"], "(microbatches = --run.global-batch-size 8 / (dp 1 x micro"),
     ],
