@@ -41,7 +41,11 @@ class PlanError(ValueError):
 
 
 def family_of(model: Any) -> str:
-    """How errors name a transformers model."""
+    """How errors name a transformers model. PlanError for any other."""
+    if not hasattr(model, "config"):
+        raise PlanError(
+            f"a {type(model).__name__} has no config: only models of transformers are split, before any wrapper"
+        )
     return f"{model.config.model_type} ({type(model).__name__})"
 
 

@@ -1,6 +1,7 @@
 """The fine-tuning job: equal to a plain loop of transformers, resumed bit for bit, and a plain directory at the end."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,48 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: 
         assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4]
         assert (tmp_path / "runs" / "latest").resolve() == tmp_path / "runs" / "parts"
     torch.distributed.barrier()
+
+
+WAYS = (
+    *("--plugin low_level_zero", "--plugin low_level_zero --zero 2", "--plugin gemini", "--plugin gemini --tp 2"),
+    *("--tp 2", "--pp 2 --zero 2", "--zero 3", "--zero 0", "--sp 2"),
+)
+
+
+@ranks(2, timeout_s=300.0)
+@pytest.mark.parametrize(
+    ("before", "afterwards"),
+    [
+        (WAYS[1], (WAYS[3],)),
+        *(pytest.param(way, WAYS, marks=pytest.mark.nightly) for way in WAYS),
+        pytest.param("--lora.r 2 --plugin gemini", ("--lora.r 2 --tp 2", "--lora.r 2"), marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_goes_on_under_another_plugin(
+    rank: int, world: int, before: str, afterwards: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = ["--run.steps", "4", "--run.validate-every", "0", "--model", "tiny:llama", *PLAIN]
+    expected = tuned(config_in(tmp_path, *flags, *before.split(), "--run.name", "whole"), rank, world)
+    assert expected[0] - expected[3] > 0.01
+    torch_state_is_fresh()
+    kept = ["--run.name", "parts", "--checkpoint.dir", str(tmp_path / "kept")]
+    tuned(config_in(tmp_path, *flags, *kept, *before.split(), "--run.stop-after", "2"), rank, world)
+    for number, after in enumerate(afterwards):
+        torch_state_is_fresh()
+        again = tmp_path / f"kept-{number}"
+        if rank == 0:
+            shutil.copytree(tmp_path / "kept", again)
+            shutil.copytree(tmp_path / "runs" / "parts", tmp_path / f"runs-{number}" / "parts")
+        torch.distributed.barrier()
+        kept = [
+            "--checkpoint.dir",
+            str(again),
+            "--checkpoint.resume",
+            "--run.directory",
+            str(tmp_path / f"runs-{number}"),
+        ]
+        losses = tuned(config_in(tmp_path, *flags, *after.split(), *kept), rank, world)
+        assert losses == pytest.approx(expected[2:], abs=1e-5), f"{before}, then {after}"
 
 
 @ranks(2)
