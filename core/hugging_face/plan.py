@@ -42,9 +42,9 @@ class PlanError(ValueError):
 
 def family_of(model: Any) -> str:
     """How errors name a transformers model. PlanError for any other."""
-    if not hasattr(model, "config"):
+    if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
         raise PlanError(
-            f"a {type(model).__name__} has no config: only models of transformers are split, before any wrapper"
+            f"splitting takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
         )
     return f"{model.config.model_type} ({type(model).__name__})"
 

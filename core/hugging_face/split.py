@@ -62,10 +62,7 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     """The plan, with everything refused that can be refused before a parameter is touched."""
     if getattr(model, REPORT, None) is not None:
         raise PlanError(f"this {type(model).__name__} was split already; split each model once")
-    if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
-        raise PlanError(
-            f"split_model takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
-        )
+    family = family_of(model)
     if plan is None:
         try:
             plan = read_plan(model)
@@ -73,7 +70,7 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
             if groups.size("tp") > 1:
                 raise
             shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-            plan = Plan(family_of(model), {}, {}, whole=shapes)  # on one rank nothing is split
+            plan = Plan(family, {}, {}, whole=shapes)  # on one rank nothing is split
     return over_experts(model, plan.at(groups.size("tp")), groups)
 
 

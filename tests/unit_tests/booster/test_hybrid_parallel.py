@@ -533,7 +533,7 @@ def test_options_that_cannot_work_are_refused_by_name(rank: int, world: int) -> 
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32"))
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="split_model takes a transformers model"):
+    with pytest.raises(ValueError, match="splitting takes a transformers model"):
         booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     odd = small("llama", torch.float32, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
     with pytest.raises(ValueError, match="holds 3 heads"):
