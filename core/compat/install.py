@@ -248,7 +248,11 @@ def run(surface: Surface, arguments: Sequence[str]) -> None:
         print(f"usage: python -m {surface.here} script.py [arguments]\n       python -m {surface.here} -m module ...")
         raise SystemExit(0 if arguments and arguments[0] != "-m" else 2)
     install(surface)
-    if arguments[0] == "-m":
+    is_module = arguments[0] == "-m"
+    if not (_is_installed(arguments[1]) if is_module else Path(arguments[0]).exists()):
+        what = f"module {arguments[1]}" if is_module else f"program {arguments[0]}"
+        raise SystemExit(f"error: there is no {what} (from {Path.cwd()})")
+    if is_module:
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return

@@ -12,7 +12,7 @@ import pytest
 
 import core.compat.megatron as mcore
 from core import distributed, parallel_state
-from core.compat.install import Surface, install, register, uninstall
+from core.compat.install import Surface, install, register, run, uninstall
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,3 +118,9 @@ def test_a_program_that_cannot_be_edited_runs_by_the_command(tmp_path: Path) -> 
     assert done.stdout == "beside it ['--flag', '1'] core.compat.megatron.parallel_state\n", done.stderr
     usage = subprocess.run(command[:3], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert usage.returncode == 2 and "usage: python -m core.compat.megatron script.py" in usage.stdout
+
+
+@pytest.mark.parametrize(("arguments", "what"), [(["none.py"], "program none.py"), (["-m", "no.ne"], "module no.ne")])
+def test_a_program_that_is_not_there_is_one_line(surface: Surface, arguments: list[str], what: str) -> None:
+    with pytest.raises(SystemExit, match=rf"error: there is no {what} \(from "):
+        run(surface, arguments)

@@ -56,8 +56,9 @@ model_parallel_cuda_manual_seed seeds the random streams there are; TransformerE
     use_te_rng_tracker
 TransformerEngine's overlap of tensor-parallel products is not built; sequence_parallel overlaps its own | M:
     tp_comm_overlap
-the tokens' exchange is not overlapped with another microbatch | M: overlap_moe_expert_parallel_comm delay_wgrad_compute
-    ep_overlap_early_attn_memory_release overlap_dispatch_backward_with_experts_wgrad
+the tokens' exchange is not overlapped with another microbatch; leave it out, the numbers are the same | M:
+    overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+    overlap_dispatch_backward_with_experts_wgrad
 use get_forward_backward_func with our schedule names, whose split backward defers weight gradients | M:
     defer_embedding_wgrad_compute wgrad_deferral_limit=0
 activations are not offloaded; use recompute_granularity, or OptimizerConfig.optimizer_cpu_offload | M: cpu_offloading
@@ -104,8 +105,8 @@ the model is built where torch.device says: put `with torch.device('meta'):` aro
 use sequence_parallel, which splits what is saved | T: distribute_saved_activations
 experts are routed by softmax or sigmoid over all of them, see core.moe | T: moe_enable_routing_replay
     moe_router_topk_limited_devices=None moe_router_padding_for_quantization moe_router_padding_for_fp8
-    moe_router_num_groups=None moe_router_group_topk=None moe_router_force_load_balancing moe_use_legacy_grouped_gemm
-    moe_input_jitter_eps=None moe_token_dropping moe_pad_expert_input_to_capacity moe_layer_recompute
+    moe_router_num_groups=None moe_router_group_topk=None moe_router_force_load_balancing
+    moe_input_jitter_eps=None moe_token_dropping moe_pad_expert_input_to_capacity
     moe_apply_probs_on_input moe_latent_size=None moe_router_quantile_balancing_ema=0.0 moe_router_force_biased=None
     moe_expert_rank_capacity_factor=None moe_shared_expert_glu_interleave_size=None moe_per_layer_logging
 it is for inference; core.generate samples from a trained model | T: flash_decode inference_rng_tracker
@@ -147,7 +148,8 @@ multiply what the layer returns | A: per_token_scale
 post_process=False leaves the last norm out | A: post_layer_norm
 take hidden states with forward hooks on block.layers | A: extract_layer_indices
 a norm's weight begins at 1; add 1 to weights that were trained around 0 | A: zero_centered_gamma
-moe_grouped_gemm=True groups the experts' products | A: moe_use_legacy_grouped_gemm
+moe_grouped_gemm=True groups the experts' products | T: moe_use_legacy_grouped_gemm A: moe_use_legacy_grouped_gemm
+recompute_granularity='full' recomputes whole layers, with their experts | T: moe_layer_recompute
 core.tensor_parallel.tensor_parallel_join puts the slices together | A: keep_master_weight_for_test
 pipeline schedules with split backward put weight gradients off | A: grad_output_buffer embedding_activation_buffer
     wgrad_deferral_limit
