@@ -38,8 +38,8 @@ tensor_parallel @tensor_parallel.layers @tensor_parallel.mappings @tensor_parall
     @tensor_parallel.cross_entropy @tensor_parallel.utils
 tensor_parallel.layers .layers ColumnParallelLinear RowParallelLinear copy_tensor_model_parallel_attributes
     linear_with_grad_accumulation_and_async_allreduce set_defaults_if_not_set_tensor_model_parallel_attributes
-    param_is_not_tensor_parallel_duplicate
-    core.tensor_parallel VocabParallelEmbedding set_tensor_model_parallel_attributes
+    param_is_not_tensor_parallel_duplicate VocabParallelEmbedding
+    core.tensor_parallel set_tensor_model_parallel_attributes
 tensor_parallel.mappings .layers gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
     all_to_all all_gather_last_dim_from_tensor_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
     core.tensor_parallel copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
@@ -126,7 +126,7 @@ _GENERATE = "core.generate samples from a trained GPT; serve with an inference e
 
 # A name, or the package that it is in -> what to do instead.
 ABSENT = {
-    "datasets": "read tokens with core.training.token_file, or write an iterator of dictionaries of tensors",
+    "datasets": "write an iterator of dictionaries of tensors; core.training.indexed_tokens reads .bin/.idx files",
     "tokenizers": "use a tokenizer of its own package (tokenizers, transformers); core.training reads token files",
     "inference": _GENERATE,
     "inference_params": _GENERATE,

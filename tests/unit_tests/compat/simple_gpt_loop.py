@@ -34,6 +34,8 @@ def initialize_distributed(tensor_parallel: int, pipeline_parallel: int) -> None
 
 
 def model_provider(tensor_parallel: int, pipeline_parallel: int, sequence_parallel: bool) -> GPTModel:
+    # As such programs do, without a size that Megatron reads from its groups alone.
+    sizes = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": True} if sequence_parallel else {}
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -42,9 +44,8 @@ def model_provider(tensor_parallel: int, pipeline_parallel: int, sequence_parall
         attention_dropout=0.0,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
-        sequence_parallel=sequence_parallel,
+        **sizes,
     )
     return GPTModel(
         config=config,

@@ -69,8 +69,11 @@ def hidden_state() -> Tensor:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_split_layer_is_the_whole_one(rank: int, world: int, sequence_parallel: bool) -> None:
     mcore.mpu.initialize_model_parallel(2)
-    whole = OurLayer(TransformerConfig(**SHAPE).ours(), pg_collection=ProcessGroups(), name="a", number=1)
-    config = TransformerConfig(**SHAPE, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    alone = ProcessGroups()
+    whole = OurLayer(TransformerConfig(**SHAPE).ours(alone), pg_collection=alone, name="a", number=1)
+    # Without sequence parallelism the size is left out: it is the group's, as in Megatron.
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True} if sequence_parallel else {}
+    config = TransformerConfig(**SHAPE, **split)
     layer = build_module(written_spec(), config=config, layer_number=2, name="a")
     part = slice(4 * rank, 4 * rank + 4) if sequence_parallel else slice(None)
     given, other = hidden_state().requires_grad_(), hidden_state().requires_grad_()

@@ -81,8 +81,11 @@ def test_initialize_model_parallel_takes_the_spelling_of_both_versions(rank: int
 def test_split_layers_and_loss_take_megatrons_arguments(rank: int, world: int) -> None:
     mcore.mpu.initialize_model_parallel(2)
     layers.model_parallel_cuda_manual_seed(7, tp_rank=rank, ep_rank=0, etp_rank=None)
-    config = ModelParallelConfig(tensor_model_parallel_size=2)
+    config = ModelParallelConfig()  # its size is the group's, as in Megatron
     options: dict[str, Any] = dict(config=config, init_method=nn.init.normal_)
+    assert layers.VocabParallelEmbedding(10, 4, **options).weight.shape == (5, 4)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 4 and the tensor-parallel group has 2 ranks"):
+        layers.RowParallelLinear(8, 8, config=ModelParallelConfig(tensor_model_parallel_size=4), init_method=None)
     column = layers.ColumnParallelLinear(
         4, 8, **options, bias=False, gather_output=False, is_expert=False, tp_comm_buffer_name="fc1"
     )

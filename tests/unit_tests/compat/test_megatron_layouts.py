@@ -43,7 +43,6 @@ def losses_of(pp: int, vp: int | None, ep: int, bf16: bool, microbatches: int, o
         **options,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp,
-        expert_model_parallel_size=ep,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )

@@ -62,7 +62,7 @@ class SelfAttention(ours.SelfAttention, MegatronModule, metaclass=Face):
         check_params("SelfAttention", {"attn_mask_type": attn_mask_type}, causal.params)
         number, more["name"] = more.pop("layer_number"), _path(more["name"])
         more["recompute_core"] = config.recompute_granularity == "selective"
-        ours.SelfAttention.__init__(self, config.ours(cp_comm_type=cp_comm_type), **more)
+        ours.SelfAttention.__init__(self, config.ours(more["pg_collection"], cp_comm_type=cp_comm_type), **more)
         self.layer_number = number
 
     @arguments(
@@ -82,7 +82,8 @@ class MLP(ours.MLP, MegatronModule, metaclass=Face):
     def __init__(self, config: Any, submodules: Any, ffn_hidden_size: Any, tp_group: Any, name: str | None) -> None:
         check_parts("MLP", submodules, _parts_of(config).mlp.submodules)
         groups = None if tp_group is None else ProcessGroups(tp=tp_group)
-        ours.MLP.__init__(self, config.ours(ffn_hidden_size=ffn_hidden_size), pg_collection=groups, name=_path(name))
+        own = config.ours(groups, ffn_hidden_size=ffn_hidden_size)
+        ours.MLP.__init__(self, own, pg_collection=groups, name=_path(name))
         self.config = config
 
     @arguments("self hidden_states !per_token_scale=None")
@@ -96,7 +97,7 @@ class MoELayer(moe.MoELayer, MegatronModule, metaclass=Face):
     @arguments("self config submodules=None -layer_number=None pg_collection=None !is_mtp_layer=False name=None")
     def __init__(self, config: Any, submodules: Any, pg_collection: Any, name: str | None) -> None:
         check_parts("MoELayer", submodules, _parts_of(config, has_experts=True).mlp.submodules)
-        moe.MoELayer.__init__(self, config.ours(), pg_collection=pg_collection, name=_path(name))
+        moe.MoELayer.__init__(self, config.ours(pg_collection), pg_collection=pg_collection, name=_path(name))
 
     @arguments("self hidden_states !intermediate_tensors=None !padding_mask=None")
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
@@ -108,7 +109,7 @@ class TopKRouter(moe.TopKRouter, MegatronModule, metaclass=Face):
 
     @arguments("self config pg_collection=None !is_mtp_layer=False name=None")
     def __init__(self, config: Any, pg_collection: Any, name: str | None) -> None:
-        moe.TopKRouter.__init__(self, config.ours(), pg_collection=pg_collection, name=_path(name))
+        moe.TopKRouter.__init__(self, config.ours(pg_collection), pg_collection=pg_collection, name=_path(name))
 
     @arguments("self input !padding_mask=None")
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ class TransformerLayer(OurLayer, MegatronModule, metaclass=Face):
         number = layer_number - 1 + (offset or 0)
         check_spec(ModuleSpec(TransformerLayer, submodules=submodules), config, [number])
         more = {"recompute_attention": config.recompute_granularity == "selective", "number": number}
-        own = config.ours(hidden_dropout=given["hidden_dropout"])
+        own = config.ours(groups, hidden_dropout=given["hidden_dropout"])
         OurLayer.__init__(self, own, pg_collection=groups, name=_path(given["name"]), **more)
         self.layer_number = number + 1
 
@@ -156,7 +157,8 @@ class TransformerBlock(ours.TransformerBlock, MegatronModule, metaclass=Face):
     def __init__(self, config: Any, spec: Any, pre_process: bool, vp_stage: int | None, **own: Any) -> None:
         numbers = layers_of_stage(config, resolve_groups(own["pg_collection"]).rank("pp"), vp_stage)
         check_spec(spec, config, numbers)
-        ours.TransformerBlock.__init__(self, config.ours(), layer_numbers=numbers, name=_path(None), **own)
+        inner = config.ours(own["pg_collection"])
+        ours.TransformerBlock.__init__(self, inner, layer_numbers=numbers, name=_path(None), **own)
         self.config, self.pre_process, self.post_process = config, pre_process, own["post_process"]
         self.cp_group = context_parallel_group(config, own["pg_collection"])
         self.input_tensor: Tensor | None = None

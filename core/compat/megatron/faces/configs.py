@@ -20,13 +20,18 @@ from core.compat.megatron.faces.refusals import Rule, rules_of
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
+from core.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.mappings import resolve_groups
 from core.transformer import TransformerConfig as OurTransformerConfig
 
 # Left out where ours is made: 16-bit weights come from Float16Module as well as from params_dtype, and callbacks are
 # read from Megatron's configuration itself.
 SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
 CALLBACKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+# Megatron reads these sizes from its groups: one that is left at 1 is the group's.
+OF_GROUPS = (("tensor_model_parallel_size", "tp"), ("expert_tensor_parallel_size", "expt_tp"))
+OF_EXPERTS = ("expert_model_parallel_size", "ep")
 # Megatron gives these to GPTModel; a gated activation has two fields there.
 OF_GPT = ("vocab_size", "max_sequence_length", "position_embedding_type", "rotary_base", "activation")
 
@@ -179,14 +184,18 @@ class TransformerConfig(_Transformer):
         scale = (2.0 * max(filled.num_layers, 1)) ** 0.5
         filled.output_layer_init_method = filled.output_layer_init_method or _Normal(filled.init_method_std / scale)
 
-    def ours(self, **model: Any) -> OurTransformerConfig:
+    def ours(self, groups: ProcessGroups | None = None, **model: Any) -> OurTransformerConfig:
         """Our configuration; model: what Megatron gives its models instead (vocab_size ...), where it is not None.
 
+        groups: those of the model, whose sizes count where this configuration leaves them at 1; else parallel_state's.
         Raises ValueError, by the field's name, for what our layers cannot do.
         """
         for problem in self._problems():
             raise ValueError(f"TransformerConfig: {problem}")
         given = self.same_fields(OurTransformerConfig, *SIZE_FREE, *CALLBACKS, "recompute_num_layers")
+        found = resolve_groups(groups)
+        for name, group in (*OF_GROUPS, OF_EXPERTS) if self.num_moe_experts else OF_GROUPS:
+            given[name] = found.size(group) if given[name] == 1 else given[name]
         given["activation"] = "swiglu" if self.gated_linear_unit else "gelu"
         comm = self.cp_comm_type
         given["cp_comm_type"] = (comm[0] if isinstance(comm, list) else comm) or "p2p"

@@ -40,7 +40,7 @@ class GPTModel(OurGPTModel, MegatronModule):
         parallel_output = model.pop("parallel_output")
         numbers = layers_of_stage(config, groups.rank("pp"), vp_stage)
         check_spec(transformer_layer_spec, config, numbers)
-        ours = config.ours(rotary_base=float(rotary_base), **model)
+        ours = config.ours(groups, rotary_base=float(rotary_base), **model)
         OurGPTModel.__init__(self, ours, groups, layer_numbers=numbers, **own)
         self.our_config, self.config = self.config, config
         self.vp_stage, self.parallel_output = vp_stage, parallel_output

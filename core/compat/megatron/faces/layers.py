@@ -24,9 +24,12 @@ def _group(given: dist.ProcessGroup | None, kind: str = "tp") -> Any:
 
 
 def _build(layer: Any, build: Any, is_expert: bool, group: Any, given: dict[str, Any]) -> None:
-    """Make a layer. An expert's is split over 'expt_tp', and drawn from a stream that differs over 'ep'."""
+    """Make a layer. An expert's is split over 'expt_tp', and drawn from a stream that differs over 'ep'.
+
+    A tensor_model_parallel_size that is left at 1 is the group's, as in Megatron; any other must agree with it.
+    """
     if not is_expert:
-        build(**given, tp_group=group)
+        build(**given, tp_group=_group(group) if given["config"].tensor_model_parallel_size == 1 else group)
         layer.is_expert = False
         return
     group, tracker = _group(group, "expt_tp"), ours.get_rng_tracker()
@@ -94,6 +97,16 @@ class RowParallelLinear(ours.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         return _multiply(self, input_) if self.is_expert else super().forward(input_)
+
+
+class VocabParallelEmbedding(ours.VocabParallelEmbedding):
+    """core.tensor_parallel.VocabParallelEmbedding; its group as in ColumnParallelLinear."""
+
+    @arguments(
+        "self num_embeddings embedding_dim * init_method reduce_scatter_embeddings=False config tp_group=None name=None"
+    )
+    def __init__(self, *, tp_group: Any, **given: Any) -> None:
+        _build(self, super().__init__, False, tp_group, given)
 
 
 @arguments(
