@@ -17,8 +17,9 @@ cluster.dist_coordinator core.booster DistCoordinator
 cluster.process_group_mesh .group_mesh ProcessGroupMesh
 logging,logger .starting get_dist_logger=DistributedLogger DistributedLogger
     core.booster.rank_logger disable_existing_loggers
-utils,common,device,timer .devices get_current_device Timer MultiTimer core.booster.launch set_seed
+utils,common,cuda,device,timer .devices get_current_device Timer MultiTimer core.booster.launch set_seed
 
+nn @nn.optimizer
 nn.optimizer,hybrid_adam,cpu_adam,fused_adam,fused_sgd,lamb,lars,came .optimizers HybridAdam CPUAdam FusedAdam FusedSGD
     core.optimizer.algorithms.layerwise Lamb Lars CAME
 nn.lr_scheduler,cosine,linear,multistep,onecycle,poly,torch .optimizers CosineAnnealingLR FlatAnnealingLR MultiStepLR
@@ -31,22 +32,25 @@ booster.booster core.booster Booster
 booster.accelerator core.booster Accelerator
 booster.plugin,plugin_base,torch_ddp_plugin,torch_fsdp_plugin,low_level_zero_plugin,gemini_plugin,hybrid_parallel_plugin
     core.booster.plugin *
+booster.plugin.moe_hybrid_parallel_plugin @booster.plugin
 booster.plugin.pp_plugin_base core.booster.plugin PipelinePluginBase
 booster.plugin.dp_plugin_base core.booster.plugin DPPluginBase
-booster.mixed_precision core.booster.mixed_precision * FP16_Apex_MixedPrecision=FP16ApexMixedPrecision
+booster.mixed_precision,mixed_precision_base,fp16_torch core.booster.mixed_precision *
+    FP16_Apex_MixedPrecision=FP16ApexMixedPrecision
     FP16_Torch_MixedPrecision=FP16TorchMixedPrecision FP32_MixedPrecision=FP32MixedPrecision
     BF16_MixedPrecision=BF16MixedPrecision FP8_MixedPrecision=FP8MixedPrecision
 shardformer,shard core.booster.plugin GradientCheckpointConfig PipelineGradientCheckpointConfig
     .shard_former ShardConfig ShardFormer
 shardformer.policies.base_policy core.hugging_face Policy
-checkpoint_io core.booster.checkpoint_io *
+checkpoint_io,checkpoint_io_base,general_checkpoint_io core.booster.checkpoint_io *
 interface core.interface *
 interface.model core.interface ModelWrapper AMPModelMixin
 interface.optimizer core.interface OptimizerWrapper
 amp.naive_amp.grad_scaler core.optimizer.loss_scaler DynamicGradScaler=DynamicLossScaler BaseGradScaler=LossScaler
+    ConstantGradScaler=ConstantLossScaler
 zero @zero.low_level @zero.gemini
-zero.gemini .without_booster GeminiDDP GeminiOptimizer
-zero.low_level .without_booster LowLevelZeroOptimizer
+zero.gemini,gemini_ddp,gemini_optimizer .without_booster GeminiDDP GeminiOptimizer
+zero.low_level,low_level_optim .without_booster LowLevelZeroOptimizer
 
 engine.gradient_handler core.gradient_handler *
 legacy.engine.gradient_handler @engine.gradient_handler
