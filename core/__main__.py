@@ -8,11 +8,17 @@ from collections.abc import Sequence
 COMMANDS = """usage: python -m core doctor
 
 other commands, each with --help:
-  python -m core.training      train a GPT (the same as pretrain_gpt.py)
-  python -m core.verify        compare gradients of many layouts with one process
-  python -m core.generate      continue a text with a trained GPT
-  python -m core.convert       a trained GPT as a model of Hugging Face's transformers, and back
-  python -m core.checkpoint    look at checkpoints, check them, turn them into other files"""
+  python -m core.training           train a GPT (the same as pretrain_gpt.py)
+  python -m core.training.compare   how far the losses of several runs are from each other
+  python -m core.generate           continue a text with a trained GPT
+  python -m core.convert            a trained GPT as a model of Hugging Face's transformers, and back
+  python -m core.finetune           fine-tune a checkpoint directory of Hugging Face
+  python -m core.plan               memory and time of a run before it starts, and which layouts fit
+  python -m core.verify             compare gradients of many layouts with one process
+  python -m core.checkpoint         look at checkpoints, check them, turn them into other files
+  python -m core.hugging_face       which families of models can be split, and whether one is right
+  python -m core.compat.megatron    run a program that imports megatron.core
+  python -m core.compat.colossalai  run a program that imports colossalai"""
 
 
 def main(arguments: Sequence[str]) -> int:

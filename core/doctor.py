@@ -250,3 +250,7 @@ QUESTIONS: dict[str, Callable[[], Finding]] = {
     **{f"extra {name}": extra(name) for name in EXTRAS},
     "disk": disk,
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

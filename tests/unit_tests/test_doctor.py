@@ -134,3 +134,22 @@ def test_other_words_are_answered_without_a_traceback(
 ) -> None:
     assert command.main(arguments) == status
     assert "doctor" in capsys.readouterr().err
+
+
+def test_every_command_of_the_package_is_named() -> None:
+    is_main = '__name__ == "__main__"'
+    files = [
+        path for path in (ROOT / "core").rglob("*.py") if path.name == "__main__.py" or is_main in path.read_text()
+    ]
+    places = [path.parent if path.name == "__main__.py" else path.with_suffix("") for path in files]
+    commands = {".".join(place.relative_to(ROOT).parts) for place in places} - {"core", "core.doctor"}
+    assert {"core.finetune", "core.generate", "core.plan"} <= commands
+    assert commands == set(re.findall(r"python -m (core\.\S+)", command.COMMANDS))
+
+
+def test_the_doctors_module_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["core/doctor.py"])
+        runpy.run_path(str(ROOT / "core" / "doctor.py"), run_name="__main__")
+    assert end.value.code == 0
+    assert lines_of(capsys)["torch"].startswith("ok")
