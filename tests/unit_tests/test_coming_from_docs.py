@@ -185,7 +185,7 @@ def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) ->
 
 TYPED = [
     *(f"coming_from_{name}" for name in ("torch_ddp", "fsdp", "accelerate", "deepspeed", "hugging_face")),
-    "booster",
+    *("booster", "expectations", "coming_from_megatron"),
 ]
 TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero", "integrations"]
 
@@ -207,9 +207,10 @@ def test_mypy_has_nothing_to_say_about_documented_loops(tmp_path: Path) -> None:
 def test_pyright_has_nothing_to_say_about_documented_loops(tmp_path: Path) -> None:
     pyright = shutil.which("pyright")
     if pyright is None:
-        pytest.skip("there is no pyright on this machine: npm install -g pyright")
+        pytest.skip("there is no pyright on this machine: pip install 'pyright[nodejs]'")
     typed_programs(tmp_path)
-    (tmp_path / "coming_from_colossalai_page.py").unlink()  # its modules are made when they are imported
+    for name in ("colossalai", "megatron"):
+        (tmp_path / f"coming_from_{name}_page.py").unlink()  # its modules are made when they are imported
     settings = {"include": ["."], "extraPaths": [str(ROOT)], "pythonVersion": "3.10"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [pyright, "--project", str(tmp_path), "--pythonpath", sys.executable, "--level", "error"]
