@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 Rows = dict[str, dict[str, str]]
+REPLACE = "--replace-installed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +207,7 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
     if not replace_installed and _is_installed(foreign):
         raise RuntimeError(
             f"{foreign} is installed in this environment, and {here} would hide it; import {here} under its own name, "
-            "or call install(replace_installed=True)"
+            "or call install(replace_installed=True), or its command with {REPLACE}"
         )
     parent, _, name = foreign.rpartition(".")
     if parent:
@@ -243,11 +244,20 @@ def _is_installed(name: str) -> bool:
 
 
 def run(surface: Surface, arguments: Sequence[str]) -> None:
-    """Install, then run a program as python would: `script.py its arguments`, or `-m module its arguments`."""
+    """Install, then run a program as python would: `script.py its arguments`, or `-m module its arguments`.
+
+    `--replace-installed` before it: also where the real package is installed.
+    """
+    replace_installed = list(arguments[:1]) == [REPLACE]
+    arguments = arguments[replace_installed:]
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2) or arguments[0] in ("-h", "--help"):
-        print(f"usage: python -m {surface.here} script.py [arguments]\n       python -m {surface.here} -m module ...")
+        command = f"python -m {surface.here} [{REPLACE}]"
+        print(f"usage: {command} script.py [arguments]\n       {command} -m module ...")
         raise SystemExit(0 if arguments and arguments[0] != "-m" else 2)
-    install(surface)
+    try:
+        install(surface, replace_installed=replace_installed)
+    except RuntimeError as problem:
+        raise SystemExit(f"error: {problem}") from None
     is_module = arguments[0] == "-m"
     if not (_is_installed(arguments[1]) if is_module else Path(arguments[0]).exists()):
         what = f"module {arguments[1]}" if is_module else f"program {arguments[0]}"

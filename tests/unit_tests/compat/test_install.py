@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,7 +118,27 @@ def test_a_program_that_cannot_be_edited_runs_by_the_command(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout == "beside it ['--flag', '1'] core.compat.megatron.parallel_state\n", done.stderr
     usage = subprocess.run(command[:3], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert usage.returncode == 2 and "usage: python -m core.compat.megatron script.py" in usage.stdout
+    assert (
+        usage.returncode == 2
+        and "usage: python -m core.compat.megatron [--replace-installed] script.py" in usage.stdout
+    )
+
+
+def test_the_command_hides_an_installed_package_only_if_asked(tmp_path: Path) -> None:
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (tmp_path / "program.py").write_text("from megatron.core import mpu; print(mpu.__name__)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-m", "core.compat.megatron"]
+    for asked, status, said in (
+        ([], 1, "error: megatron.core is installed in this environment"),
+        (["--replace-installed"], 0, "core.compat.megatron.parallel_state"),
+    ):
+        program = [*command, *asked, "program.py"]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+        assert done.returncode == status
+        assert (done.stdout + done.stderr).startswith(said) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "what"), [(["none.py"], "program none.py"), (["-m", "no.ne"], "module no.ne")])
