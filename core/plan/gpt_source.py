@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import FakeTensorMode
 
 from core.models.gpt import GPTModel
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activations
@@ -16,6 +15,7 @@ from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, watch_step
+from core.plan.without_values import WithoutValues
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -90,7 +90,7 @@ class GptSource:
         shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
         experts = config.num_moe_experts
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
-        with FakeTensorMode(), stand_ins(chosen):
+        with WithoutValues(), stand_ins(chosen):
             model = GPTModel(config, groups, layer_numbers=[kind.number for kind in kinds])
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
 

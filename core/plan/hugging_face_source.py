@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import FakeTensorMode
 
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
@@ -39,6 +38,7 @@ from core.plan.live_memory import AFTER, BEFORE, LiveMemory
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, watch_step
+from core.plan.without_values import WithoutValues
 
 BETWEEN = "what comes before the layers of a later stage"
 NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that tell layers alike apart
@@ -183,7 +183,7 @@ class HuggingFaceSource:
         if groups.size("tp") == 1:
             return {}
         model = self._thin(sorted(set(self.kinds)))
-        model, report = self._split(model, plan, groups, FakeTensorMode())
+        model, report = self._split(model, plan, groups, WithoutValues())
         whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
         return {name: ("tp",) if name in report.partial else () for name in whole}
 
@@ -209,7 +209,7 @@ class HuggingFaceSource:
             numbers = [len(self.kinds) - 1]
         model = self._stage_of_last() if later else self._thin(numbers)
         layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
-        mode = FakeTensorMode()
+        mode = WithoutValues()
         model, _ = self._split(model, plan, groups, mode, later)
         with self._without_values(mode):
             tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
@@ -237,7 +237,7 @@ class HuggingFaceSource:
                 ) from error
 
     def _split(
-        self, model: Any, plan: Plan, groups: PlannedGroups, mode: FakeTensorMode, later: bool = False
+        self, model: Any, plan: Plan, groups: PlannedGroups, mode: WithoutValues, later: bool = False
     ) -> tuple[Any, SplitReport]:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode):
@@ -281,7 +281,7 @@ class HuggingFaceSource:
         return keep_stage(model, find_cut(model), PipelineLayout((len(self.kinds) - 1, 1), 2), 1)
 
     @contextmanager
-    def _without_values(self, mode: FakeTensorMode) -> Iterator[None]:
+    def _without_values(self, mode: WithoutValues) -> Iterator[None]:
         """Inside, tensors have no values, experts get as many tokens each, and masks know what no value tells."""
         import transformers.masking_utils as masks
 

@@ -1,8 +1,7 @@
 """LiveMemory: bytes of tensors that are alive while a model runs on tensors without values.
 
-The model's own forward and backward run under torch's FakeTensorMode, in which every operator says what it would give
-and none computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer
-does. The work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
+The model's own forward and backward run under `WithoutValues`, in which every operator says what it would give and none
+computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer does. The work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Work(NamedTuple):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed. Enter it inside a FakeTensorMode.
+    """Follows every storage that an operator makes until it is freed. Enter it inside `WithoutValues`.
 
     known: tensors that were there before, whose memory is not counted.
     """

@@ -42,7 +42,7 @@ class PartFigures:
 def watch_step(
     module: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], ledger: Ledger
 ) -> dict[str, PartFigures]:
-    """Forward and backward of a model whose tensors are fake, part by part; call it under their FakeTensorMode.
+    """Forward and backward of a model whose tensors are fake, part by part; call it under `WithoutValues`.
 
     layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
     Gradients of parameters are added to `.grad`, which is made here as a wrapper would.
