@@ -91,7 +91,10 @@ class GptSource:
         experts = config.num_moe_experts
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
         with WithoutValues(), stand_ins(chosen):
-            model = GPTModel(config, groups, layer_numbers=[kind.number for kind in kinds])
+            numbers = [kind.number for kind in kinds]
+            if recomputed:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
+                numbers += numbers[-1:]
+            model = GPTModel(config, groups, layer_numbers=numbers)
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
 
             def run() -> Tensor:

@@ -192,6 +192,8 @@ class HuggingFaceSource:
     def figures(self, parts: Sequence[str | int], groups: PlannedGroups) -> dict[str | int, PartFigures]:
         """The figures of the ends, and of the kinds of layers among `parts`."""
         numbers = sorted({part for part in parts if isinstance(part, int)})
+        if self.recompute and numbers:  # the next layer keeps what the last one gives, and the head may keep a copy
+            numbers = sorted({*numbers, len(self.kinds) - 1})
         plan = prepare(self.whole, None, groups)
         figures = self._watch(numbers, plan, groups)
         found: dict[str | int, PartFigures] = {number: figures[str(place)] for place, number in enumerate(numbers)}

@@ -1,7 +1,8 @@
 """LiveMemory: bytes of tensors that are alive while a model runs on tensors without values.
 
 The model's own forward and backward run under `WithoutValues`, in which every operator says what it would give and none
-computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer does. The work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
+computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer does. The
+work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
 """
 
 from __future__ import annotations

@@ -111,10 +111,8 @@ def _product(
     """left [m, k] times right [k, n] in 8 bits, as bf16. The product wants rows on the left, columns on the right."""
     left, left_scale = _rounded(left.contiguous(), left_dtype)
     right, right_scale = _rounded(right.t().contiguous(), right_dtype)
-    result: torch.Tensor = torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16
-    )
-    return result
+    whole = nn.functional.ScalingType.TensorWise
+    return nn.functional.scaled_mm(left, right.t(), left_scale, whole, right_scale, whole, output_dtype=torch.bfloat16)
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

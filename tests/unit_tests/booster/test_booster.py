@@ -267,7 +267,7 @@ def test_fp8_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel\nlong trace")
 
-    monkeypatch.setattr(torch, "_scaled_mm", none)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", none)
     with pytest.raises(RuntimeError, match=r"'fp8' cannot run here: torch .* for cpu \(no such kernel\). Use 'bf16'"):
         Booster(mixed_precision="fp8", device="cpu")
 
