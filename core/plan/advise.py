@@ -121,7 +121,6 @@ class Search:
                     break
                 legal = [micro for micro in micros if _is_legal(run, micro)]
                 built.append((one, run, legal[:1] if smallest else legal))
-                self.figures.runs.setdefault(one.split, run)
         if built and not self.shardings:  # read of the rank with the fewest layers
             probe, *_ = max(built, key=lambda item: item[0].pp * item[0].tp * item[0].ep)
             runs = {zero: self._run(probe._replace(zero=zero), ranks) for zero in range(4)}

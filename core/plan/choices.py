@@ -15,16 +15,6 @@ FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not conside
 AXES = ("tp", "pp", "cp", "ep", "etp")
 
 
-class Split(NamedTuple):
-    """What one layer's cost depends on, beside the microbatch."""
-
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    recompute: bool
-
-
 class Choice(NamedTuple):
     """One layout. etp: 1, or tp. zero: 0 to 3, what is sharded. micro: sequences of a microbatch."""
 
@@ -43,9 +33,9 @@ class Choice(NamedTuple):
         return self[: len(AXES)]
 
     @property
-    def split(self) -> Split:
-        """How its layers are split."""
-        return Split(self.tp, self.cp, self.ep, self.etp, self.recompute)
+    def split(self) -> tuple[int, ...]:
+        """What one layer's cost depends on, beside the microbatch."""
+        return self.tp, self.cp, self.ep, self.etp, self.recompute
 
     def words(self, *, has_experts: bool) -> str:
         """The layout for a table."""

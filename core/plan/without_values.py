@@ -7,6 +7,7 @@ strange layouts and symbolic sizes, which no plan needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +47,27 @@ class Hollow(Tensor):
 class WithoutValues(TorchDispatchMode):
     """Inside, all new tensors are `Hollow` ones, and what comes from outside counts as one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # What operators gave that make new tensors, by their arguments: experts run the same ones again and again.
+        self._made: dict[Any, Any] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = func, described(args), described(kwargs)
+        made = self._made.get(asked)
+        if made is not None:
+            return mapped(made, lambda make: Hollow(make()))
         given: dict[int, Hollow] = {}
+        storages: set[int] = set()  # of the arguments
 
         def shadow_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return META if isinstance(value, torch.device) else value
+            shadow = value.shadow if isinstance(value, Hollow) else value.to(META)
+            storages.add(id(shadow.untyped_storage()))
             if isinstance(value, Hollow):
-                given[id(value.shadow)] = value
-                return value.shadow
-            return value.to(META) if isinstance(value, Tensor) else META if isinstance(value, torch.device) else value
+                given[id(shadow)] = value
+            return shadow
 
         def hollow(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -65,7 +79,26 @@ class WithoutValues(TorchDispatchMode):
             return Hollow(value) if known is None else known
 
         named = mapped(kwargs or {}, shadow_of)
-        return mapped(func(*mapped(args, shadow_of), **named), hollow)
+        result = func(*mapped(args, shadow_of), **named)
+        tensors = [result] if isinstance(result, Tensor) else result
+        if isinstance(tensors, (tuple, list)) and all(
+            isinstance(one, Tensor) and id(one.untyped_storage()) not in storages for one in tensors
+        ):
+            self._made[asked] = mapped(
+                result, lambda one: partial(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=META)
+            )
+        return mapped(result, hollow)
+
+
+def described(value: Any) -> Any:
+    """Equal for arguments for which an operator gives tensors of the same shapes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return tuple(map(described, value))
+    if isinstance(value, dict):
+        return tuple((key, described(item)) for key, item in value.items())
+    return type(value), value
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
