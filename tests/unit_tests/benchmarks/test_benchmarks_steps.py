@@ -254,6 +254,7 @@ def measured(names: list[str], **given: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.nightly
 def test_wrong_arms_are_caught_and_right_ones_measured_in_every_start() -> None:
     result = measured(["core optim", "raises", "too fast", "not there", "sketch"], starts=2)
     rows = {row["name"]: row for row in result["rows"]}

@@ -56,9 +56,9 @@ def by_replacing_some(ddp: DistributedDataParallel) -> None:
     "zero",
     [
         by_torch_optimizer,
-        by_torch_optimizer_keeping,
+        pytest.param(by_torch_optimizer_keeping, marks=pytest.mark.nightly),
         by_hand,
-        by_module_zero_grad,
+        pytest.param(by_module_zero_grad, marks=pytest.mark.nightly),
         by_zero_grad,
         by_replacing,
         by_replacing_some,

@@ -168,11 +168,12 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
 @pytest.mark.parametrize(
     "how",
     [
-        *("--tp 2 --lora.r 2 --lora.dropout 0.1", "--tp 2 --model.gradient-checkpointing", "--pp 2 --zero 2"),
-        "--pp 2 --lora.r 2",
+        *("--tp 2 --lora.r 2 --lora.dropout 0.1", "--pp 2 --zero 2", "--plugin gemini --model.gradient-checkpointing"),
+        pytest.param("--tp 2 --model.gradient-checkpointing", marks=pytest.mark.nightly),
+        pytest.param("--pp 2 --lora.r 2", marks=pytest.mark.nightly),
         pytest.param("--ep 2 --model tiny:mixtral", marks=pytest.mark.nightly),
         pytest.param("--plugin gemini --tp 2 --lora.r 2 --model.gradient-checkpointing", marks=pytest.mark.nightly),
-        *("--plugin low_level_zero --model.gradient-checkpointing", "--plugin gemini --model.gradient-checkpointing"),
+        pytest.param("--plugin low_level_zero --model.gradient-checkpointing", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: str, tmp_path: Path) -> None:

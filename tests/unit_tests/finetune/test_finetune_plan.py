@@ -46,12 +46,12 @@ def uneven_model(folder: Path) -> list[str]:
     [
         "uneven --pp 2 --zero 2 --model.dtype bfloat16",
         "--tp 2 --zero 3",
-        "--lora.r 4 --tp 2 --optimizer.name sgd",
+        pytest.param("--lora.r 4 --tp 2 --optimizer.name sgd", marks=pytest.mark.nightly),
         "--lora.r 4 --zero 3 --model tiny:gpt2",
         "--ep 2 --model tiny:qwen3_moe --zero 1 --optimizer.name lion",
-        "--plugin low_level_zero --zero 2",
+        pytest.param("--plugin low_level_zero --zero 2", marks=pytest.mark.nightly),
         "--plugin gemini --lora.r 2 --model.dtype bfloat16",
-        "--plugin gemini --tp 2",
+        pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
     ],
 )
 def test_what_a_job_holds_is_planned_to_the_byte(rank: int, world: int, flags: str, tmp_path: Path) -> None:

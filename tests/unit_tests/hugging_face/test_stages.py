@@ -106,7 +106,10 @@ def test_a_pipeline_of_a_family_is_one_process(rank: int, world: int, family: st
 
 
 @ranks(4)
-@pytest.mark.parametrize("family", ["llama", "gemma", "granite", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma", "granite", "gpt2"))],
+)
 def test_a_pipeline_over_tp_is_one_process(rank: int, world: int, family: str) -> None:
     model = small(family, num_hidden_layers=LAYERS, **FAMILIES[family])
     compare_with_one_process(model, 2, 2, "1F1B", parallel_output=family == "llama")

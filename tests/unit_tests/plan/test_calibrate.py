@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "tiny.toml"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_a_machine_is_measured_on_two_ranks_and_planned_with(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     command = [sys.executable, "-m", "core.plan", "calibrate", "--ranks", "2", "--seconds", "0.5", "--out", str(out)]

@@ -46,7 +46,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.param(
             4, EXPERTS, "--tp 1 --pp 2 --ep 2 --schedule InterleavedZeroBubble --vpp 2", marks=pytest.mark.nightly
         ),
-        (8, EXPERTS, "--tp 2 --pp 2 --ep 2 --parallel.order tp-cp-ep-dp-pp"),
+        pytest.param(8, EXPERTS, "--tp 2 --pp 2 --ep 2 --parallel.order tp-cp-ep-dp-pp", marks=pytest.mark.nightly),
     ],
 )
 def test_the_losses_are_those_of_one_process(

@@ -54,7 +54,7 @@ class LossWith:
 
 
 @ranks(3)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", [pytest.param("no_shard", marks=pytest.mark.nightly), "optim", "optim_grads"])
 def test_unused_parameters_contribute_zeros(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):
