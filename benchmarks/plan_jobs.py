@@ -24,6 +24,7 @@ from core.plan.live_memory import LiveMemory
 from core.plan.model_run import ModelRun
 from core.plan.run_memory import Run
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
+from core.tensor_parallel.random import model_parallel_manual_seed
 from core.training.config import JobConfig
 from core.training.job import start_groups
 from core.training.model_config import ddp_config, optimizer_config, transformer_config
@@ -89,6 +90,7 @@ class GptJob(PlannedJob):
         self.length = config.model.sequence_length
         start_groups(config, self.plan)
         self.groups = parallel_state.get_process_groups()
+        model_parallel_manual_seed(config.run.seed, self.groups)
         self.model_config = transformer_config(config, VOCABULARY)
         stages = build_gpt_stages(self.model_config, self.plan.layout, self.groups)
         self.chunks = wrap_stages(self.model_config, ddp_config(config), stages, self.groups)

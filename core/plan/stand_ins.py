@@ -1,4 +1,7 @@
-"""What stands in for other ranks while a model runs without values: even loads of experts, and a ring's neighbour."""
+"""What stands in for other ranks and for the start of a run while a model runs without values.
+
+Experts have even loads, a ring has a neighbour, and there is a random stream of this rank for dropout of split tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from core.context_parallel import ring
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
+from core.tensor_parallel.random import MODEL_PARALLEL_STREAM, RNGState, get_rng_tracker
 
 
 class EvenLoads(HostCounts):
@@ -52,7 +56,12 @@ def stand_ins(chosen: float) -> Iterator[None]:
     """Inside, layers meet no other rank. chosen: as in EvenLoads."""
     before = token_dispatcher.HOST_COUNTS, ring.pass_on
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    tracker = get_rng_tracker()
+    streams = tracker.get_states()
+    unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # nothing is drawn without values
+    tracker.set_states({MODEL_PARALLEL_STREAM: unused, **streams})
     try:
         yield
     finally:
+        tracker.set_states(streams)
         token_dispatcher.HOST_COUNTS, ring.pass_on = before

@@ -14,6 +14,7 @@ from core.plan.job_run import run_of_job
 from core.plan.run_memory import plan_memory
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, WHOLE
 from core.plan.step_memory import RECEIVED
+from core.tensor_parallel.random import get_rng_tracker
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from tests.unit_tests.ranks import ranks
@@ -150,11 +151,18 @@ ACTIVATIONS_OF = {
         "--model.dtype",
         "bfloat16",
     ],
+    "dropout": ["--tp", "2", "--model.hidden-dropout", "0.1", "--model.attention-dropout", "0.1"],
     "ring": ["--tp", "1", "--cp", "2"],
     "pp": ["--tp", "1", "--pp", "2"],
     "experts": [*EXPERTS, "--tp", "1", "--parallel.ep", "2", "--model.moe-ffn-hidden-size", "64"],
     "optim_grads, accumulated": [*strategy("optim_grads"), "--tp", "1", "--run.micro-batch-size", "2"],
 }
+
+
+def test_a_plan_needs_no_random_streams_and_leaves_none() -> None:
+    get_rng_tracker().reset()
+    plan_memory(run_of_job(load_config([*MODEL, *ACTIVATIONS_OF["dropout"]]), 2))
+    assert get_rng_tracker().get_states() == {}
 
 
 @ranks(1, 2, timeout_s=120)
