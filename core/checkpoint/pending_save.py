@@ -7,6 +7,7 @@ committed even if training stands still, or has died of something else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -132,9 +133,19 @@ class PendingSave:
         if self._alone_since_s is None and not threading.main_thread().is_alive():
             self._alone_since_s = time.monotonic()
         if self._alone_since_s is not None:
-            bytes_there = sum(entry.stat().st_size for entry in os.scandir(self.saving))
+            bytes_there = _bytes_in(self.saving)
             if bytes_there != self._bytes_there:  # somebody is writing
                 self._bytes_there, self._alone_since_s = bytes_there, time.monotonic()
             if time.monotonic() - self._alone_since_s > AFTER_THE_END_S:
                 return f"training has ended here, and nothing was written for {AFTER_THE_END_S:g} s"
         return None
+
+
+def _bytes_in(directory: Path) -> int:
+    """Of the files there now, among which others rename theirs: a name may be gone before its size is read."""
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat().st_size
+    return total

@@ -1,5 +1,6 @@
 """Saves of several ranks: bit-equal back, written now or in a thread, errors on every rank at a step edge."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +391,24 @@ def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_
     dist.barrier()
     assert list_steps(tmp_path) == [1]
     CheckpointSaver(tmp_path).close()
+
+
+def test_a_file_that_is_renamed_while_sizes_are_read_does_not_end_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 once gave the save up with "No such file or directory", although every rank had written."""
+    (tmp_path / "whole").write_bytes(b"12345")
+    (tmp_path / "written to").write_bytes(b"123")
+
+    @contextlib.contextmanager
+    def while_another_rank_renames(directory: Path) -> Iterator[list[os.DirEntry[str]]]:
+        entries = list(scandir(directory))
+        (tmp_path / "written to").rename(tmp_path / "written")
+        yield entries
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", while_another_rank_renames)
+    assert pending_save._bytes_in(tmp_path) == 5
 
 
 @ranks(2)
