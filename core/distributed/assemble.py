@@ -59,6 +59,14 @@ class Engine:
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
 
+    def check_memory(self) -> None:
+        """SyncError if somebody has freed the memory of gradients or parameters, or cut the files that they lie in."""
+        for buffer in self.buffers:
+            buffer.check_memory()
+        params_below = self.unsharder is not None and self.unsharder.tiers
+        if self.tier is not None and (params_below or any(buffer.below for buffer in self.buffers)):
+            self.tier.check()  # files of nothing but the optimizer's states are looked at where all ranks are told
+
 
 def assemble(
     module: nn.Module,

@@ -168,6 +168,7 @@ class DistributedDataParallel(nn.Module):
         Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun: a
         step may be dropped after a backward on every rank, or on none.
         """
+        self.check_memory()
         with attributes_alone():
             self.reducer.discard()
             for buffer in self.all_buffers:
@@ -178,9 +179,8 @@ class DistributedDataParallel(nn.Module):
         self.zero_grad_buffer()
 
     def check_memory(self) -> None:
-        """Raise SyncError if somebody has freed the memory of gradients or parameters."""
-        for buffer in self.all_buffers:
-            buffer.check_memory()
+        """Raise SyncError if somebody has freed the memory of gradients or parameters, or cut the files they lie in."""
+        self.engine.check_memory()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""

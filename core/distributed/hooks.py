@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -75,11 +74,7 @@ def _begin_forward(module: nn.Module, _inputs: Any) -> None:
             f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
             "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
         )
-    for buffer in engine.buffers:
-        buffer.check_memory()
-    problem = engine.tier.cut() if engine.tier is not None and any(buffer.below for buffer in engine.buffers) else None
-    if problem is not None:  # backward would write there
-        raise SyncError(f"rank {dist.get_rank()}: {problem}")
+    engine.check_memory()  # backward would write there
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
 

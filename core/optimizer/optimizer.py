@@ -401,6 +401,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def state_by_parameter(self) -> dict[str, list[Entry]]:
         """This rank's part of the state by parameter name: entries over disjoint elements (see optimizer_state.py)."""
+        for chunk in self.model_chunks:
+            if chunk.engine.tier is not None:
+                chunk.engine.tier.check()
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
             masters.take_over_edits()

@@ -4,7 +4,8 @@ A tensor in it is used like any other, where it lies. The kernel reads its pages
 back when it needs their memory. The files have no name, so nothing is left when the process ends.
 
 Disk space is reserved before a file is mapped: a full disk is an OSError then, and no signal later. A file that
-somebody cuts short would end whoever reads it next. So `cut` looks, before each gather and each optimizer's step.
+somebody cuts short would end whoever uses it next. So its length is looked at before each forward, gather, finalize,
+zeroing of gradients, optimizer's step and save.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tempfile
 import weakref
 
 import torch
+import torch.distributed as dist
+
+from core.agree import SyncError
 
 LEAST_BYTES = 2**20  # of a file
 SPARE = 8  # a file is at least this part of all before it, so that there are few of them
@@ -65,7 +69,7 @@ class FileTier:
         return self.cut() or self.failure
 
     def cut(self) -> str | None:
-        """The first file that somebody has cut short, in words. Who reads it is killed by the kernel."""
+        """The first file that somebody has cut short, in words."""
         sizes = [(os.fstat(descriptor).st_size, nbytes) for descriptor, nbytes in self.files]
         for left, nbytes in sizes + [(other.size(), len(other)) for other in self.others]:
             if left < nbytes:
@@ -74,6 +78,12 @@ class FileTier:
                     "bytes, and what it held is lost. Load the last checkpoint"
                 )
         return None
+
+    def check(self) -> None:
+        """SyncError where a file was cut short: who reads or writes it is killed by the kernel."""
+        problem = self.cut()
+        if problem is not None:
+            raise SyncError(f"rank {dist.get_rank()}: {problem}")
 
     def _new(self, nbytes: int, reserved_from: int = 0) -> int:
         descriptor = self._nameless()

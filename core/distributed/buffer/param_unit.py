@@ -131,28 +131,24 @@ class ParamUnit:
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
         """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.
 
-        to_write: True for memory of this rank's own in any case. RuntimeError where the file of shards was cut short.
+        to_write: True for memory of this rank's own in any case. SyncError where a file of shards was cut short.
         """
         if self.mapped is None:
             return self.complete(self.launch(collectives))
-        self.check_file()
+        if self.tier is not None:
+            self.tier.check()
         with torch.inference_mode(False), torch.no_grad():
             self.whole = self._borrow().copy_(self.mapped) if to_write or self.moves else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
         """Begin to gather. Collective over the shard group, asynchronous."""
-        self.check_file()
+        if self.tier is not None:
+            self.tier.check()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
             self._own_part(whole).copy_(self.shard)
             return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name))
-
-    def check_file(self) -> None:
-        """RuntimeError where the file of shards was cut short: who reads it is killed by the kernel."""
-        problem = None if self.tier is None else self.tier.cut()
-        if problem is not None:
-            raise RuntimeError(f"rank {dist.get_rank()}: {problem}")
 
     def complete(self, gather: Gather) -> torch.Tensor:
         """Wait for what `launch` has begun, and have the whole bucket."""

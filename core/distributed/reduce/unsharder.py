@@ -91,7 +91,7 @@ class Unsharder:
         self.next_of: dict[LastTwo, ParamUnit | None] = {}
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
         self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
-        self.in_files = [unit for unit in self.units if unit.tier is not None][:1]  # one tells of all files
+        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one tells of all files
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
@@ -444,10 +444,10 @@ class Unsharder:
     def meet(self) -> None:
         """Wait until all ranks that read this one's memory by themselves have come here.
 
-        RuntimeError where the file that they wait in was cut short.
+        SyncError where the file that they wait in was cut short.
         """
-        for unit in self.in_files:
-            unit.check_file()
+        for tier in self.tiers:
+            tier.check()
         for channel in self.channels:
             channel.meet()
         self.awaits_others = False

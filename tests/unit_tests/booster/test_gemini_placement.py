@@ -279,9 +279,13 @@ def test_gradients_alone_may_lie_in_files(rank: int, world: int, tmp_path: Path,
         found.append({name: value.clone() for name, value in ddp.state_dict().items()})
         assert all(torch.equal(found[0][name], value) for name, value in found[-1].items()), fraction
     assert not torch.equal(found[0]["0.0.weight"], layers().state_dict()["0.0.weight"])
+    optimizer.zero_grad()
+    ddp(x).square().mean().backward()
+    dist.barrier()
     os.ftruncate(ddp.engine.tier.files[-1][0], 0)
-    with pytest.raises(SyncError, match=f"rank {rank}: a file in .* was cut to 0 of its"):
-        ddp(x)
+    for use in (lambda: finalize_model_grads([ddp]), optimizer.zero_grad, lambda: ddp(x), optimizer.state_by_parameter):
+        with pytest.raises(SyncError, match=f"rank {rank}: a file in .* was cut to 0 of its"):  # and not a signal
+            use()
     with pytest.raises(ValueError, match="offload_grad_frac 0.5, and strategy 'optim' keeps whole gradients"):
         wrap(
             layers(),
