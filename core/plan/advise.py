@@ -6,23 +6,22 @@ All layouts that can be built are estimated. Those that are shown are planned ex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from core.pipeline_parallel.schedules import find_schedule
-from core.plan.choices import Choice, choices, flags_of, with_choice
+from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
 from core.plan.device import Device, read_device
 from core.plan.estimates import Estimate, Estimates, Sharding
-from core.plan.job_run import run_of_job
-from core.plan.plan_run import RunPlan, plan_run
+from core.plan.model_run import ModelRun
+from core.plan.plan_run import RunPlan, plan_run, run_of
 from core.plan.report import gib
 from core.plan.run_memory import Run
 from core.plan.shared_figures import SharedFigures
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
-from core.training.sizes import count_parameters
 
 SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
 PLANNED = 4  # times as many layouts as are asked for are planned exactly at most
@@ -33,7 +32,7 @@ class Candidate:
     """A layout, planned. reason: why it is worse than the first; empty for the first."""
 
     choice: Choice
-    config: JobConfig
+    config: JobConfig | ModelRun
     plan: RunPlan
     reason: str = ""
 
@@ -58,7 +57,7 @@ class Advice:
     def describe(self) -> str:
         """The advice in words."""
         lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit"]
-        rows = [(c.choice.words(has_experts=c.config.model.num_experts is not None), c) for c in self.candidates]
+        rows = [(c.choice.words(has_experts=Sizes.of(c.config).experts is not None), c) for c in self.candidates]
         width = max((len(words) for words, _ in rows), default=0)
         for place, (words, found) in enumerate(rows, 1):
             cells = f"{found.plan.time.seconds:>8.3g} s{gib(found.plan.fullest.peak):>12}"
@@ -72,7 +71,7 @@ class Advice:
 
 
 def advise(
-    config: JobConfig | Path | str,
+    config: JobConfig | ModelRun | Path | str,
     ranks: int,
     device: str | Device = "h100",
     *,
@@ -81,9 +80,9 @@ def advise(
 ) -> Advice:
     """The layouts of a model that fit on some ranks, the fastest first, each with why it is worse than the first.
 
-    config: of the main job, or the path of a TOML file of it. Its own layout, sharding, microbatch and recomputation
-    are left out of account; all else stays. most: so many layouts are returned. fixed: sizes that are given: axes by
-    name (`tp`, `dp`, ...), and `micro`.
+    config: of the main job, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model. Its own layout,
+    sharding, microbatch and recomputation are left out of account; all else stays. most: so many layouts are returned.
+    fixed: sizes that are given: axes by name (`tp`, `dp`, ...), `micro` and `zero`; and `recompute`, which is 1.
 
     Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks.
     """
@@ -103,18 +102,20 @@ def advise(
 class Search:
     """The layouts of one model. fixed: as of `advise`."""
 
-    def __init__(self, config: JobConfig, device: Device, fixed: Mapping[str, int]) -> None:
+    def __init__(self, config: JobConfig | ModelRun, device: Device, fixed: Mapping[str, int]) -> None:
         self.config = config
         self.device = device
         self.fixed = fixed
-        self.figures = SharedFigures(config.run.global_batch_size)
+        self.sizes = Sizes.of(config)
+        self.figures = SharedFigures(self.sizes.batch)
         self.shardings: dict[int, Sharding] = {}
+        self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
 
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
         """All layouts that can be built on some ranks. smallest: True for their smallest microbatches alone."""
         built: list[tuple[Choice, Run, list[int]]] = []
-        for choice, micros in choices(self.config, ranks, self.fixed):
-            for recompute in (False, True):
+        for choice, micros in choices(self.sizes, ranks, self.fixed):
+            for recompute in (False, True) if "recompute" not in self.fixed else (True,):
                 one = choice._replace(recompute=recompute)
                 run = self._run(one, ranks)
                 if run is None:  # whatever is computed again
@@ -123,20 +124,25 @@ class Search:
                 built.append((one, run, legal[:1] if smallest else legal))
         if built and not self.shardings:  # read of the rank with the fewest layers
             probe, *_ = max(built, key=lambda item: item[0].pp * item[0].tp * item[0].ep)
-            runs = {zero: self._run(probe._replace(zero=zero), ranks) for zero in range(4)}
+            zeros = [self.fixed["zero"]] if "zero" in self.fixed else range(4)
+            runs = {zero: self._run(probe._replace(zero=zero), ranks) for zero in zeros}
             self.shardings = {zero: Sharding.of(run) for zero, run in runs.items() if run is not None}
         of_ranks = Estimates(self.device, ranks, self.figures, self.shardings)
         found: list[Estimate] = []
         for choice, run, micros in built:
-            with suppress(ValueError, RuntimeError):  # the layers themselves refuse the split
+            split = *choice.split, choice.pp > 1
+            if split in self.refused:
+                continue
+            try:
                 found += of_ranks.of_layout(choice, run, micros)
+            except (ValueError, RuntimeError):  # the layers themselves refuse the split
+                self.refused.add(split)
         return found
 
     def _run(self, choice: Choice, ranks: int) -> Run | None:
         """The run of a layout; None for one that cannot be built."""
-        one_host = self.device.is_host and ranks <= self.device.ranks_per_machine
         try:
-            return run_of_job(with_choice(self.config, choice), ranks, on_cpu=self.device.is_host, one_host=one_host)
+            return run_of(with_choice(self.config, choice), ranks, self.device)
         except (ValueError, RuntimeError):
             return None
 
@@ -171,8 +177,7 @@ class Search:
 
     def fewest(self, ranks: int) -> int | None:
         """The smallest number of ranks, up to `ranks`, on which some layout fits; those that hold least are planned."""
-        itemsize = {"float64": 8, "float32": 4}.get(self.config.model.dtype, 2)
-        least = 2 * itemsize * count_parameters(self.config.model)  # parameters and gradients
+        least = 2 * self.sizes.nbytes  # parameters and gradients
         for count in range(1, ranks + 1):
             room = self.device.room(count)
             if least > count * room:

@@ -8,11 +8,44 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR
+from core.plan.model_run import ModelRun
 from core.training.config import JobConfig
-from core.training.sizes import divisors
+from core.training.model_config import DTYPES
+from core.training.sizes import count_parameters, divisors
 
 FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
 AXES = ("tp", "pp", "cp", "ep", "etp")
+
+
+class Sizes(NamedTuple):
+    """What arithmetic rules layouts out by, of a model and a batch.
+
+    of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
+    expert_width: what etp has to divide; None for experts that tp splits. nbytes: of all parameters.
+    """
+
+    batch: int
+    layers: int
+    sequence: int
+    of_tp: tuple[int, ...]
+    experts: int | None
+    expert_width: int | None
+    nbytes: int
+
+    @classmethod
+    def of(cls, told: JobConfig | ModelRun) -> Sizes:
+        """Of the main job's model, or of a Hugging Face model."""
+        if isinstance(told, ModelRun):
+            text, whole = told.configuration.get_text_config(), told.whole
+            nbytes = sum(parameter.nbytes for parameter in whole.model.parameters())
+            batch, length = told.global_batch_size, told.sequence_length
+            return cls(batch, text.num_hidden_layers, length, (), whole.num_experts, None, nbytes)
+        model, batch = told.model, told.run.global_batch_size
+        of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
+        nbytes = DTYPES[model.dtype].itemsize * count_parameters(model)
+        width = None if model.num_experts is None else model.expert_width
+        return cls(batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, nbytes)
 
 
 class Choice(NamedTuple):
@@ -44,45 +77,64 @@ class Choice(NamedTuple):
         return "  ".join([*axes, *more])
 
 
-def choices(config: JobConfig, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[Choice, list[int]]]:
+def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[Choice, list[int]]]:
     """(layout, the microbatches that its share of the batch can be cut into), without what numbers alone rule out.
 
     fixed: sizes of axes, `dp` or `micro`, that are given. What is sharded and computed again is left to the caller.
     """
-    model, batch = config.model, config.run.global_batch_size
     sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
     for tp, pp, cp in itertools.product(*sizes.values()):
-        if ranks % (tp * pp * cp) or pp > model.num_layers:
+        if ranks % (tp * pp * cp) or pp > model.layers:
             continue
         dp = ranks // (tp * pp * cp)
-        if (
-            batch % dp
-            or dp != fixed.get("dp", dp)
-            or any(size % tp for size in (model.num_attention_heads, model.query_groups, model.ffn_width))
-        ):
+        if model.batch % dp or dp != fixed.get("dp", dp) or any(size % tp for size in model.of_tp):
             continue
-        if cp > 1 and "cp" not in fixed and model.sequence_length < cp * FEWEST_TOKENS:
+        if cp > 1 and "cp" not in fixed and model.sequence < cp * FEWEST_TOKENS:
             continue
-        micros = [micro for micro in divisors(batch // dp) if micro == fixed.get("micro", micro)]
-        for ep, etp in _expert_sizes(config, ranks // pp, tp, fixed) if micros else ():
+        micros = [micro for micro in divisors(model.batch // dp) if micro == fixed.get("micro", micro)]
+        for ep, etp in _expert_sizes(model, ranks // pp, tp, fixed) if micros else ():
             yield Choice(tp, pp, cp, ep, etp), micros
 
 
-def _expert_sizes(config: JobConfig, ranks: int, tp: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+def _expert_sizes(model: Sizes, ranks: int, tp: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """(ep, etp) of the ranks of one stage."""
-    experts = config.model.num_experts
-    if experts is None:
-        yield 1, tp
+    if model.experts is None:
+        if fixed.get("ep", 1) == 1:
+            yield 1, tp
         return
-    eps = [fixed["ep"]] if "ep" in fixed else divisors(experts)
-    etps = [fixed["etp"]] if "etp" in fixed else sorted({1, tp})
+    eps = [fixed["ep"]] if "ep" in fixed else divisors(model.experts)
+    etps = [fixed["etp"]] if "etp" in fixed else sorted({1, tp}) if model.expert_width is not None else [tp]
     for ep, etp in itertools.product(eps, etps):
-        if ranks % (ep * etp) == 0 and experts % ep == 0 and config.model.expert_width % etp == 0:
+        if ranks % (ep * etp) == 0 and model.experts % ep == 0 and (model.expert_width or etp) % etp == 0:
             yield ep, etp
 
 
-def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
-    """The configuration of a layout. Its schedule stays where the layout has a pipeline."""
+def with_choice(told: JobConfig | ModelRun, choice: Choice) -> JobConfig | ModelRun:
+    """What a run of a layout is told. All that is not part of a layout stays."""
+    return _model_with(told, choice) if isinstance(told, ModelRun) else _job_with(told, choice)
+
+
+def _model_with(told: ModelRun, choice: Choice) -> ModelRun:
+    """A mode of sequence parallelism stays where its axis has several ranks. Context parallelism always has one."""
+    mode = told.sequence_parallel
+    if choice.cp > 1:
+        mode = mode if mode in OVER_CONTEXT else OVER_CONTEXT[0]
+    elif choice.tp == 1 or mode not in OVER_TENSOR:
+        mode = None
+    return told.in_layout(
+        tp=choice.tp,
+        pp=choice.pp,
+        cp=choice.cp,
+        ep=choice.ep,
+        zero=choice.zero,
+        sequence_parallel=mode,
+        micro_batch_size=choice.micro,
+        recompute=choice.recompute,
+    )
+
+
+def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
+    """Its schedule stays where the layout has a pipeline."""
     etp = choice.etp if config.model.num_experts is not None else None
     parallel = replace(config.parallel, dp=None, tp=choice.tp, pp=choice.pp, cp=choice.cp, ep=choice.ep, etp=etp)
     if choice.tp == 1:
@@ -107,8 +159,20 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
     )
 
 
-def flags_of(config: JobConfig, choice: Choice) -> str:
-    """The options of the main job that are this layout."""
+def flags_of(told: JobConfig | ModelRun, choice: Choice) -> str:
+    """The options that are this layout: of the main job, or of a plan of a Hugging Face model."""
+    return _flags_of_job(told, choice) if isinstance(told, JobConfig) else _flags_of_model(told)
+
+
+def _flags_of_model(told: ModelRun) -> str:
+    given: dict[str, object] = {axis: getattr(told, axis) for axis in ("tp", "pp", "cp", "ep")}
+    given |= {"zero": told.zero, "micro-batch": told.micro_batch_size}
+    if told.sequence_parallel is not None:
+        given["sequence-parallel"] = told.sequence_parallel
+    return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * told.recompute])
+
+
+def _flags_of_job(config: JobConfig, choice: Choice) -> str:
     told = [f"--parallel.{axis} {getattr(choice, axis)}" for axis in ("tp", "pp", "cp")]
     if config.model.num_experts is not None:
         told += [f"--parallel.{axis} {getattr(choice, axis)}" for axis in ("ep", "etp")]

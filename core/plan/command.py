@@ -24,6 +24,7 @@ from core.training.run_directory import check_writable
 DOES_NOT_FIT, USAGE_ERROR = 1, 2
 CALIBRATE = "calibrate"
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
+FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
 # Options of Hugging Face models alone; those of the main job have names there.
 OF_MODELS = ("zero", "sequence_parallel", "dtype", "recompute", "documents")
 
@@ -60,12 +61,10 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     """Print the layouts that fit. Sizes that are given are kept."""
     if options.picture is not None:
         raise ConfigError("--picture is of one layout; give --advise without it, and draw the layout that you choose")
-    if is_hugging_face(options.model):
-        raise ConfigError("--advise is for models of the main job; plan a Hugging Face model's layouts one by one")
-    fixed = {axis: getattr(options, axis) for axis in AXIS_OPTIONS if getattr(options, axis) is not None}
-    if options.micro_batch is not None:
-        fixed["micro"] = options.micro_batch
-    found = advise(job_config(options, more), options.ranks, read_device(options.device), fixed=fixed)
+    given = {**vars(options), "micro": options.micro_batch}
+    fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
+    config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
+    found = advise(config, options.ranks, read_device(options.device), fixed=fixed)
     print(found.describe())
     return 0 if found.candidates else DOES_NOT_FIT
 

@@ -136,7 +136,7 @@ class Estimates:
         groups, layout = run.groups_of(0), run.layout
         parts = [run.source.parts_of_stage(layout, number) for number in range(layout.num_stages)]
         wanted = list(dict.fromkeys(part for row in parts for part in row))
-        zeros = [zero for zero in self.shardings if zero == 0 or groups.size("dp_cp") > 1]
+        zeros = [zero for zero in self.shardings if groups.size("dp_cp") > 1 or zero == min(self.shardings)]
         states: dict[tuple[int, int], State] = {}
         places: list[Place] = []
         for micro in micros:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,52 @@ class PassBy:
         return (hidden,) if self.given and self.given[-1] is tuple else hidden
 
 
+class WholeModel:
+    """A causal model without memory. recompute: True if each layer runs again in backward."""
+
+    def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
+        self.configuration = copy.deepcopy(configuration)
+        with torch.device("meta"):
+            self.model = transformers_package().AutoModelForCausalLM.from_config(self.configuration, dtype=dtype)
+        self.model.config.use_cache = False
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+
+    @cached_property
+    def layers(self) -> str:
+        """The name of the list of layers."""
+        return list_of_layers(self.model, f"{self.configuration.model_type}: a plan needs a model with")
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the number of the first that is like it."""
+        kinds = getattr(self.configuration.get_text_config(), "layer_types", None)
+        first: dict[Any, int] = {}
+        return [
+            first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
+            for number, layer in enumerate(self.model.get_submodule(self.layers))
+        ]
+
+    @cached_property
+    def num_experts(self) -> int | None:
+        """Of a layer, where they can be spread over ranks; None for a model without such experts."""
+        experts = read_experts(self.model)
+        return next(iter(next(iter(experts.values())).values()))[0] if experts else None
+
+
+# By dtype and recomputation, of one configuration.
+WholeModels = dict[tuple[torch.dtype, bool], WholeModel]
+
+
+def whole_model(made: WholeModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> WholeModel:
+    """The one that was made, or a new one."""
+    key = dtype, recompute
+    if key not in made:
+        made[key] = WholeModel(configuration, dtype, recompute)
+    return made[key]
+
+
 @dataclass(frozen=True, eq=False)
 class HuggingFaceSource:
     """A causal model of a configuration of transformers, whose microbatches are [micro_batch_size, sequence_length].
@@ -68,7 +114,7 @@ class HuggingFaceSource:
     True if position ids come with the tokens. whole_loss: the loss of logits that are not split, as fine-tuning calls
     it; None for that of fp32 logits from parts of the vocabulary, and under sequence parallelism for the model's own.
     splits_sequence_of_logits: True if context parallelism leaves them cut. adapters: a peft.LoraConfig of what trains;
-    None for all weights.
+    None for all weights. made: of this configuration; sources of several layouts may share them.
     """
 
     configuration: Any
@@ -83,6 +129,7 @@ class HuggingFaceSource:
     whole_loss: Callable[..., Tensor] | None = None
     splits_sequence_of_logits: bool = False
     adapters: Any = None
+    made: WholeModels = field(default_factory=dict, repr=False)
 
     @property
     def config(self) -> Any:
@@ -94,31 +141,24 @@ class HuggingFaceSource:
         """True if the head has the embedding's weight."""
         return bool(self.configuration.get_text_config().tie_word_embeddings)
 
-    @cached_property
+    @property
+    def _whole_model(self) -> WholeModel:
+        return whole_model(self.made, self.configuration, self.dtype, self.recompute)
+
+    @property
     def whole(self) -> Any:
         """The model without memory; a stage is made of a copy."""
-        configuration = copy.deepcopy(self.configuration)
-        with torch.device("meta"):
-            model = transformers_package().AutoModelForCausalLM.from_config(configuration, dtype=self.dtype)
-        model.config.use_cache = False
-        if self.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model.train()
+        return self._whole_model.model
 
-    @cached_property
+    @property
     def layers(self) -> str:
         """The name of the list of layers."""
-        return list_of_layers(self.whole, f"{self.configuration.model_type}: a plan needs a model with")
+        return self._whole_model.layers
 
-    @cached_property
+    @property
     def kinds(self) -> list[int]:
         """For each layer the number of the first that is like it."""
-        kinds = getattr(self.configuration.get_text_config(), "layer_types", None)
-        first: dict[Any, int] = {}
-        return [
-            first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
-            for number, layer in enumerate(self.whole.get_submodule(self.layers))
-        ]
+        return self._whole_model.kinds
 
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
@@ -191,7 +231,7 @@ class HuggingFaceSource:
 
     def figures(self, parts: Sequence[str | int], groups: PlannedGroups) -> dict[str | int, PartFigures]:
         """The figures of the ends, and of the kinds of layers among `parts`."""
-        numbers = sorted({part for part in parts if isinstance(part, int)})
+        numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
         if self.recompute and numbers:  # the next layer keeps what the last one gives, and the head may keep a copy
             numbers = sorted({*numbers, len(self.kinds) - 1})
         plan = prepare(self.whole, None, groups)
@@ -298,14 +338,14 @@ class HuggingFaceSource:
 
     def _chosen(self) -> float:
         """The share of all experts that a token goes to; 1 for a model without experts."""
-        experts = read_experts(self.whole)
-        if not experts:
+        experts = self._whole_model.num_experts
+        if experts is None:
             return 1.0
         text = self.configuration.get_text_config()
         chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), None)
         if chosen is None:
             raise PlanError(f"{text.model_type}: its configuration does not say how many experts a token goes to")
-        return float(chosen / next(iter(next(iter(experts.values())).values()))[0])
+        return float(chosen / experts)
 
 
 def _no_documents(position_ids: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel.schedules import plan_pipeline
-from core.plan.hugging_face_source import HuggingFaceSource
+from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, whole_model
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
@@ -69,6 +69,22 @@ class ModelRun:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
             raise ConfigError(f"--model {self.model}: {words}") from error
 
+    @cached_property
+    def made(self) -> WholeModels:
+        """Models without memory that plans of this run share."""
+        return {}
+
+    @property
+    def whole(self) -> WholeModel:
+        """The model without memory."""
+        return whole_model(self.made, self.configuration, DTYPES[self.dtype], False)
+
+    def in_layout(self, **options: Any) -> ModelRun:
+        """With other options, none of which changes the configuration: it is not read again."""
+        found = replace(self, **options)
+        vars(found).update(configuration=self.configuration, made=self.made)
+        return found
+
 
 def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
     """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
@@ -91,6 +107,7 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
         told.sequence_parallel,
         told.recompute,
         told.documents,
+        made=told.made,
     )
     tokens = told.global_batch_size * told.sequence_length
     ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)

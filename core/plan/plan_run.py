@@ -85,6 +85,14 @@ class RunPlan:
         return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *files])
 
 
+def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:
+    """What is told comes to this on some ranks. ConfigError or PlanError for what cannot be built."""
+    where = {"on_cpu": device.is_host, "one_host": device.is_host and ranks <= device.ranks_per_machine}
+    if isinstance(told, Plannable):
+        return told.run_on(ranks, **where)
+    return run_of_model(told, ranks, **where) if isinstance(told, ModelRun) else run_of_job(told, ranks, **where)
+
+
 def plan_run(
     config: JobConfig | ModelRun | Plannable | Path | str, ranks: int, device: str | Device = "h100"
 ) -> RunPlan:
@@ -102,15 +110,8 @@ def plan_run(
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
     found = read_device(device) if isinstance(device, str) else device
-    one_host = found.is_host and ranks <= found.ranks_per_machine
-    where = {"on_cpu": found.is_host, "one_host": one_host}
     try:
-        if isinstance(config, Plannable):
-            run = config.run_on(ranks, **where)
-        elif isinstance(config, ModelRun):
-            run = run_of_model(config, ranks, **where)
-        else:
-            run = run_of_job(config, ranks, **where)
+        run = run_of(config, ranks, found)
         parts = parts_of_stages(run)
         memories = plan_memory(run, parts=parts)
         if found.communicator_bytes is not None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from core.plan import advise, plan_run, read_device
+from core.plan import ModelRun, advise, plan_run, read_device
 from core.plan.advise import SURE, Search
-from core.plan.choices import choices, with_choice
+from core.plan.choices import Sizes, choices, with_choice
 from core.plan.command import main
 from core.training.config import JobConfig
 from core.training.config_file import load_config
@@ -24,12 +24,33 @@ def small(more: str = "", length: int = 64, batch: int = 8) -> JobConfig:
 @pytest.mark.parametrize(("more", "ranks", "step"), [("", 4, 23), (EXPERTS, 8, 101)])
 def test_estimates_are_near_their_plans(more: str, ranks: int, step: int) -> None:
     """Every layout of which there is an estimate can be planned, and comes to the same."""
-    config, device = small(more), replace(read_device("h100"), ranks_per_machine=2)
-    found = Search(config, device, {}).estimates(ranks)
+    compare(small(more), ranks, step, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "step", "fixed"),
+    [
+        ("llama", 2, 5, {"micro": 2}),
+        ("qwen3", 2, 5, {"cp": 2, "micro": 1}),
+        pytest.param("gpt2", 4, 7, {}, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", 8, 23, {}, marks=pytest.mark.nightly),
+    ],
+)
+def test_estimates_of_hugging_face_models_are_near_their_plans(
+    family: str, ranks: int, step: int, fixed: dict[str, int]
+) -> None:
+    compare(ModelRun(f"tiny:{family}", sequence_length=64), ranks, step, fixed)
+
+
+def compare(told: JobConfig | ModelRun, ranks: int, step: int, fixed: dict[str, int]) -> None:
+    """Time and memory of some of all estimates against plans of the same layouts."""
+    device = replace(read_device("h100"), ranks_per_machine=2)
+    found = Search(told, device, fixed).estimates(ranks)
     assert len({estimate.choice for estimate in found}) == len(found)
     assert {estimate.choice.zero for estimate in found} == {0, 1, 2, 3}
+    assert {getattr(estimate.choice, name) for estimate in found for name in fixed} <= {*fixed.values()}
     for estimate in found[::step]:
-        plan = plan_run(with_choice(config, estimate.choice), ranks, device)
+        plan = plan_run(with_choice(told, estimate.choice), ranks, device)
         assert plan.time.seconds / SURE <= estimate.seconds <= SURE * plan.time.seconds, estimate.choice
         assert estimate.peak == pytest.approx(plan.fullest.peak, rel=0.1), estimate.choice
 
@@ -47,7 +68,7 @@ def test_no_layout_is_left_out_but_those_that_cannot_be_built() -> None:
                 continue
             buildable.add((tp, pp, 1))
     assert found == buildable
-    assert {(choice.tp, choice.pp) for choice, _ in choices(config, 4, {"tp": 2, "dp": 1})} == {(2, 2)}
+    assert {(choice.tp, choice.pp) for choice, _ in choices(Sizes.of(config), 4, {"tp": 2, "dp": 1})} == {(2, 2)}
 
 
 def test_what_is_shown_is_in_the_order_of_plans() -> None:
@@ -93,5 +114,19 @@ def test_the_command_advises(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp 1" not in capsys.readouterr().out
     assert main([*flags, "--tp", "3"]) == 2
     assert "tp 3" in capsys.readouterr().err
-    assert main([*flags, "--model", "tiny:qwen3"]) == 2
-    assert "--advise is for models of the main job" in capsys.readouterr().err
+
+
+def test_the_command_advises_on_hugging_face_models(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "tiny:llama", "--seq", "64", "--global-batch", "4", "--ranks", "2", "--micro-batch", "1"]
+    assert main([*flags, "--recompute", "--zero", "1", "--advise"]) == 0
+    shown = capsys.readouterr().out
+    assert "  1. tp 1  pp 1  cp 1  zero 1  micro-batch 1  recompute" in shown
+    assert "zero 0" not in shown and "zero 2" not in shown
+    options = shown.partition("the first by options: ")[2].splitlines()[0].split()
+    assert main([*flags, *options]) == 0
+    seconds = shown.partition("  recompute ")[2].split()[0]
+    assert f"a step takes {seconds} s" in capsys.readouterr().out
+    assert main([*flags, "--tp", "3", "--advise"]) == 2
+    assert "tp 3" in capsys.readouterr().err
+    assert main([*flags, "--ep", "2", "--advise"]) == 2
+    assert "experts" in capsys.readouterr().err
