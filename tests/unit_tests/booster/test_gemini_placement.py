@@ -98,6 +98,8 @@ def states(optimizer: Any) -> list[torch.Tensor]:
 
 
 def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, ...]) -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()  # else each boost makes groups, with nine threads that wake
     booster, model, optimizer = boosted(precision)
     wanted = losses_of(booster, model, optimizer, rank)
     weights = whole_weights(model)
