@@ -56,16 +56,9 @@ class Engine:
     param_sync: ParamGatherer
     unsharder: Unsharder | None  # where parameters are sharded
     tier: FileTier | None  # what lies below the device
+    files: FileTier | None  # the same, where gradients or parameters lie in it: steps look at it on the way
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
-
-    def check_memory(self) -> None:
-        """SyncError if somebody has freed the memory of gradients or parameters, or cut the files that they lie in."""
-        for buffer in self.buffers:
-            buffer.check_memory()
-        params_below = self.unsharder is not None and self.unsharder.tiers
-        if self.tier is not None and (params_below or any(buffer.below for buffer in self.buffers)):
-            self.tier.check()  # files of nothing but the optimizer's states are looked at where all ranks are told
 
 
 def assemble(
@@ -141,6 +134,7 @@ def assemble(
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         unsharder,
         tier,
+        tier if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )

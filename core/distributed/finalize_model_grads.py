@@ -54,8 +54,6 @@ def finalize_model_grads(
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64)
     models = _by_model(chunks)  # raises where a model lacks a chunk
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
-    for chunk in chunks:
-        chunk.check_memory()
     with chunks[0].reducer.named("finalize_model_grads"):
         _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
     with attributes_alone():

@@ -74,7 +74,10 @@ def _begin_forward(module: nn.Module, _inputs: Any) -> None:
             f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
             "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
         )
-    engine.check_memory()  # backward would write there
+    for buffer in engine.buffers:
+        buffer.check_memory()
+    if engine.files is not None:  # backward would write there
+        engine.files.check()
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
 
