@@ -1,6 +1,9 @@
-"""One thread a process, and no rank left behind."""
+"""One thread a process, no rank left behind, and which cases of a test with many are left to `make nightly`."""
 
 import os
+from collections import defaultdict
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a network; a name that is nowhere would be asked for again
@@ -10,3 +13,34 @@ from tests.unit_tests import ranks
 
 def pytest_unconfigure() -> None:
     ranks.close_pool()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `in_suite`, mark the cases that are not chosen as nightly."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("in_suite") is not None and item.get_closest_marker("nightly") is None:
+            assert isinstance(item, pytest.Function)
+            tests[item.nodeid.split("[")[0]].append(item)
+    for cases in tests.values():
+        (mark,) = cases[0].iter_markers("in_suite")
+        chosen = _spread(cases, *mark.args) if mark.args else _each_value(cases)
+        for case in cases:
+            if case not in chosen:
+                case.add_marker("nightly")
+
+
+def _spread(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
+    return [cases[number * len(cases) // count] for number in range(count)]
+
+
+def _each_value(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Few cases in which each value of each parameter occurs; greedy, the same ones at every call."""
+    values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
+    missing, chosen = set[tuple[str, str]]().union(*values), []
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(values[number] & missing))
+        chosen.append(cases[best])
+        missing -= values[best]
+    return chosen

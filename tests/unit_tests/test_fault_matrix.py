@@ -317,6 +317,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("case", [*SAMPLE, *(pytest.param(case, marks=pytest.mark.nightly) for case in ALL)], ids=str)
+@pytest.mark.in_suite(3)
 def test_every_survivor_names_the_rank_that_fell(
     case: Case, tmp_path: Path, cache: Path, times: dict[str, list[float | None]]
 ) -> None:

@@ -193,6 +193,7 @@ def naive_instances(grid: RankGrid, count: int, expert: bool) -> list[list[int]]
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.in_suite()
 def test_optimizer_instances_slice_the_data_groups(order, count):
     compared = 0
     for layout in layouts((8, 12)):

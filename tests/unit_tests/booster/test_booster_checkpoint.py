@@ -75,6 +75,7 @@ def shared(tmp_path: Path) -> Path:
 @ranks(2, 3)
 @pytest.mark.parametrize("reader", PLUGINS)
 @pytest.mark.parametrize("writer", PLUGINS)
+@pytest.mark.in_suite()
 def test_training_goes_on_under_another_plugin(rank: int, world: int, tmp_path: Path, writer: str, reader: str) -> None:
     folder = shared(tmp_path)
     booster = Booster(plugin=new_plugin(writer))

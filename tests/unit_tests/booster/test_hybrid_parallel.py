@@ -154,6 +154,7 @@ def test_two_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int,
         (1, 2, sequence("ring_attn", sp_size=2, inner_ring_size=2, zero_stage=1)),
     ],
 )
+@pytest.mark.in_suite(4)
 def test_four_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int, options: dict[str, Any]) -> None:
     check("llama", tp, pp, world, options, {"tie_word_embeddings": True})
 
@@ -286,6 +287,7 @@ def boosted_llama(tp: int, pp: int, *, shift: float = 0.0, **options: Any) -> tu
         pytest.param((4, 1, 0), (2, 1, 3), False, marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(1)
 def test_training_goes_on_in_another_layout(
     rank: int, world: int, before: tuple[int, ...], after: tuple[int, ...], shard: bool, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_two_ranks_with_experts_train_as_one_process(rank: int, world: int, zero
         pytest.param(1, 1, {"zero_stage": 1}, marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(2)
 def test_four_ranks_with_experts_train_as_one_process(
     rank: int, world: int, tp: int, pp: int, options: dict[str, Any]
 ) -> None:

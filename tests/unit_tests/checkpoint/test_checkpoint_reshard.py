@@ -184,6 +184,7 @@ def load_and_save(rank: int, case: str, source: str, target: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", KEPT)
+@pytest.mark.in_suite(2)
 def test_what_any_algorithm_keeps_loads_at_another_layout(tmp_path: Path, case: str) -> None:
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     run_on_ranks(step_and_save, 2, {"case": case, "root": source}, timeout_s=120)

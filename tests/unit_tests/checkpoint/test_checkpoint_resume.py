@@ -104,6 +104,7 @@ def other_half(rank: int, layout: Layout, steps: int, root: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.in_suite(1)
 def test_a_resumed_run_ends_where_the_unbroken_one_does(layout: Layout, tmp_path: Path) -> None:
     arguments = {"layout": layout, "steps": 4, "root": str(tmp_path)}
     run_on_ranks(unbroken_and_half, layout.world, arguments, timeout_s=120)

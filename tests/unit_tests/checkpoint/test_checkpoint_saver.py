@@ -193,6 +193,7 @@ IN_A_THREAD = [
 
 @ranks(2, timeout_s=120)
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.in_suite(1)
 def test_a_full_disk_at_any_point_is_told_to_all_ranks_and_the_next_save_works(
     rank: int, world: int, asynchronous: bool, tmp_path: Path
 ) -> None:

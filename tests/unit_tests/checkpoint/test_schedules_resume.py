@@ -101,6 +101,7 @@ def assert_resumed(rank: int, job: Job, want: tuple[list[float], list[Tensor]]) 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("by", ["state_dict", "checkpoint"])
+@pytest.mark.in_suite()
 def test_a_resumed_run_equals_the_unbroken_one(
     rank: int, world: int, schedule: str, strategy: str, by: str, tmp_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ def load(job: tuple[Any, ...], folder: Path) -> None:
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("rate", [0.01, np.float64(0.01), np.float32(0.01)], ids=["float", "float64", "float32"])
+@pytest.mark.in_suite()
 def test_a_boosted_run_resumes_a_schedule_from_files(
     rank: int, world: int, plugin: str, shard: bool, rate: Any, tmp_path: Path
 ) -> None:

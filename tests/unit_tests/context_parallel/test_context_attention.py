@@ -44,6 +44,7 @@ def make_inputs(length: int, heads: int, groups: int) -> tuple[list[Tensor], Ten
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.in_suite()
 def test_output_and_gradients_are_those_of_the_whole_sequence(
     rank: int, world: int, comm_type: str, packed: bool
 ) -> None:

@@ -13,6 +13,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads")
 
 @ranks(1, 3, 4, nightly=(2, 8))
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite(5)
 def test_gradients_are_the_mean_over_ranks_in_every_step(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):

@@ -31,6 +31,7 @@ def one_process_step(plain: nn.Module, optimizer: torch.optim.Optimizer, world: 
 @ranks(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("zero", ["set_to_none", "keep", "buffer"])
+@pytest.mark.in_suite()
 def test_five_steps_of_training_equal_one_process(rank: int, world: int, name: str, zero: str) -> None:
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):

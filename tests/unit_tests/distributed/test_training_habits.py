@@ -54,6 +54,7 @@ def check(world: int, seeds: Sequence[int], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "first", "count"), [(1, 0, 40), (2, 100, 20), pytest.param(3, 250, 12, marks=pytest.mark.nightly)]
 )
+@pytest.mark.in_suite(1)
 def test_random_training_habits_are_those_of_plain_torch_or_refused(
     world: int, first: int, count: int, tmp_path: Path
 ) -> None:

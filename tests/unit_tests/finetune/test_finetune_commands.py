@@ -23,8 +23,9 @@ PAGE = COMMAND.findall((ROOT / "docs" / "source" / "finetune.md").read_text().re
 SHORT = ["--run.steps", "3", "--model.sequence-length", "64", "--data.limit", "20", "--run.validation-windows", "8"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [*README, *(pytest.param(command, marks=pytest.mark.nightly) for command in PAGE)])
+@pytest.mark.parametrize("command", [*README, *PAGE])
 def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "source" / "finetune.md").read_text(), re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(blocks[0] * 7)

@@ -115,6 +115,7 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
         pytest.param("--tp 2 --zero 0", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(2)
 def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, layout: str, tmp_path: Path) -> None:
     import transformers
 
@@ -144,6 +145,7 @@ def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, 
         pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(2)
 def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
     rank: int, world: int, how: str, tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
         pytest.param("--plugin low_level_zero --model.gradient-checkpointing", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(1)
 def test_a_run_that_goes_on_is_the_same_bit_for_bit(rank: int, world: int, how: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     flags = [*how.split(), "--run.steps", "4", "--run.validate-every", "0"]

@@ -54,6 +54,7 @@ def uneven_model(folder: Path) -> list[str]:
         pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(2)
 def test_what_a_job_holds_is_planned_to_the_byte(rank: int, world: int, flags: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     built: list[Any] = []

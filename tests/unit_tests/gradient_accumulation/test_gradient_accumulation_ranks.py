@@ -111,6 +111,7 @@ def train(
 @ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.in_suite()
 def test_every_way_of_reducing_equals_one_process_on_the_large_batch(
     rank: int, world: int, way: str, size: int
 ) -> None:
@@ -144,6 +145,7 @@ def uneven(rank: int, number: int) -> int:
 
 @ranks(1, 3)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.in_suite()
 def test_microbatches_of_different_sizes_count_by_their_tokens(rank: int, world: int, way: str) -> None:
     parallel_state.initialize_model_parallel()
     net = make_net()
@@ -231,6 +233,7 @@ def test_a_model_that_outlives_the_wrapper_reduces_again(rank: int, world: int, 
 @ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.in_suite()
 def test_every_way_resumes_in_the_middle_of_a_cycle(rank: int, world: int, way: str, stop: int) -> None:
     parallel_state.initialize_model_parallel()
     net = make_net()

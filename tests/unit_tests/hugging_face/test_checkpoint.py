@@ -38,6 +38,7 @@ def files_of(directory: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
 @ranks(4)
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.in_suite()
 def test_a_saved_directory_is_that_of_the_whole_model(
     rank: int, world: int, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_gradients_of_a_family_are_those_of_one_process(rank: int, world: int, f
         ("qwen3", 4, 1, "split_gather"),
     ],
 )
+@pytest.mark.in_suite(3)
 def test_gradients_over_two_axes_are_those_of_one_process(
     rank: int, world: int, family: str, tp: int, pp: int, sp: str
 ) -> None:
@@ -122,6 +123,7 @@ def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q"])
 @pytest.mark.parametrize("sp", OVER_CONTEXT)
 @in_double
+@pytest.mark.in_suite()
 def test_packed_documents_are_those_of_the_block_diagonal_mask(rank: int, world: int, sp: str, told: str) -> None:
     model, reference, compare = split_over(1, world, sp, "gpt2", **NO_DROPOUT)
     ids = tokens(1, LENGTH)
@@ -157,6 +159,7 @@ def test_padding_on_the_left_is_masked_as_in_one_process(rank: int, world: int, 
 @pytest.mark.parametrize("num_items", [None, 7])
 @pytest.mark.parametrize("sp", ["split_gather", "all_to_all", "ring_attn"])
 @in_double
+@pytest.mark.in_suite()
 def test_the_loss_of_split_logits_is_that_of_whole_ones(rank: int, world: int, sp: str, num_items: int | None) -> None:
     tp, cp = (2, 2) if sp in OVER_CONTEXT else (4, 1)
     model, reference, compare = split_over(tp, cp, sp, options={"parallel_output": True})

@@ -37,6 +37,7 @@ SAMPLE: dict[str, dict[str, Any]] = {
 
 @ranks(2)
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.in_suite(5)
 def test_gradients_of_a_family_are_those_of_one_process(rank: int, world: int, name: str) -> None:
     verdict = check_on_rank(name, families()[name], world, SAMPLE[name])
     assert verdict.answer == "equal", verdict
@@ -46,6 +47,7 @@ def test_gradients_of_a_family_are_those_of_one_process(rank: int, world: int, n
 
 @ranks(4)
 @pytest.mark.parametrize("name", ["llama/LlamaConfig", "deepseek_v3/DeepseekV3Config", "apertus/ApertusConfig"])
+@pytest.mark.in_suite(1)
 def test_gradients_at_tp_4_are_those_of_one_process(rank: int, world: int, name: str) -> None:
     verdict = check_on_rank(name, families()[name], world)
     assert verdict.answer == "equal", verdict
@@ -85,6 +87,7 @@ def trained(model: Any, steps: int, data_ranks: int, sharded: bool = False) -> l
 @ranks(4)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("parallel_output", [False, True])
+@pytest.mark.in_suite()
 def test_training_over_tp_and_dp_follows_one_process(
     rank: int, world: int, sharded: bool, parallel_output: bool
 ) -> None:

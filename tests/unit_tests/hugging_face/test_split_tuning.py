@@ -67,6 +67,7 @@ def steps_of_sgd(model: Any, wrapped: Any, batches: list[list[torch.Tensor]], da
 
 @ranks(4)
 @pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.in_suite(2)
 def test_adapters_train_as_on_one_process_and_are_a_plain_adapter_directory(
     rank: int, world: int, family: str, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def compare_with_one_process(
 
 @ranks(2)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.in_suite(5)
 def test_a_pipeline_of_a_family_is_one_process(rank: int, world: int, family: str) -> None:
     compare_with_one_process(small(family, num_hidden_layers=LAYERS, **FAMILIES[family]), 1, 2, "1F1B")
 

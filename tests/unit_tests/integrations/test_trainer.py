@@ -92,6 +92,7 @@ def assert_trained(found: dict[str, torch.Tensor], expected: nn.Module, tied: bo
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite(2)
 def test_the_trainer_trains_like_one_process_and_saves_what_from_pretrained_loads(
     rank: int, world: int, strategy: str, tmp_path: Path
 ) -> None:

@@ -199,6 +199,7 @@ def test_the_expert_bias_moves_by_the_same_counts_where_layers_are_recomputed(ra
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+@pytest.mark.in_suite()
 def test_auxiliary_losses_are_those_of_the_tokens_that_share_them(
     rank: int, world: int, kind: str, per_token: bool, layout: Layout
 ) -> None:

@@ -107,6 +107,7 @@ def check_gpt(layout: tuple[int, int, int, bool], strategy: str, instances: int 
 @ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS_2, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.in_suite()
 def test_two_ranks_have_the_gradients_of_one_process(
     rank: int, world: int, layout: tuple[int, int, int, bool], variant: str
 ) -> None:
@@ -116,6 +117,7 @@ def test_two_ranks_have_the_gradients_of_one_process(
 @ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS_4, ids=str)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.in_suite()
 def test_four_ranks_have_the_gradients_of_one_process(
     rank: int, world: int, strategy: str, layout: tuple[int, int, int, bool]
 ) -> None:

@@ -81,6 +81,7 @@ def train_step(ddp: DistributedDataParallel, optimizer: Any, rank: int, microbat
 @ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.in_suite()
 def test_steps_equal_those_of_one_process_on_the_whole_batch(
     rank: int, world: int, strategy: str, algorithm: str
 ) -> None:
@@ -128,6 +129,7 @@ def test_two_optimizer_instances_step_like_one_process(rank: int, world: int, al
 @ranks(2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("grads_in_fp32", [True, False])
+@pytest.mark.in_suite()
 def test_bf16_parameters_keep_small_updates_in_fp32_masters(
     rank: int, world: int, strategy: str, grads_in_fp32: bool
 ) -> None:

@@ -39,6 +39,7 @@ def step(ddp: Any, optimizer: Any, rank: int, microbatch: int, tokens: int | Non
 @ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale_in_optimizer", [False, True])
+@pytest.mark.in_suite()
 def test_all_factors_together_make_the_steps_of_one_process(
     rank: int, world: int, strategy: str, scale_in_optimizer: bool
 ) -> None:

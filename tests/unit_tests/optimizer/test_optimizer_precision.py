@@ -89,6 +89,7 @@ def masters_by_name(optimizer: Any, ddp: Any) -> dict[str, torch.Tensor]:
 @ranks(3, nightly=(1, 2))
 @pytest.mark.parametrize("strategy", ONE_STRATEGY)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.in_suite(1)
 def test_remainders_make_the_steps_of_fp32_masters_bit_for_bit(
     rank: int, world: int, strategy: str, algorithm: str
 ) -> None:
@@ -208,6 +209,7 @@ def test_steps_stay_within_the_stated_bound_of_fp64(rank: int, world: int, strat
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite(1)
 def test_every_precision_resumes_bit_for_bit(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for case, (dtype, grads, extra) in CASES.items():
@@ -254,6 +256,7 @@ def test_a_state_loads_into_another_precision(rank: int, world: int) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite(1)
 def test_parameters_frozen_on_the_way_stand_still_in_every_precision(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for case, (dtype, grads, extra) in CASES.items():
@@ -312,6 +315,7 @@ class Odd(nn.Module):
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("grads", [BF16, FP32])
+@pytest.mark.in_suite()
 def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
     rank: int, world: int, strategy: str, grads: torch.dtype
 ) -> None:
@@ -340,6 +344,7 @@ def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite()
 def test_bf16_throughout_is_stepped_where_it_lies_with_the_bits_of_scratch(
     rank: int, world: int, strategy: str
 ) -> None:
@@ -381,6 +386,7 @@ def test_bf16_throughout_is_stepped_where_it_lies_with_the_bits_of_scratch(
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.in_suite()
 def test_every_algorithm_passes_through_scratch_unchanged(rank: int, world: int, strategy: str) -> None:
     """Elementwise ones in pieces, Muon with whole matrices in their shape; none of them knows of remainders."""
     parallel_state.initialize_model_parallel()

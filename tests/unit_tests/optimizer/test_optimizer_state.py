@@ -50,6 +50,7 @@ def saved(*states: Any) -> list[Any]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.in_suite()
 def test_training_resumes_bit_for_bit(rank: int, world: int, strategy: str, algorithm: str, dtype: torch.dtype) -> None:
     parallel_state.initialize_model_parallel()
     options = ALGORITHMS[algorithm]

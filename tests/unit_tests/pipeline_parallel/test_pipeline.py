@@ -61,6 +61,7 @@ def test_a_loss_mask_counts_by_its_weights_however_small(rank: int, world: int, 
     ids=str,
 )
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.in_suite()
 def test_every_schedule_on_two_ranks(
     rank: int, world: int, schedule: str, layers: tuple[int, ...], count: int, tied: bool
 ) -> None:
@@ -109,6 +110,7 @@ TWO_BY_TWO = [
 
 @ranks(4)
 @pytest.mark.parametrize(("schedule", "strategy", "overlap"), TWO_BY_TWO)
+@pytest.mark.in_suite()
 def test_two_stages_of_two_data_ranks(rank: int, world: int, schedule: str, strategy: str, overlap: bool) -> None:
     ddp = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": overlap, "bucket_size": 100}
     layout = plan_pipeline(4, 2, schedule=schedule, chunks=1 if schedule == "1F1B" else 2)
@@ -132,6 +134,7 @@ def test_pipeline_beside_sequence_and_data_parallelism(rank: int, world: int, sc
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.in_suite()
 def test_recomputation_and_fused_weight_gradients(rank: int, world: int, schedule: str, recompute: str | None) -> None:
     config = {"recompute_granularity": recompute, "gradient_accumulation_fusion": True, "activation": "swiglu"}
     runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, config=config)

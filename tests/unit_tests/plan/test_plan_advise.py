@@ -22,6 +22,7 @@ def small(more: str = "", length: int = 64, batch: int = 8) -> JobConfig:
 
 
 @pytest.mark.parametrize(("more", "ranks", "step"), [("", 4, 23), (EXPERTS, 8, 101)])
+@pytest.mark.in_suite(1)
 def test_estimates_are_near_their_plans(more: str, ranks: int, step: int) -> None:
     """Every layout of which there is an estimate can be planned, and comes to the same."""
     compare(small(more), ranks, step, {})

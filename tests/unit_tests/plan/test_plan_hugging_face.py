@@ -59,11 +59,13 @@ def compare(name: str, rank: int, world: int) -> None:
 
 @ranks(1, timeout_s=120)
 @pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.in_suite(4)
 def test_one_rank_is_planned(rank: int, world: int, name: str) -> None:
     compare(name, rank, world)
 
 
 @ranks(2, timeout_s=120)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in OF_ONE])
+@pytest.mark.in_suite(4)
 def test_a_layout_is_planned(rank: int, world: int, name: str) -> None:
     compare(name, rank, world)

@@ -47,6 +47,7 @@ LAYOUTS = {
 @ranks(2, timeout_s=120)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.in_suite()
 def test_state_is_planned_to_the_byte(rank: int, world: int, layout: str, dtype: str) -> None:
     config = load_config([*MODEL, *LAYOUTS[layout], "--model.dtype", dtype])
     (planned,) = plan_memory(run_of_job(config, world, on_cpu=True), [rank])
@@ -167,6 +168,7 @@ def test_a_plan_needs_no_random_streams_and_leaves_none() -> None:
 
 @ranks(1, 2, timeout_s=120)
 @pytest.mark.parametrize("layout", list(ACTIVATIONS_OF))
+@pytest.mark.in_suite()
 def test_activations_are_planned_within_five_percent(rank: int, world: int, layout: str) -> None:
     flags = ACTIVATIONS_OF[layout]
     if world == 1:

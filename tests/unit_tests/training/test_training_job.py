@@ -84,6 +84,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "tp2-sp-pp2-zbv",
     ],
 )
+@pytest.mark.in_suite(4)
 def test_every_layout_has_the_losses_of_a_plain_loop(
     tmp_path: Path, text_flags: list[str], world: int, flags: list[str]
 ) -> None:

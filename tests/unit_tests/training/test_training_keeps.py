@@ -56,6 +56,7 @@ def records_of(directory: Path) -> list[dict[str, float]]:
     [(4, []), (2, ["--tp", "1", "--pp", "2"]), (2, EXPERTS), (2, PADDED)],
     ids=["tp2-dp2", "pp2", "experts-ep2", "padded-bf16"],
 )
+@pytest.mark.in_suite(2)
 def test_the_model_that_a_run_leaves_has_its_validation_loss_on_one_process(
     world: int, flags: list[str], tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 def test_a_plain_start_runs_its_own_ranks(tmp_path: Path) -> None:
     process = start(tmp_path, "sum")
     output, _ = process.communicate(timeout=60)

@@ -53,6 +53,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ],
     ids=["dropout-async", "pp2-ep2", "bf16", "fp16"],
 )
+@pytest.mark.in_suite(1)
 def test_a_run_in_two_parts_has_the_losses_of_one_run_bit_for_bit(
     tmp_path: Path, text_flags: list[str], world: int, flags: list[str]
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["megatron", "dataset", "streamed"])
+@pytest.mark.in_suite(2)
 def test_the_losses_are_those_of_the_same_tokens_from_text(
     tmp_path: Path, sources: dict[str, list[str]], source: str
 ) -> None:
@@ -166,6 +167,7 @@ def test_the_losses_are_those_of_the_same_tokens_from_text(
 
 
 @pytest.mark.parametrize("source", ["megatron", "streamed"])
+@pytest.mark.in_suite(1)
 def test_a_run_in_two_parts_goes_on_at_the_right_sample(
     tmp_path: Path, sources: dict[str, list[str]], source: str
 ) -> None:

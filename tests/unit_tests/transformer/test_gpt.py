@@ -111,6 +111,7 @@ def assert_close(name: str, got: Tensor, expected: Tensor) -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.in_suite()
 def test_loss_and_every_gradient_are_those_of_one_process(
     rank: int, world: int, sequence_parallel: bool, variant: str
 ) -> None:

@@ -49,6 +49,7 @@ def check_rows(layouts: Sequence[Layout], world: int, dtype: str) -> None:
 
 
 @ranks(1, 2, 3, 4, timeout_s=120)
+@pytest.mark.in_suite(2)
 def test_quick_table_is_right(rank: int, world: int) -> None:
     check_rows(QUICK, world, "fp64")
 

@@ -124,6 +124,7 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_command_starts_its_own_ranks() -> None:
     done = run_command("core.verify", "--only", "dp2 tp1 overlap", "--max-ranks", "2", "--dtypes", "fp64")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,6 +24,7 @@ EXPERTS = Layout(dp=2, ep=2, experts="alltoall", aux="aux_loss", expert_bias=Tru
 @ranks(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("layout", [STAGES, SHARDED, EXPERTS], ids=str)
+@pytest.mark.in_suite()
 def test_five_steps_are_those_of_one_process(rank: int, world: int, layout: Layout, optimizer: str) -> None:
     report = train_gpt(layout, optimizer=optimizer, steps=5)
     assert report.ok, str(report)

@@ -46,6 +46,7 @@ def inputs_of(rank: int, step: int, microbatch: int) -> torch.Tensor:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("reduce_microbatches", ["last", "every"])
 @pytest.mark.parametrize("left_out", [{0}, {LAYERS - 1}, set(range(LAYERS)) - {3}], ids=["last", "first", "most"])
+@pytest.mark.in_suite()
 def test_a_rank_may_leave_out_parameters_whose_buckets_others_wait_for(
     rank: int, world: int, left_out: set[int], reduce_microbatches: str, overlap: bool, share: bool
 ) -> None:

@@ -27,6 +27,7 @@ CALLS = {"max_norm": "clip_grad_by_norm", "clip_value": "clip_grad_by_value"}
 @ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.in_suite()
 def test_ranks_that_would_clip_differently_are_told_so(rank: int, world: int, plugin: str, name: str) -> None:
     booster = Booster(plugin=PLUGINS[plugin]())
     model = new_model()

@@ -172,6 +172,7 @@ def test_on_cuda_marks_are_events_and_become_seconds_when_asked_for(monkeypatch:
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.in_suite(1)
 def test_a_step_on_a_slow_wire_reports_what_the_wire_took(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     wire = Wire(15e-3, 1e12)  # so long that a rank may lose its core for a while between two lines

@@ -55,6 +55,7 @@ class LossWith:
 
 @ranks(3)
 @pytest.mark.parametrize("strategy", [pytest.param("no_shard", marks=pytest.mark.nightly), "optim", "optim_grads"])
+@pytest.mark.in_suite(1)
 def test_unused_parameters_contribute_zeros(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     for overlap in (False, True):

@@ -275,6 +275,7 @@ def run(seed: int, rank: int, world: int) -> None:
 
 @ranks(4)
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.in_suite(6)
 def test_every_parameter_of_a_random_job_gets_what_it_must(rank: int, world: int, seed: int) -> None:
     run(seed, rank, world)
 
@@ -299,6 +300,7 @@ def test_random_jobs_turn_red_when_a_reduction_is_spoilt(rank: int, world: int, 
 
 @ranks(8)
 @pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.in_suite(3)
 def test_every_parameter_of_a_random_job_on_eight_ranks(rank: int, world: int, seed: int) -> None:
     run(seed, rank, world)
 

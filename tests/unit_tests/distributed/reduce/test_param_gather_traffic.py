@@ -71,6 +71,7 @@ def buckets_of(ddp: DistributedDataParallel) -> list[Any]:
         ("optim_grads", "adam", torch.float32),
     ],
 )
+@pytest.mark.in_suite()
 def test_bucket_by_bucket_gives_the_same_bits_with_one_gather_a_bucket_and_step(
     rank: int, world: int, strategy: str, algorithm: str, dtype: torch.dtype
 ) -> None:

@@ -176,6 +176,7 @@ ADAM = {"optimizer": "adam", "lr": 0.05}
 
 @ranks(2, nightly=(1, 3, 4))
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.in_suite(5)
 def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, world: int, case: str) -> None:
     parallel_state.initialize_model_parallel()
     for optimizer, share in ((SGD, True), (ADAM, False)):
@@ -191,6 +192,7 @@ def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, worl
 
 @ranks(2)
 @pytest.mark.parametrize("case", ["microbatches", "recomputed, reentrant", "evaluated in between"])
+@pytest.mark.in_suite(1)
 def test_buckets_that_stay_until_backward_change_no_bit(rank: int, world: int, case: str) -> None:
     parallel_state.initialize_model_parallel()
     notes, weights = trained("optim_grads", case, rank, ADAM, share_host_memory=False)

@@ -222,6 +222,7 @@ def test_a_model_that_was_dropped_in_a_step_which_some_ranks_have_begun_is_told_
 @ranks(2, 3)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.in_suite()
 def test_a_model_that_some_ranks_have_begun_to_reduce_when_another_one_is_wrapped(
     rank: int, world: int, strategy: str, order: tuple[int, int]
 ) -> None:

@@ -168,6 +168,7 @@ def test_lion_trains_in_shards_as_it_does_on_one_process(rank: int, world: int, 
 @ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.in_suite()
 def test_a_torch_class_trains_in_shards_as_it_does_on_one_process(
     rank: int, world: int, strategy: str, name: str
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_torch_class_trains_in_shards_as_it_does_on_one_process(
 @ranks(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", sorted(set(PLUGGED) - {"Adagrad", "RMSprop", "NAdam"}))
+@pytest.mark.in_suite()
 def test_so_do_the_other_elementwise_classes(rank: int, world: int, strategy: str, name: str) -> None:
     check_plugged(rank, world, strategy, name)
 

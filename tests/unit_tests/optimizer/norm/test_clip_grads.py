@@ -121,6 +121,7 @@ CASES = [
 
 @ranks(4)
 @pytest.mark.parametrize(("layout", "strategy"), CASES)
+@pytest.mark.in_suite()
 def test_every_element_is_counted_once_and_clipped_alike(rank: int, world: int, layout: str, strategy: str) -> None:
     sizes = LAYOUTS[layout]
     instances = sizes.get("num_distributed_optimizer_instances", 1)

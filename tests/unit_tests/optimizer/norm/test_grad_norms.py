@@ -49,6 +49,7 @@ def expected_norms(everyone: list[Place], norm_type: float, tags: dict[str, str]
 
 @ranks(4)
 @pytest.mark.parametrize(("layout", "strategy"), [case for case in CASES if case[1] in STRATEGIES])
+@pytest.mark.in_suite()
 def test_norms_and_clipping_of_every_kind_in_every_layout(rank: int, world: int, layout: str, strategy: str) -> None:
     sizes = LAYOUTS[layout]
     instances = sizes.get("num_distributed_optimizer_instances", 1)

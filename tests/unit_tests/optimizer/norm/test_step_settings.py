@@ -118,6 +118,7 @@ DIFFERENT: dict[str, Any] = {
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.in_suite()
 def test_no_rank_steps_where_one_would_step_differently(
     rank: int, world: int, what: str, share: bool, strategy: str
 ) -> None:

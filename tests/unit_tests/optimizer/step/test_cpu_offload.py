@@ -70,6 +70,7 @@ def test_the_largest_runs_that_come_nearest_to_the_fraction_are_chosen() -> None
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.in_suite()
 def test_any_fraction_gives_the_bits_of_none(rank: int, world: int, strategy: str, algorithm: str) -> None:
     parallel_state.initialize_model_parallel()
     options = ALGORITHMS[algorithm]

@@ -78,6 +78,7 @@ def one_step(chunks: list[Any], optimizer: Any, poison: tuple[int, str, float] |
 @ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.in_suite()
 def test_one_bad_number_on_one_rank_changes_nothing_anywhere(
     rank: int, world: int, layout: str, dtype: torch.dtype
 ) -> None:
