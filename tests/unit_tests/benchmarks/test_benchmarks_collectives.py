@@ -10,6 +10,7 @@ from tests.unit_tests.ranks import ranks
 
 
 @ranks(3, nightly=(2,))
+@pytest.mark.nightly
 def test_every_way_gives_the_sum_and_is_timed(rank: int, world: int) -> None:
     rows = measure(300, rank, world, repeat=2)
     assert {row["kind"] for row in rows} == {"reduce-scatter", "all-reduce", "all-gather"}

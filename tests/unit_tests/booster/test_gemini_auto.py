@@ -109,6 +109,7 @@ def test_a_budget_is_kept_and_a_larger_one_costs_fewer_transfers(rank: int, worl
 
 @ranks(2, nightly=(1, 3))
 @over_sockets
+@pytest.mark.nightly
 def test_a_budget_is_kept_where_gathers_are_collective(rank: int, world: int, tmp_path: Path) -> None:
     check_budgets(rank, shared(tmp_path), "bf16")
 

@@ -66,6 +66,7 @@ def check_pair(writer: str, reader: str, rank: int, world: int, folder: Path, fo
 
 
 @ranks(3)
+@pytest.mark.nightly
 def test_training_goes_on_under_another_plugin(rank: int, world: int, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     folder = shared(tmp_path)
@@ -103,6 +104,7 @@ def test_training_goes_on_in_every_form(rank: int, world: int, tmp_path: Path, w
 
 
 @ranks(2, 3)
+@pytest.mark.in_suite(1)
 def test_16_bit_training_resumes_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
     """With the masters, the moments and the loss scale: ColossalAI saves neither masters nor scale."""
     folder = shared(tmp_path)

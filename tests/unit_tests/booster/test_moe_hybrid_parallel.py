@@ -83,6 +83,7 @@ def test_four_ranks_with_experts_train_as_one_process(
 
 @ranks(4)
 @pytest.mark.parametrize("shard", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
 def test_training_goes_on_with_experts_elsewhere(rank: int, world: int, shard: bool, tmp_path: Path) -> None:
     """Files of experts over 2 of 4 data ranks go on without expert parallelism, over tp, and in transformers."""
     import transformers

@@ -107,6 +107,7 @@ def test_slices_in_chunks_train_as_one_process(rank: int, world: int, tmp_path: 
 
 
 @ranks(4, timeout_s=120.0)
+@pytest.mark.nightly
 def test_files_of_slices_load_in_other_layouts_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
     booster, model, optimizer = boosted({"tp_size": 2, "max_norm": 0.5})

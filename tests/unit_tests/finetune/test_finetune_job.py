@@ -115,7 +115,7 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
         pytest.param("--tp 2 --zero 0", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, layout: str, tmp_path: Path) -> None:
     import transformers
 
@@ -145,7 +145,7 @@ def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, 
         pytest.param("--plugin gemini --tp 2", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
     rank: int, world: int, how: str, tmp_path: Path
 ) -> None:
@@ -214,6 +214,7 @@ WAYS = (
         pytest.param("--lora.r 2 --plugin gemini", ("--lora.r 2 --tp 2", "--lora.r 2"), marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_plugin(
     rank: int, world: int, before: str, afterwards: tuple[str, ...], tmp_path: Path
 ) -> None:

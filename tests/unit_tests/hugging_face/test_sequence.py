@@ -52,6 +52,7 @@ def verdict_on(family: str, tp: int = 1, pp: int = 1, sp: str = "split_gather", 
         ("gpt2", 1, "ring_attn"),
     ],
 )
+@pytest.mark.in_suite(6)
 def test_gradients_of_a_family_are_those_of_one_process(rank: int, world: int, family: str, tp: int, sp: str) -> None:
     verdict = verdict_on(family, tp, sp=sp)
     assert verdict.answer == "equal", verdict

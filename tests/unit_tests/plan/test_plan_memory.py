@@ -168,7 +168,7 @@ def test_a_plan_needs_no_random_streams_and_leaves_none() -> None:
 
 @ranks(1, 2, timeout_s=120)
 @pytest.mark.parametrize("layout", list(ACTIVATIONS_OF))
-@pytest.mark.in_suite()
+@pytest.mark.in_suite(6)
 def test_activations_are_planned_within_five_percent(rank: int, world: int, layout: str) -> None:
     flags = ACTIVATIONS_OF[layout]
     if world == 1:

@@ -91,6 +91,7 @@ def test_validation_losses_on_the_way_change_no_step_and_are_those_of_a_run_that
     assert with_them[3]["validation_loss"] < with_them[1]["validation_loss"]
 
 
+@pytest.mark.nightly
 def test_the_last_lines_of_the_command_are_commands_that_continue_a_text_and_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_five_steps_are_those_of_one_process(rank: int, world: int, layout: Layo
 
 
 @ranks(8, timeout_s=170)
+@pytest.mark.nightly
 def test_the_full_house_trains_as_one_process_does(rank: int, world: int) -> None:
     report = train_gpt(replace(FULL_HOUSE, strategy="optim"), steps=3)
     assert report.ok, str(report)

@@ -176,7 +176,7 @@ ADAM = {"optimizer": "adam", "lr": 0.05}
 
 @ranks(2, nightly=(1, 3, 4))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.in_suite(5)
+@pytest.mark.in_suite(3)
 def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, world: int, case: str) -> None:
     parallel_state.initialize_model_parallel()
     for optimizer, share in ((SGD, True), (ADAM, False)):
