@@ -303,8 +303,6 @@ SAMPLE = [
     Case("stop", "backward", "pp", "sockets"),
     Case("exception", "guards", "zero 2", "memory"),
     Case("exit 0", "norm", "zero 1", "sockets"),
-    Case("kill", "start-up", "cp", "sockets"),
-    Case("kill", "save", "ep", "memory"),
 ]
 ALL = [
     case
@@ -317,7 +315,6 @@ ALL = [
 
 
 @pytest.mark.parametrize("case", [*SAMPLE, *(pytest.param(case, marks=pytest.mark.nightly) for case in ALL)], ids=str)
-@pytest.mark.in_suite(3)
 def test_every_survivor_names_the_rank_that_fell(
     case: Case, tmp_path: Path, cache: Path, times: dict[str, list[float | None]]
 ) -> None:

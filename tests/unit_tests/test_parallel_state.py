@@ -303,6 +303,7 @@ CYCLE = [
 
 @ranks(4, timeout_s=150)
 @pytest.mark.parametrize("alone", range(len(CYCLE)))
+@pytest.mark.in_suite(2)
 def test_five_cycles_on_one_store_give_what_a_fresh_start_gives_and_leak_nothing(rank: int, alone: int) -> None:
     parallel_state.initialize_model_parallel(**CYCLE[alone])
     fresh = snapshot()

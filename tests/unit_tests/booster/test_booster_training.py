@@ -44,6 +44,7 @@ def check(rank: int, world: int, plugin: str, precision: str, accumulate: int, c
 
 @ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.in_suite()
 def test_five_steps_equal_one_process(rank: int, world: int, plugin: str) -> None:
     for precision, accumulate, clip in (("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, True), ("fp16", 1, True)):
         check(rank, world, plugin, precision, accumulate, clip)

@@ -52,6 +52,7 @@ CASES = [
 
 
 @ranks(1, 3, nightly=(2,))
+@pytest.mark.in_suite(1)
 def test_five_steps_equal_one_process(rank: int, world: int) -> None:
     for precision, accumulate, clip, options in CASES:
         check(rank, world, precision, accumulate, clip, **options)

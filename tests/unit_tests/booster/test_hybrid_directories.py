@@ -132,6 +132,7 @@ def with_adapters(booster: Booster | None, model: Any) -> Any:
         pytest.param(1, 1, sequence("ring_attn", sp_size=2, zero_stage=3), marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.in_suite(1)
 def test_adapters_of_a_model_that_is_cut_train_as_in_one_process(
     rank: int, world: int, tp: int, pp: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

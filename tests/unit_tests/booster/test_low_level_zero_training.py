@@ -132,7 +132,6 @@ ALGORITHMS: dict[str, Make] = {
 
 @ranks(3)
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.in_suite(1)
 def test_any_torch_optimizer_is_sharded(rank: int, world: int, half: int) -> None:
     for name, make in list(ALGORITHMS.items())[half::2]:
         for stage in (1, 2):

@@ -79,6 +79,7 @@ def assert_resumed_exactly(resumed: Resumed) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.nightly
 def test_training_goes_on_bit_for_bit_after_a_rank_was_killed_in_a_save(tmp_path: Path) -> None:
     killed = [KilledTraining("half a file", 1, True, "optim"), KilledTraining("after rename", 0, False, "optim")]
     for resumed in outcomes_of(checkpoint_crash_training.process_main, killed, tmp_path):

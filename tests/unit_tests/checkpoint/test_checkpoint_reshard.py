@@ -137,6 +137,7 @@ def assert_file_is_the_whole_model(root: str, layout: Layout) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), BF16], ids=["fp32", "bf16"])
+@pytest.mark.nightly
 def test_a_model_goes_from_layout_to_layout_and_stays_the_same_bit_for_bit(tmp_path: Path, options: dict) -> None:
     """Every link loads what the one before has saved, compares it with the planted values, and saves again."""
     chain = [dataclasses.replace(layout, **options) for layout in (CHAIN if not options else [*CHAIN[1:4], CHAIN[5]])]

@@ -50,6 +50,7 @@ def save_and_wait(open_saver: CheckpointSaver, step: int) -> SaveReport:
 
 @ranks(1, 3)
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.in_suite()
 def test_what_is_loaded_is_bit_for_bit_what_was_saved(
     rank: int, world: int, asynchronous: bool, tmp_path: Path
 ) -> None:
@@ -192,8 +193,7 @@ IN_A_THREAD = [
 
 
 @ranks(2, timeout_s=120)
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.in_suite(1)
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_full_disk_at_any_point_is_told_to_all_ranks_and_the_next_save_works(
     rank: int, world: int, asynchronous: bool, tmp_path: Path
 ) -> None:
@@ -366,7 +366,7 @@ def wait_for_saves() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("slow_s", [0.0, 2.0])
+@pytest.mark.parametrize("slow_s", [0.0, 4.0])
 def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_root(
     rank: int, world: int, slow_s: float, tmp_path: Path
 ) -> None:
@@ -386,7 +386,7 @@ def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_
             save_step(open_saver, 1)
             raised_s = time.monotonic()
             raise ZeroDivisionError
-        assert time.monotonic() - raised_s < 1.8, "raised at once, not when the save has ended"
+        assert time.monotonic() - raised_s < 3.0, "raised at once, not when the save has ended"
         wait_for_saves()
         save_points.set_hook(None)
     dist.barrier()

@@ -120,7 +120,7 @@ def one_process(parts: int, options: dict[str, Any]) -> list[float]:
     [(2, 2, 1, False, {}, 5e-5), (1, None, 2, False, EXPERTS, 5e-5), (2, None, 1, True, {}, 2e-2)],
     ids=["interleaved", "experts", "bf16"],
 )
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_losses_are_those_of_one_process(
     rank: int, world: int, pp: int, vp: int | None, ep: int, bf16: bool, options: dict[str, Any], tolerance: float
 ) -> None:

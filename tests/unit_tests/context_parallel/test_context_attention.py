@@ -95,6 +95,7 @@ def test_tiles_cover_each_pair_once() -> None:
 @ranks(2)
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.in_suite()
 def test_16_bit_attention_rounds_no_more_than_one_process(rank: int, world: int, comm_type: str, packed: bool) -> None:
     inputs, weights, documents = make_inputs(32, 4, 2)
     seen = documents if packed else None

@@ -182,6 +182,7 @@ def test_without_per_token_loss_gradients_are_the_mean_over_ranks(rank: int, wor
 @ranks(4)
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+@pytest.mark.in_suite()
 def test_pipeline_stages_split_the_sequence_too(rank: int, world: int, comm_type: str, packed: bool) -> None:
     layout = plan_pipeline(num_layers=2, pp=2, schedule="1F1B", microbatches=2)
     parallel_state.initialize_model_parallel(

@@ -248,6 +248,7 @@ def one_by_hand(model: nn.Module) -> None:
         {"data_parallel_sharding_strategy": "optim_grads", "reduce_microbatches": "every"},
     ],
 )
+@pytest.mark.in_suite()
 def test_a_gradient_dropped_after_its_reduction_has_begun_is_refused_on_all_ranks(
     rank: int, world: int, options: dict[str, Any], drop: Any, dropped_on: tuple[int, ...]
 ) -> None:

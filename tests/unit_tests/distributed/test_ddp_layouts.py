@@ -251,6 +251,7 @@ def test_scale_gradients_scales_what_is_valid_and_zero_grad_buffer_zeroes_all(ra
 @ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("whole", [True, "all"])
+@pytest.mark.in_suite()
 def test_whole_parameters_in_shards_change_no_gradient(rank: int, world: int, overlap: bool, whole: Any) -> None:
     parallel_state.initialize_model_parallel()
     expected = mean_over_ranks(make_net(width=40), world)

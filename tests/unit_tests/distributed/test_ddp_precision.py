@@ -66,6 +66,7 @@ def test_bf16_gradients_accumulate_and_reduce_in_fp32(rank: int, world: int) -> 
 
 @ranks(4, 3)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.in_suite()
 def test_bf16_on_the_wire_is_added_in_fp32(rank: int, world: int, strategy: str) -> None:
     """The result is the fp64 sum of the bf16 values, rounded once; a sum in bf16 is not."""
     parallel_state.initialize_model_parallel()

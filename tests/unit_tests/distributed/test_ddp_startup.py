@@ -87,6 +87,7 @@ def test_collectives_of_a_wrap_do_not_grow_with_the_parameters(rank: int, world:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.in_suite()
 def test_torch_calls_of_a_wrap_are_a_few_a_parameter(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
     wrap(Many(1), data_parallel_sharding_strategy=strategy)  # from the second model on ranks ask what became of others

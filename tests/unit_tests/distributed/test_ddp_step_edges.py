@@ -64,6 +64,7 @@ def by_replacing_some(ddp: DistributedDataParallel) -> None:
         by_replacing_some,
     ],
 )
+@pytest.mark.in_suite(3)
 def test_every_way_of_zeroing_begins_a_new_step(
     rank: int, world: int, zero: Callable[[DistributedDataParallel], None]
 ) -> None:

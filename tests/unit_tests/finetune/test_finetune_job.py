@@ -96,9 +96,9 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
     "layout",
     [
         "--tp 2 --pp 2 --zero 3",
-        "--plugin low_level_zero --zero 2",
         "--plugin gemini --tp 2 --model tiny:llama --model.gradient-checkpointing",
-        "--plugin torch_fsdp",
+        pytest.param("--plugin low_level_zero --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--plugin torch_fsdp", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_ddp", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_fsdp --model tiny:gemma3", marks=pytest.mark.nightly),  # tied embeddings
         pytest.param("--sp 2 --parallel.sp-mode all_to_all --zero 3", marks=pytest.mark.nightly),
@@ -115,7 +115,6 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
         pytest.param("--tp 2 --zero 0", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.in_suite(1)
 def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, layout: str, tmp_path: Path) -> None:
     import transformers
 

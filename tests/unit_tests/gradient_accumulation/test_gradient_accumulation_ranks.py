@@ -183,6 +183,7 @@ def test_torchs_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, w
 @ranks(2)
 @pytest.mark.parametrize("way", ["ours overlapped", "sharded overlapped", "sharded gradients overlapped last"])
 @pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.in_suite()
 def test_our_wrapper_sends_gradients_in_the_last_microbatch_only(rank: int, world: int, way: str, losses: int) -> None:
     parallel_state.initialize_model_parallel()
     net = make_net()

@@ -101,6 +101,7 @@ def test_experts_on_two_ranks_are_one_process(rank: int, world: int, family: str
         ("deepseek_v3", 2, 2, 1),  # with shared experts, which are split over tp
     ],
 )
+@pytest.mark.in_suite(2)
 def test_experts_over_four_ranks_are_one_process(
     rank: int, world: int, family: str, tp: int, ep: int, expt_tp: int
 ) -> None:

@@ -84,6 +84,7 @@ def train(base: Any, tp: int, pp: int, chunks: int, targets: Any, directory: Pat
 
 @ranks(2)
 @pytest.mark.parametrize(("family", "chunks"), [("llama", 1), ("opt", 2)])
+@pytest.mark.in_suite(1)
 def test_adapters_of_stages_train_as_on_one_process(
     rank: int, world: int, family: str, chunks: int, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_trainer_trains_like_one_process_and_saves_what_from_pretrained_load
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.in_suite(2)
 def test_a_job_that_is_resumed_ends_as_one_that_did_not_stop(
     rank: int, world: int, strategy: str, tmp_path: Path
 ) -> None:

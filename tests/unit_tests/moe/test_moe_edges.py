@@ -91,6 +91,7 @@ def check_layer(
 @ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.in_suite()
 def test_ranks_may_have_unequal_numbers_of_tokens_and_none(
     rank: int, world: int, dispatcher: str, layout: Layout
 ) -> None:
@@ -101,6 +102,7 @@ def test_ranks_may_have_unequal_numbers_of_tokens_and_none(
 @ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.in_suite()
 def test_all_tokens_may_go_to_one_expert(rank: int, world: int, dispatcher: str, layout: Layout) -> None:
     settings: dict[str, Any] = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ddp = wrapped_layer(layout, "optim", moe_token_dispatcher_type=dispatcher, **settings)
@@ -124,6 +126,7 @@ def test_all_tokens_may_go_to_one_expert(rank: int, world: int, dispatcher: str,
 @ranks(4)
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.in_suite()
 def test_each_rank_drops_by_the_capacity_of_its_own_tokens(rank: int, world: int, layout: Layout, policy: str) -> None:
     settings: dict[str, Any] = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
     dispatcher = DISPATCHERS[policy == "probs"]

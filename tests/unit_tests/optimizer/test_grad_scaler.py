@@ -61,6 +61,7 @@ def on_one_process(world: int) -> tuple[list[dict[str, torch.Tensor]], list[floa
 @ranks(2)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.in_suite()
 def test_a_loop_with_a_dynamic_scale_trains_like_torchs_on_one_process(
     rank: int, world: int, strategy: str, unscales: bool
 ) -> None:

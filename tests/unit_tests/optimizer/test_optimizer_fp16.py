@@ -50,6 +50,7 @@ def assert_bit_equal(got: Any, want: Any, where: str = "") -> None:
 @ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("grads_in_fp32", [True, False])
+@pytest.mark.in_suite()
 def test_gradients_below_the_range_of_fp16_move_fp32_masters(
     rank: int, world: int, strategy: str, grads_in_fp32: bool
 ) -> None:

@@ -344,7 +344,7 @@ def test_mixed_dtypes_and_transposed_memory_have_exact_masters_too(
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.in_suite()
+@pytest.mark.in_suite(2)
 def test_bf16_throughout_is_stepped_where_it_lies_with_the_bits_of_scratch(
     rank: int, world: int, strategy: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_saving_before_the_first_step_and_loading_it(rank: int, world: int) -> N
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("masters", [{}, {"use_precision_aware_optimizer": True}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.in_suite()
 def test_loading_its_own_state_changes_nothing(
     rank: int, world: int, strategy: str, masters: dict[str, Any], dtype: torch.dtype
 ) -> None:

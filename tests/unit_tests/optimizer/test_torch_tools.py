@@ -199,6 +199,7 @@ def test_groups_come_from_a_device_mesh_with_its_ranks(
 
 
 @ranks(4)
+@pytest.mark.nightly
 def test_an_hsdp_mesh_shards_within_its_second_dimension(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     initialize_from_device_mesh(mesh)

@@ -144,6 +144,7 @@ def test_recomputation_and_fused_weight_gradients(rank: int, world: int, schedul
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("per_token", [False, True], ids=["", "per token"])
+@pytest.mark.in_suite()
 def test_losses_are_scaled_by_the_users_function(rank: int, world: int, schedule: str, per_token: bool) -> None:
     config = {"grad_scale_func": lambda loss: loss * 8.0, "calculate_per_token_loss": per_token}
     runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, config=config)
@@ -153,6 +154,7 @@ def test_losses_are_scaled_by_the_users_function(rank: int, world: int, schedule
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.in_suite()
 def test_gradients_kept_in_fp32(rank: int, world: int, schedule: str, dtype: torch.dtype) -> None:
     layout = plan_pipeline(4, 2, schedule=schedule)
     runner = start_pipeline(layout, schedule, config={"params_dtype": dtype}, ddp={"grad_reduce_in_fp32": True})
@@ -165,6 +167,7 @@ def test_gradients_kept_in_fp32(rank: int, world: int, schedule: str, dtype: tor
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.in_suite()
 def test_gradients_that_were_set_to_none_between_steps(rank: int, world: int, schedule: str, overlap: bool) -> None:
     def clear(runner: PipelineRunner) -> None:
         for chunk in runner.chunks:

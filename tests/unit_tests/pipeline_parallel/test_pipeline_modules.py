@@ -107,6 +107,7 @@ def run_cells(layout: PipelineLayout, schedule: str, count: int, **ddp: Any) -> 
 @ranks(4)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.in_suite()
 def test_modules_of_a_user(rank: int, world: int, schedule: str, strategy: str) -> None:
     layout = plan_pipeline(4, 2, schedule=schedule, chunks=1 if schedule == "1F1B" else 2)
     run_cells(layout, schedule, 4, data_parallel_sharding_strategy=strategy)
@@ -231,6 +232,7 @@ def freeze_rank(which: int, *parts: str) -> Any:
 @ranks(3)
 @pytest.mark.parametrize("frozen", [0, 1, 2], ids=["first", "between", "last"])
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.in_suite()
 def test_a_frozen_stage_lets_gradients_through(rank: int, world: int, schedule: str, frozen: int) -> None:
     config = {"share_embeddings_and_output_weights": False}
     layout = PipelineLayout((1, 2, 1), pp=3)

@@ -49,7 +49,7 @@ def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.param(8, EXPERTS, "--tp 2 --pp 2 --ep 2 --parallel.order tp-cp-ep-dp-pp", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.in_suite(3)
+@pytest.mark.in_suite(2)
 def test_the_losses_are_those_of_one_process(
     tmp_path: Path, text_flags: list[str], world: int, model: list[str], layout: str
 ) -> None:

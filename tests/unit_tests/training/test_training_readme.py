@@ -45,6 +45,7 @@ def readme_losses(directory: Path, flags: list[str], timeout_s: float) -> dict[s
     }
 
 
+@pytest.mark.nightly
 def test_the_first_steps_of_the_readmes_runs_have_the_same_losses(tmp_path: Path) -> None:
     small = ["--run.global-batch-size", "4", "--run.validation-windows", "4", "--run.stop-after", "4"]
     losses = readme_losses(tmp_path, [*small, *text_flags_in(tmp_path / "tokens")], timeout_s=120.0)

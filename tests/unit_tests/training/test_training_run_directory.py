@@ -68,6 +68,7 @@ def test_a_directory_that_a_live_process_writes_to_is_refused_and_that_of_a_kill
 
 
 @ranks(2, timeout_s=120.0)
+@pytest.mark.nightly
 def test_a_second_run_leaves_the_first_alone_and_each_goes_on_in_its_own_directory(
     rank: int, world: int, tmp_path: Path
 ) -> None:

@@ -150,7 +150,7 @@ def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["megatron", "dataset", "streamed"])
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_the_losses_are_those_of_the_same_tokens_from_text(
     tmp_path: Path, sources: dict[str, list[str]], source: str
 ) -> None:

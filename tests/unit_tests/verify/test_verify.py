@@ -49,7 +49,7 @@ def check_rows(layouts: Sequence[Layout], world: int, dtype: str) -> None:
 
 
 @ranks(1, 2, 3, 4, timeout_s=120)
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_quick_table_is_right(rank: int, world: int) -> None:
     check_rows(QUICK, world, "fp64")
 
@@ -304,6 +304,7 @@ def samples(count: int = 12) -> tuple[Tensor, Tensor]:
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.in_suite()
 def test_a_plain_module_needs_no_attribute_and_no_groups(
     rank: int, world: int, dtype: torch.dtype, strategy: str
 ) -> None:

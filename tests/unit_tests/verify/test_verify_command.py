@@ -251,6 +251,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.nightly
 def test_ranks_end_when_the_starting_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -33,6 +33,7 @@ def accumulate(ddp: DistributedDataParallel, rank: int, microbatches: range) -> 
 @ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("reduce_microbatches", ["last", "every"])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.in_suite()
 def test_accumulated_gradients_equal_one_process(
     rank: int, world: int, overlap: bool, reduce_microbatches: str
 ) -> None:

@@ -88,6 +88,7 @@ class TwoDtypes(nn.Module):
 @ranks(3, timeout_s=30)
 @pytest.mark.parametrize("share", [False, True], ids=["sockets", "memory"])
 @pytest.mark.parametrize("reduce_microbatches", ["last", "every"])
+@pytest.mark.in_suite()
 def test_buffers_of_two_dtypes_wait_in_turn(rank: int, world: int, reduce_microbatches: str, share: bool) -> None:
     """Ranks that are early or late by turns, each without a gradient of the bucket that another one waits for."""
     parallel_state.initialize_model_parallel()

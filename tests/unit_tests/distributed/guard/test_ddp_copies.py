@@ -95,6 +95,7 @@ def test_an_average_of_the_model_is_torchs_average(rank: int, world: int) -> Non
 
 @ranks(2)
 @pytest.mark.parametrize("how", [*COPIES, "copy"])
+@pytest.mark.in_suite(2)
 def test_a_copy_of_the_wrapper_computes_the_same_and_training_goes_on_equal_to_the_bit(
     rank: int, world: int, how: str
 ) -> None:

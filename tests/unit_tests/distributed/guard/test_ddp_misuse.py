@@ -254,6 +254,7 @@ def test_a_module_in_the_memory_of_the_one_it_replaces_is_noticed(rank: int, wor
 @ranks(3)
 @pytest.mark.parametrize("finalize", ["together", "apart"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.in_suite()
 def test_two_wrapped_models_in_one_loss_do_not_mix_their_buckets(
     rank: int, world: int, finalize: str, strategy: str
 ) -> None:

@@ -44,6 +44,7 @@ def assert_mean(ddp: DistributedDataParallel, world: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("sizes", [EQUAL, DIFFERENT])
+@pytest.mark.in_suite()
 def test_models_finalized_in_another_order_are_refused_by_name_on_every_rank(
     rank: int, world: int, sizes: tuple[int, int], share: bool
 ) -> None:

@@ -151,6 +151,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 @pytest.mark.parametrize("switched_on_by", ["the wrapper", "the optimizer"])
+@pytest.mark.in_suite()
 def test_every_read_right_after_a_step_is_that_of_one_process(
     rank: int, world: int, strategy: str, switched_on_by: str
 ) -> None:

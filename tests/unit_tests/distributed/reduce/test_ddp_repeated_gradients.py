@@ -63,6 +63,7 @@ def token_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 @ranks(2, 3)
+@pytest.mark.in_suite(1)
 def test_a_weight_used_twice_and_tied_inside_a_stage_gets_the_sum(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:
@@ -95,6 +96,7 @@ def two_losses(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 @ranks(2)
 @pytest.mark.parametrize("when", ["from the first batch", "from the second batch", "in the second batch only"])
+@pytest.mark.in_suite(2)
 def test_two_backwards_in_one_microbatch_add_up(rank: int, world: int, when: str) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:

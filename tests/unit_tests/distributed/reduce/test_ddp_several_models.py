@@ -82,7 +82,7 @@ FINALIZE = ("together", "apart", "in reverse")
 @ranks(3)
 @pytest.mark.parametrize("losses", ["every third", pytest.param("all", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("finalize", FINALIZE)
-@pytest.mark.in_suite(2)
+@pytest.mark.in_suite(1)
 def test_models_that_ranks_use_differently_are_reduced_right(rank: int, world: int, finalize: str, losses: str) -> None:
     """Every third: over the three tests, any two of finalize, strategy and loss meet once."""
     parallel_state.initialize_model_parallel()

@@ -131,6 +131,7 @@ def test_parameters_averaged_over_tensor_parallelism_are_the_mean(rank: int, wor
 @ranks(4)
 @both_strategies
 @pytest.mark.parametrize("in_place, packed", [(1, 1), (10**9, 1), (10**9, 60), (10**9, 10**9), (40, 10)])
+@pytest.mark.in_suite()
 def test_large_parameters_travel_alone_and_small_ones_together(
     rank: int, world: int, strategy: str, in_place: int, packed: int
 ) -> None:

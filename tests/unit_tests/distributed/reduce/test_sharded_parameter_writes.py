@@ -172,7 +172,6 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 @pytest.mark.parametrize(
     "how", ["around", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("inside", "layers", "function"))]
 )
-@pytest.mark.nightly
 def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: str, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     torch._dynamo.reset()

@@ -45,6 +45,7 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 @ranks(3)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 @pytest.mark.parametrize("zero", ["buffer", "none"])
+@pytest.mark.in_suite()
 def test_chunks_that_ranks_use_differently_are_reduced_right(rank: int, world: int, strategy: str, zero: str) -> None:
     parallel_state.initialize_model_parallel()
     plain = Both(Chunk(1), Chunk(2))

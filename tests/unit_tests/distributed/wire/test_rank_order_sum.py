@@ -50,6 +50,7 @@ def by_hand(parts: list[torch.Tensor], scale: float, mean: bool) -> torch.Tensor
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("numel", [0, 1, CHUNK, 3 * CHUNK + 5])
 @pytest.mark.parametrize(("scale", "mean"), [(1.0, False), (1.0, True), (0.3, False), (0.3, True)])
+@pytest.mark.in_suite()
 def test_every_bit_is_that_of_one_element_at_a_time(
     dtype: torch.dtype, count: int, numel: int, scale: float, mean: bool
 ) -> None:

@@ -184,6 +184,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @ranks(1, 3, nightly=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.in_suite()
 def test_matrices_go_to_muon_and_the_rest_to_adam_in_every_sharding(
     rank: int, world: int, strategy: str, variant: str
 ) -> None:
@@ -435,6 +436,7 @@ def test_blockwise_orthogonalizes_parts(rank: int, world: int) -> None:
 @ranks(1, 3, nightly=(2, 4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+@pytest.mark.in_suite()
 def test_a_torch_class_that_needs_shapes_sees_whole_matrices(rank: int, world: int, strategy: str, name: str) -> None:
     """Against the same class of torch on one process; vectors by Adam, of which shards hold parts."""
     parallel_state.initialize_model_parallel()

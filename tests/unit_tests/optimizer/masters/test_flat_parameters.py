@@ -183,6 +183,7 @@ def test_a_graph_from_before_the_step_is_not_used_after_it(rank: int, world: int
 
 @ranks(1, 3)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.in_suite()
 def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, world: int, strategy: str) -> None:
     """Kernels round what does not fill a vector differently, so the parts of a segment must end where vectors do."""
     parallel_state.initialize_model_parallel()
