@@ -33,7 +33,7 @@ from core.plan.measure_device import measure
 from core.plan.model_run import ModelRun
 from core.plan.plan_run import RunPlan
 from core.plan.run_memory import RankMemory, parts_of_stages, plan_memory
-from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, WHOLE
+from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
 from core.plan.step_memory import RECEIVED
 
 STATE = (PARAMETERS, GRADIENTS, POOL, MASTERS, MOMENTS)
@@ -151,7 +151,7 @@ def compared(row: PlanRow, number: int, size: Size, found: Sequence[Any], direct
 
 def in_step(memory: RankMemory) -> int:
     """Planned bytes that a step adds at its highest point; not those that a pipeline keeps from step to step."""
-    return sum(memory.highest.held.values()) - memory.highest.held[RECEIVED] + memory.state.get(WHOLE, 0)
+    return sum(memory.highest.held.values()) - memory.highest.held[RECEIVED]
 
 
 def _states(memory: RankMemory) -> dict[str, int]:

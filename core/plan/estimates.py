@@ -29,7 +29,7 @@ from core.plan.schedule_order import actions_of_ranks
 from core.plan.shared_figures import SharedFigures
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, SCRATCH, state_bytes
 from core.plan.step_figures import Params, PartFigures
-from core.plan.step_memory import StageFigures
+from core.plan.step_memory import WHOLE, StageFigures
 from core.plan.step_time import optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
 from core.plan.travels import layer_travels, travel
@@ -137,7 +137,7 @@ class Estimates:
         parts = [run.source.parts_of_stage(layout, number) for number in range(layout.num_stages)]
         wanted = list(dict.fromkeys(part for row in parts for part in row))
         zeros = [zero for zero in self.shardings if groups.size("dp_cp") > 1 or zero == min(self.shardings)]
-        states: dict[tuple[int, int], State] = {}
+        states: dict[tuple[int, int, bool], State] = {}
         places: list[Place] = []
         for micro in micros:
             count = run.microbatches // micro
@@ -162,12 +162,13 @@ class Estimates:
                 here = replace(run, ddp=self.shardings[zero].ddp, microbatches=count)
                 behind = {}
                 for place in places:
-                    if (zero, place.kind) not in states:
-                        states[zero, place.kind] = self._state(zero, here, place, groups)
+                    key = zero, place.kind, count > 1
+                    if key not in states:
+                        states[key] = self._state(zero, here, place, groups)
                     if place.kind not in behind:
-                        behind[place.kind] = self._behind(here, place, states[zero, place.kind], groups, rows)
+                        behind[place.kind] = self._behind(here, place, states[key], groups, rows)
                 peak = max(
-                    states[zero, place.kind].total + activations
+                    states[zero, place.kind, count > 1].total + activations
                     for place, activations in zip(places, held, strict=True)
                 )
                 seconds = max(end + behind[place.kind] for place, end in zip(places, ends, strict=True))
@@ -207,6 +208,7 @@ class Estimates:
             held[PARAMETERS] += int(each[PARAMETERS] * numel) // (1 if residency.keeps_params else shards)
             held[MASTERS] += int(each[MASTERS] * kept)
             held[MOMENTS] += int(each[MOMENTS] * kept)
+            held[WHOLE] += int(each[GRADIENTS] * numel) if run.gradients_wait else 0
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
             if not residency.keeps_params and not mapped and shards > 1:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))

@@ -15,7 +15,7 @@ from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
-from core.plan.state_bytes import UserOptimizer, state_bytes
+from core.plan.state_bytes import UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, StageFigures, memory_along
 from core.rank_grid import RankGrid
@@ -65,6 +65,12 @@ class Run:
     on_cpu: bool = False
     one_host: bool = True
     user_optimizer: UserOptimizer | None = None
+
+    @property
+    def gradients_wait(self) -> bool:
+        """True if whole gradients of earlier microbatches wait for the last one, where only shards are kept."""
+        shards = not self.ddp.residency.keeps_whole and not self.ddp.reduces_every_microbatch
+        return shards and self.microbatches > 1
 
     def groups_of(self, rank: int) -> PlannedGroups:
         """The groups of one rank."""
@@ -134,7 +140,6 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     parts = parts_of_stages(run) if parts is None else parts
-    figures = {stage: StageFigures.of(row) for stage, row in parts.items()}
     found = []
     for rank in ranks:
         groups = run.groups_of(rank)
@@ -145,12 +150,12 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             *(chunks, run.ddp, run.optimizer, groups),
             on_cpu=run.on_cpu,
             one_host=run.one_host,
-            accumulates=run.microbatches > 1,
             user=run.user_optimizer,
         )
+        waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
             orders[place],
-            {stage: figures[stage] for stage in stages},
+            {stage: StageFigures.of(parts[stage], whole) for stage, whole in zip(stages, waiting, strict=True)},
             num_stages=run.layout.num_stages,
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),

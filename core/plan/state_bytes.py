@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallelConfig
-from core.distributed.buffer.bucket_pool import POOL_BUCKETS, pool_numel
+from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
@@ -36,9 +36,8 @@ from core.training.errors import ConfigError
 
 # Kinds of memory, in the order in which a table shows them.
 PARAMETERS, GRADIENTS, POOL, GATHERED = "parameters", "gradients", "pools of whole buckets", "gathered parameters"
-WHOLE = "whole gradients of microbatches"
 MASTERS, MOMENTS, SCRATCH = "master weights", "moments", "scratch of the optimizer"
-STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, WHOLE, GATHERED, MASTERS, MOMENTS, SCRATCH)
+STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, GATHERED, MASTERS, MOMENTS, SCRATCH)
 
 
 # Makes the torch optimizer of a user for the parameters of some modules.
@@ -73,15 +72,13 @@ def state_bytes(
     *,
     on_cpu: bool,
     one_host: bool,
-    accumulates: bool = False,
     user: UserOptimizer | None = None,
 ) -> TierBytes:
     """Bytes by kind that a rank holds between steps, of all its chunks together.
 
     chunks: (module on the meta device, its plan). on_cpu: True for ranks on CPU. one_host: True if ranks on CPU map
-    each other's buffers, so that a gather of parameters copies nothing. accumulates: True if a step has several
-    microbatches. user: makes the optimizer that steps masters, where it is a user's own. ConfigError for a placement
-    that cannot be planned.
+    each other's buffers, so that a gather of parameters copies nothing. user: makes the optimizer that steps masters,
+    where it is a user's own. ConfigError for a placement that cannot be planned.
     """
     held, files = TierBytes(Counter(), Counter())
     _check_placement(ddp_config, on_cpu=on_cpu)
@@ -90,8 +87,6 @@ def state_bytes(
         _add_buffers(held, files, plan, ddp_config, places)
         mapped = on_cpu and one_host and ddp_config.share_host_memory
         held[GATHERED] += _gathered_bytes(plan, ddp_config, places, mapped=mapped)
-        if accumulates and not ddp_config.residency.keeps_whole and not ddp_config.reduces_every_microbatch:
-            held[WHOLE] += sum(_beside_the_pool(layout) for layout in plan.layout.buffers)
     _add_optimizer(held, files, chunks, ddp_config, optimizer_config, groups, user, on_cpu=on_cpu)
     return TierBytes(held, files)
 
@@ -138,10 +133,14 @@ def _add_buffers(
     held[PARAMETERS] += sum(param.nbytes for name, param in plan.frozen.items() if name not in in_buffers)
 
 
-def _beside_the_pool(layout: BufferLayout) -> int:
-    """Bytes of whole gradients that wait for the last microbatch and find no room in the pool, which others fill."""
-    grad = dtype_named(layout.key.grad_dtype).itemsize
-    return sum(bucket.numel for bucket in layout.buckets[POOL_BUCKETS:]) * grad
+def whole_gradients(plan: ModelPlan) -> int:
+    """Bytes of the gradients of a chunk's parameters, which lie in `.grad` where a rank keeps only its shard."""
+    return sum(
+        (slot.end - slot.start) * dtype_named(layout.key.grad_dtype).itemsize
+        for layout in plan.layout.buffers
+        for bucket in layout.buckets
+        for slot in bucket.slots
+    )
 
 
 def _param_itemsize(layout: BufferLayout) -> int:

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "llama tp": {"tp": 2, "micro_batch_size": 2},
     "gpt2 tp": {"tp": 2, "documents": True},
     "qwen3 pp": {"pp": 2, "micro_batch_size": 1},
+    "gpt2 pp zero": {"pp": 2, "zero": 2, "micro_batch_size": 1},
     "mixtral ep": {"ep": 2, "zero": 1},
     "qwen3 zero": {"zero": 3},
     "llama split_gather": {"tp": 2, "sequence_parallel": "split_gather"},
