@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
+from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.buffer.param_unit import Lanes, ParamUnit, Stays, units_of
 from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
@@ -55,8 +57,8 @@ class Engine:
     grad_sync: GradSync
     param_sync: ParamGatherer
     unsharder: Unsharder | None  # where parameters are sharded
-    tier: FileTier | None  # what lies below the device
-    files: FileTier | None  # the same, where gradients or parameters lie in it: steps look at it on the way
+    tier: MemoryTier | None  # what lies below the device
+    files: FileTier | None  # files that gradients or parameters lie in: steps look at them on the way
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
 
@@ -83,13 +85,14 @@ def assemble(
         clock=clock_for(plan.device),
     )
     placement = ddp_config.placement
-    tier = None if placement is None else _file_tier(plan, placement, groups)
+    tier = None if placement is None else _tier(plan, placement, groups)
     places = Places() if placement is None else places_of(plan, ddp_config)
     units = _param_units(plan, ddp_config, groups, tier, places)
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
-    if tier is not None:
-        _place_grads(below, plan, places, groups, tier)
+    files = tier if isinstance(tier, FileTier) else None
+    if files is not None:
+        _place_grads(below, plan, places, groups, files)
     buffers = [
         _allocate(layout, plan, config, ddp_config, groups, param_shards, below[number])
         for number, (layout, param_shards) in enumerate(
@@ -134,7 +137,7 @@ def assemble(
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         unsharder,
         tier,
-        tier if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
+        files if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
     )
@@ -224,7 +227,7 @@ def _param_units(
     plan: ModelPlan,
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
-    tier: FileTier | None,
+    tier: MemoryTier | None,
     places: Places,
 ) -> list[list[ParamUnit]]:
     """Where parameters are sharded, the units of each buffer of trained parameters, then of frozen ones."""
@@ -254,22 +257,32 @@ def _param_units(
     return units
 
 
-def _file_tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> FileTier | None:
-    """What lies below the device. Collective over the data groups; raises on all ranks where one has no such files."""
-    if not placement.offloads or placement.directory is None:
+def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> MemoryTier | None:
+    """What lies below the device. Collective over the data groups; raises on all ranks where one cannot have it."""
+    if not placement.offloads:
         return None
-    tier, error = None, None
+    tier: MemoryTier | None = None
+    error = None
     try:
-        if plan.device.type != "cpu":
-            raise ValueError(
-                f"placement offloads to files, and parameters lie on {plan.device.type!r}, where only the optimizer's "
-                "state can be offloaded: OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=...)"
-            )
-        tier = FileTier(placement.directory)
+        tier = _host_tier(plan.device, placement) if plan.device.type != "cpu" else FileTier(placement.files_in())
     except (OSError, ValueError) as caught:
         error = caught
-    agree.refuse(error, _data_groups(groups), "the files below the device")
+    agree.refuse(error, _data_groups(groups), "the memory below the device")
     return tier
+
+
+def _host_tier(device: torch.device, placement: Placement) -> HostTier:
+    if placement.directory is not None:
+        raise ValueError(
+            f"placement names the directory {os.fspath(placement.directory)!r} for files, and the parameters lie on "
+            f"{device.type!r}, below which is the host's memory; leave directory None"
+        )
+    if placement.offload_grad_frac > 0:
+        raise ValueError(
+            f"placement has offload_grad_frac {placement.offload_grad_frac}, and gradients on {device.type!r} stay "
+            "there until they are stepped; set it to 0"
+        )
+    return HostTier(device, pin_memory=placement.pin_memory)
 
 
 def _place_grads(

@@ -110,7 +110,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         """Bound each element of the measured gradient to [-limit, limit], in memory, and measure again."""
         stats = self._measured()
         for masters, factor in zip(self.masters, stats.factors, strict=True):
-            masters.grad.clamp_(-limit / factor, limit / factor)
+            masters.bucket.owned_grad.clamp_(-limit / factor, limit / factor)
         self._stats = self.meter.measure(loss_scale=self._scale)
 
     @torch.no_grad()
@@ -134,10 +134,11 @@ class AdoptedOptimizer(DistributedOptimizer):
         for masters, factor in zip(self.masters, self._measured().factors, strict=True):
             if not any(own is param for own in masters.bucket.params):
                 continue
-            whole = torch.zeros(param.numel(), dtype=torch.float32, device=masters.grad.device)
+            reduced = masters.bucket.owned_grad
+            whole = torch.zeros(param.numel(), dtype=torch.float32, device=reduced.device)
             for shard in masters.shards:
                 if shard.param is param:
-                    whole[shard.offset : shard.offset + shard.numel] = masters.grad[shard.start : shard.end]
+                    whole[shard.offset : shard.offset + shard.numel] = reduced[shard.start : shard.end]
             Collectives().all_reduce(whole, masters.bucket.groups.shard, "a whole gradient").wait()
             return whole.view(param.shape) * factor
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")

@@ -72,7 +72,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 bucket,
                 param_groups.of,
                 config,
-                scratch_numel=None if config.optimizer_cpu_offload else scratch_numel(bucket.grad.device),
+                scratch_numel=None if config.optimizer_cpu_offload else scratch_numel,
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )

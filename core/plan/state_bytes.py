@@ -207,7 +207,7 @@ def _add_optimizer(
                 stands_in,
                 of_groups.of,
                 config,
-                scratch_numel=None if config.optimizer_cpu_offload else scratch_numel(device),
+                scratch_numel=None if config.optimizer_cpu_offload else lambda _: scratch_numel(device),
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )

@@ -21,7 +21,6 @@ from core.booster.plugin.split_gemini import SplitGemini
 from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.optimizer.optimizer_config import OptimizerConfig
 from core.process_groups import ProcessGroups
 
 POLICIES = ("static", "auto")
@@ -41,11 +40,11 @@ class GeminiPlugin(ZeroPluginBase):
     in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
     placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
     stays whole. max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
-    offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in files
-    in offload_directory, on CPUs. Beside a GPU the second lies on the host (pinned with pin_memory). 'auto' has all of
-    that in files, and as many chunks whole in RAM as memory_budget_bytes of a rank allow: in the first step without
-    warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for backward. memstats:
-    what GeminiModel.memstats of an earlier run has said.
+    offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in the host's memory
+    (pinned with pin_memory) beside a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
+    as many chunks whole on the device as memory_budget_bytes of a rank allow (None: all that a GPU has): in the first
+    step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for
+    backward. memstats: what GeminiModel.memstats of an earlier run has said.
     enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
     `no_sync` keeps whole gradients, which travel once.
     precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
@@ -164,34 +163,28 @@ class GeminiPlugin(ZeroPluginBase):
                 f"max_prefetch is {max_prefetch!r}; one chunk is gathered ahead at most, and none with "
                 "placement_policy='auto', whose budget has no room for what nobody uses yet"
             )
-        self._on_host = offload_optim_frac if offload_directory is None else 0.0  # of the state, beside a GPU
-        self.cpu_offload = self._on_host > 0
-        self._check_offload(offload_optim_frac, offload_param_frac, offload_directory, pin_memory)
-        self.pin_memory = pin_memory
         directory = None if offload_directory is None else os.fspath(offload_directory)
-        if placement_policy == "auto":
-            self._check_auto(gpu_margin_mem_ratio, directory, memory_budget_bytes)
-            self.placement = Placement(
-                1.0,
-                1.0,
-                1.0,
-                directory,
-                memory_budget_bytes=memory_budget_bytes,
-                warmup_non_model_data_ratio=warmup_non_model_data_ratio,
-                steady_cap_ratio=steady_cuda_cap_ratio,
-                memstats=memstats,
-                offload_grad_frac=1.0,
-            )
-        else:
-            optim = offload_optim_frac if directory is not None else 0.0
-            self.placement = Placement(
-                shard_param_frac,
-                offload_param_frac,
-                optim,
-                directory,
-                prefetch=max_prefetch,
-                offload_grad_frac=offload_param_frac,  # a chunk's gradients take the place of its parameters
-            )
+        is_auto = placement_policy == "auto"
+        offloaded = (1.0, 1.0) if is_auto else (offload_param_frac, offload_optim_frac)
+        of_budget: dict[str, Any] = {}
+        if is_auto:
+            of_budget = {
+                "memory_budget_bytes": self._budget(gpu_margin_mem_ratio, directory, memory_budget_bytes),
+                "warmup_non_model_data_ratio": warmup_non_model_data_ratio,
+                "steady_cap_ratio": steady_cuda_cap_ratio,
+                "memstats": memstats,
+            }
+        self._check_offload(*offloaded, directory, pin_memory)
+        self.placement = Placement(
+            shard_param_frac,
+            *offloaded,
+            directory,
+            prefetch=None if is_auto else max_prefetch,
+            # In files a chunk's gradients take the place of its parameters; those on a GPU stay there.
+            offload_grad_frac=0.0 if directory is None else offloaded[0],
+            pin_memory=pin_memory,
+            **of_budget,
+        )
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
         self.enable_async_reduce = enable_async_reduce
@@ -275,42 +268,36 @@ class GeminiPlugin(ZeroPluginBase):
             if value != default:
                 raise ValueError(f"{name} is {value!r}, and {why}; leave it {default}")
 
-    def _check_offload(self, optim: float, param: float, directory: Any, pin_memory: bool) -> None:
+    def _check_offload(self, param: float, optim: float, directory: str | None, pin_memory: bool) -> None:
         on_gpu = self.device().type != "cpu"
-        if directory is None and (param or (optim and not on_gpu)):
-            so = "Beside a GPU only the optimizer's state is offloaded so far; leave offload_param_frac 0"
-            if not on_gpu:
-                so = "On a CPU the tier below RAM is a file; name a directory with offload_directory, or set both to 0"
-            raise ValueError(f"offload_optim_frac is {optim} and offload_param_frac {param}. {so}")
+        if directory is None and (param or optim) and not on_gpu:
+            raise ValueError(
+                f"offload_optim_frac is {optim} and offload_param_frac {param}. On a CPU the tier below RAM is a file; "
+                "name a directory with offload_directory, or set both to 0"
+            )
         if directory is not None and on_gpu:
             raise ValueError(
-                "offload_directory is for CPUs; beside a GPU the state is offloaded to the host: leave it out"
+                "offload_directory is for CPUs; beside a GPU what is offloaded lies in the host's memory: leave it out"
             )
-        if self._on_host and not self.master_weights and self.precision != "fp32":
-            raise ValueError(
-                f"offload_optim_frac keeps fp32 masters on the host, and with master_weights=False {self.precision} "
-                "training has none; set master_weights=True"
-            )
-        if pin_memory and not (on_gpu and optim):
+        if pin_memory and not (on_gpu and (optim or param)):
             raise ValueError(
                 "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is; leave it False"
             )
 
-    def _check_auto(self, margin: float, directory: str | None, budget: int | None) -> None:
-        if self.device().type != "cpu":
-            raise ValueError(
-                "placement_policy='auto' moves chunks between RAM and files, and beside a GPU not yet; use 'static'"
-            )
-        if directory is None or budget is None:
-            raise ValueError(
-                "placement_policy='auto' needs on a CPU memory_budget_bytes, the RAM that a rank may use, and "
-                "offload_directory, where all else lies"
-            )
+    def _budget(self, margin: float, directory: str | None, told: int | None) -> int:
+        """Bytes of a rank: what was told, or all that its GPU has."""
         if margin:
             raise ValueError(
                 f"gpu_margin_mem_ratio is {margin}, and masters and moments stay below the device under "
                 "placement_policy='auto'; leave it 0"
             )
+        device = self.device()
+        if device.type == "cpu" and (told is None or directory is None):
+            raise ValueError(
+                "placement_policy='auto' needs on a CPU memory_budget_bytes, the RAM that a rank may use, and "
+                "offload_directory, where all else lies"
+            )
+        return int(torch.get_device_module(device).mem_get_info(device)[1]) if told is None else told
 
     def _chunk_config(self) -> dict[str, Any] | None:
         if self.chunk_config_dict is None:
@@ -385,14 +372,4 @@ class GeminiPlugin(ZeroPluginBase):
             keep_params_whole="all" if shaped else False,
             placement=None if self.replicates else self.placement,
             **self._reductions(),
-        )
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            **self._master_options(),
-            optimizer_cpu_offload=self.cpu_offload,
-            optimizer_offload_fraction=self._on_host,
-            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
-            pin_cpu_grads=self.pin_memory,
-            pin_cpu_params=self.pin_memory,
         )

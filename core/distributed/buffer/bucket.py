@@ -21,8 +21,8 @@ from torch import nn
 from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups, BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool
-from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
+from core.distributed.buffer.memory_tier import MemoryTier
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.wire.collective_events import CollectiveEvent
@@ -67,7 +67,7 @@ class Bucket(BucketMemory):
         self.params = params
         self.param_data = param_data
         self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
-        self.state_tier: FileTier | None = None  # where masters and moments lie, if that is below the device
+        self.state_tier: MemoryTier | None = None  # where masters and moments lie, if that is below the device
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
         self.op: Op = "mean" if average else "sum"

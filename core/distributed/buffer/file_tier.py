@@ -20,23 +20,24 @@ import torch
 import torch.distributed as dist
 
 from core.agree import SyncError
+from core.distributed.buffer.memory_tier import MemoryTier
 
 LEAST_BYTES = 2**20  # of a file
 SPARE = 8  # a file is at least this part of all before it, so that there are few of them
 SHARED_TAIL = 2**16  # bytes at the end of a shared file that every rank writes
 
 
-class FileTier:
+class FileTier(MemoryTier):
     """Files of one wrapped model on this rank. `directory` must exist; OSError where it cannot be written."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
+        self.place = f"a file in {self.directory}"
         self.files: list[tuple[int, int]] = []  # (descriptor, bytes) of each
         self.others: list[mmap.mmap] = []  # files that other ranks have made
         self.block: mmap.mmap | None = None  # the file that the next tensors lie in
         self.used = 0  # bytes of it
         self.refused: OSError | None = None  # why `new_shared` has failed
-        self.failure: str | None = None  # why the tier could not take what it was given
         weakref.finalize(self, _close, self.files)
         os.close(self._nameless())
 

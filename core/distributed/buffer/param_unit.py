@@ -17,6 +17,7 @@ from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
+from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.buffer.param_views import views_of
 from core.distributed.buffer.sharded_parameter import DATA, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
@@ -44,6 +45,13 @@ class Gather(NamedTuple):
     unit: ParamUnit
     whole: torch.Tensor
     flight: Flight
+    copied: torch.Event | None  # where this rank's shard is copied beside what the device computes
+
+    def wait(self) -> None:
+        """Have what is computed from now on find the bucket whole."""
+        self.flight.wait()
+        if self.copied is not None:
+            torch.accelerator.current_stream(self.whole.device).wait_event(self.copied)
 
 
 class ParamUnit:
@@ -57,7 +65,7 @@ class ParamUnit:
     ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
     processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other. tier: what
     the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks: memory for
-    whole buckets on CPUs; beside files none is kept when it is freed.
+    whole buckets on CPUs; beside files none is kept when it is freed. device: where whole buckets lie.
     """
 
     def __init__(
@@ -71,8 +79,9 @@ class ParamUnit:
         lane: dist.ProcessGroup,
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
-        tier: FileTier | None,
+        tier: MemoryTier | None,
         blocks: huge_pages.Blocks,
+        device: torch.device,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -89,9 +98,10 @@ class ParamUnit:
         self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
         self.channel = channel
         self.tier = tier
+        self.device = device
         self.blocks = blocks if tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
-        self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=shard.device)
+        self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=device)
         if self.mapped is None or self.moves:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
@@ -107,6 +117,11 @@ class ParamUnit:
     def is_collective(self) -> bool:
         """True if other ranks take part in a gather."""
         return self.mapped is None and self.layout.shards > 1
+
+    @property
+    def copies(self) -> bool:
+        """True if a gather goes on beside what this rank computes."""
+        return self.is_collective or isinstance(self.tier, HostTier)
 
     @property
     def shown(self) -> bool:
@@ -147,12 +162,18 @@ class ParamUnit:
             self.tier.check()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
-            self._own_part(whole).copy_(self.shard)
-            return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name))
+            if not isinstance(self.tier, HostTier):
+                self._own_part(whole).copy_(self.shard)
+                return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name), None)
+            self.tier.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which has used the memory
+            with self.tier.stream:
+                self._own_part(whole).copy_(self.shard, non_blocking=True)
+                flight = collectives.all_gather(whole, self.lane, self.name)
+            return Gather(self, whole, flight, self.tier.stream.record_event())
 
     def complete(self, gather: Gather) -> torch.Tensor:
         """Wait for what `launch` has begun, and have the whole bucket."""
-        gather.flight.wait()
+        gather.wait()
         self.whole = gather.whole
         return gather.whole
 
@@ -174,7 +195,7 @@ class ParamUnit:
         with torch.inference_mode(False), torch.no_grad():
             at_home = self.whole is self.mapped
             views = self.home if at_home else views_of(self.whole, self.layout.slots, self.layout.start)
-            intact = self.nans.is_cuda or bool(self.nans.isnan().all())  # a GPU would have to be waited for
+            intact = not self.nans.is_cpu or bool(self.nans.isnan().all())  # a GPU would have to be waited for
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
                 param.__class__ = kind or self.kinds[1]
                 intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
@@ -225,7 +246,7 @@ class ParamUnit:
                 view.copy_(param)
                 DATA.__set__(param, view)
         bits = BITS[self.shard.element_size()]
-        return not torch.equal(self._own_part(self.whole).view(bits), self.shard.view(bits))
+        return not torch.equal(self._own_part(self.whole).to(self.shard.device).view(bits), self.shard.view(bits))
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -246,9 +267,9 @@ class ParamUnit:
 
     def _borrow(self) -> torch.Tensor:
         """Memory for the whole bucket."""
-        if self.shard.device.type == "cpu":
+        if self.device.type == "cpu":
             return self.blocks.borrow(self.layout.numel, self.shard.dtype)
-        return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+        return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.device)
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
         low, high = self.shard_range
@@ -266,7 +287,7 @@ def units_of(
     lanes: Lanes,
     blocks: huge_pages.Blocks,
     stays: Stays,
-    tier: FileTier | None = None,
+    tier: MemoryTier | None = None,
     below: Collection[int] = (),
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
@@ -275,7 +296,7 @@ def units_of(
     memory. blocks: memory for whole buckets. below: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
-    memory: dict[int, tuple[ShardMemory, FileTier | None]] = {}
+    memory: dict[int, tuple[ShardMemory, MemoryTier | None]] = {}
     for place in (None, tier):
         members = [bucket for bucket in layout.buckets if (bucket.index in below) == (place is not None)]
         if members:
@@ -301,6 +322,7 @@ def units_of(
             lies.channel,
             place,
             blocks,
+            device,
         )
         unit.stays = stays if unit.moves else Stays.STEP
         units.append(unit)
@@ -321,23 +343,27 @@ def _shard_memory(
     group: dist.ProcessGroup,
     share_memory: bool,
     device: torch.device,
-    tier: FileTier | None,
+    tier: MemoryTier | None,
 ) -> list[ShardMemory]:
     """Memory for buckets, one after the other. Collective over the group. RuntimeError on all ranks for a full disk."""
     numel, rank = sum(bucket.numel for bucket in buckets), dist.get_rank(group)
-    new_file = None if tier is None else partial(tier.new_shared, is_first=rank == 0)
+    files = tier if isinstance(tier, FileTier) else None
+    new_file = None if files is None else partial(files.new_shared, is_first=rank == 0)
     shared = HostMemory.share(numel, dtype, device, [group], new_file) if share_memory else None
-    own, error = None, None if tier is None else tier.refused
+    own: torch.Tensor | None = None
+    error: Exception | None = None if files is None else files.refused
     if shared is None and error is None:
+        zeros = partial(huge_pages.zeros, device=device) if tier is None else tier.zeros
         try:
-            own = (partial(huge_pages.zeros, device=device) if tier is None else tier.zeros)(
-                numel // buckets[0].shards, dtype
-            )
-        except OSError as caught:
+            own = zeros(numel // buckets[0].shards, dtype)
+        except (OSError, RuntimeError) as caught:
+            if tier is None:
+                raise
             error = caught
     if tier is not None:
-        tier.others += [shared.first_map] if shared is not None and rank > 0 else []
-        agree.refuse(error, group, "the files of parameters below the device")
+        if files is not None and shared is not None and rank > 0:
+            files.others.append(shared.first_map)
+        agree.refuse(error, group, "the memory of parameters below the device")
     found, at = [], 0
     for bucket in buckets:
         if shared is not None:

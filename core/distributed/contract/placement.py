@@ -30,11 +30,13 @@ class Placement:
     offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
-    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below.
+    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below; on a
+        CPU alone.
     prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
         1, and 0 under a budget.
-    directory: where a rank's files of the tier below the device are made. They have no name, so that
-        nothing is left behind when the job ends, however it ends.
+    directory: on a CPU, where a rank's files of the tier below RAM are made. They have no name, so that nothing is left
+        behind when the job ends, however it ends. Beside a GPU the tier below is the host's memory: None.
+    pin_memory: beside a GPU, pin that memory, which makes copies faster and takes it from the system.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
         and as many buckets are whole there as a rank's budget allows. Gradients on the device are in the budget too,
         and what a forward keeps for backward, which the first step counts. The bucket whose next use is farthest is
@@ -54,6 +56,7 @@ class Placement:
     memstats: MemStats | None = None
     prefetch: int | None = None
     offload_grad_frac: float = 0.0
+    pin_memory: bool = True
 
     def __post_init__(self) -> None:
         self._check_budget()
@@ -67,12 +70,6 @@ class Placement:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "
                 "bucket that stays whole on the device cannot lie below it; offload at most what is sharded"
-            )
-        if self.offloads and self.directory is None:
-            raise ValueError(
-                f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
-                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files that lie below "
-                "the device; name one, or set them to 0"
             )
         if self.directory is not None and not self.offloads:
             raise ValueError(
@@ -112,6 +109,16 @@ class Placement:
                 f"is {self.shard_param_frac}, offload_param_frac {self.offload_param_frac}, offload_optim_frac "
                 f"{self.offload_optim_frac}; set all three to 1"
             )
+
+    def files_in(self) -> str | os.PathLike[str]:
+        """The directory for files. ValueError where there is none, which is right beside a GPU alone."""
+        if self.directory is None:
+            raise ValueError(
+                f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
+                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files that lie below "
+                "RAM; name one, or set them to 0"
+            )
+        return self.directory
 
     @property
     def offloads(self) -> bool:

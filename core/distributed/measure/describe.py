@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket_pool import POOL_BUCKETS
-from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer
+from core.distributed.buffer.memory_tier import MemoryTier
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.layout.model_plan import ModelPlan
 from core.process_groups import ProcessGroups
@@ -54,8 +54,8 @@ def describe_model(
     return "\n".join(lines)
 
 
-def _below(tier: FileTier | None, what: str) -> str:
-    return "" if tier is None else f"{what} in a file in {tier.directory}"
+def _below(tier: MemoryTier | None, what: str) -> str:
+    return "" if tier is None else f"{what} in {tier.place}"
 
 
 def _sharded_parameters(unit: ParamUnit) -> str:

@@ -14,10 +14,11 @@ nothing. Elsewhere it is a collective on a communicator of its own, and ranks mu
 What each has gathered is compared once a step.
 
 Note [One bucket ahead]
-Where gathers are collectives, the one that came next when the last two were used in this order is launched at once, as
-it was learned in earlier steps. Ranks have the same order and so the same guesses. A wrong guess is waited for and
-thrown away, as is any from before a write; no value ever comes from one that was not asked for by its bucket. Where a
-bucket lies in a mapped file the system is told to read it meanwhile, which takes none of this process' memory.
+Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
+this order is launched at once, as it was learned in earlier steps. Ranks have the same order and so the same guesses. A
+wrong guess is waited for and thrown away, as is any from before a write; no value ever comes from one that was not
+asked for by its bucket. Where a bucket lies in a mapped file the system is told to read it meanwhile, which takes none
+of this process' memory.
 
 Note [Who writes the one memory of all ranks]
 A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
@@ -42,6 +43,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from core import agree, huge_pages
 from core.agree import SyncError
+from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.guard.replicas import checksum, first_unequal
@@ -91,7 +93,7 @@ class Unsharder:
         self.next_of: dict[LastTwo, ParamUnit | None] = {}
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
         self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
-        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one tells of all files
+        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one tells of all
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
@@ -225,10 +227,11 @@ class Unsharder:
             self._learn(unit)
             guess = self.next_of.get(self.last_two)
             if guess is not None and guess.whole is None:
-                if guess.is_collective and self.residents.prefetch:
-                    self._note(guess, " ahead")
+                if guess.copies and self.residents.prefetch:
+                    if guess.is_collective:
+                        self._note(guess, " ahead")
                     self.ahead = guess.launch(self.collectives)
-                elif guess.tier is not None:
+                elif isinstance(guess.tier, FileTier):
                     huge_pages.read_ahead(guess.shard if guess.mapped is None else guess.mapped)
         return whole
 
@@ -259,7 +262,7 @@ class Unsharder:
         """The gather that was launched on a guess, complete: its memory is free if nobody wants it."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
-            ahead.flight.wait()
+            ahead.wait()
         return ahead
 
     def _note(self, unit: ParamUnit, why: str) -> None:
@@ -333,6 +336,8 @@ class Unsharder:
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("a load or an optimizer's step")
+        for tier in self.tiers:
+            tier.settle()
         self.meet()
 
     @contextmanager

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.memory_tier import HostTier
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
@@ -53,8 +54,8 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
     buckets = list(buckets_of(model_chunks))
     if config.optimizer_cpu_offload and any(bucket.state_tier is not None for bucket in buckets):
         raise ValueError(
-            "optimizer_cpu_offload keeps the optimizer's state on the CPU, and the model's placement in files; choose "
-            "one: set optimizer_cpu_offload=False, or Placement(offload_optim_frac=0.0)"
+            "optimizer_cpu_offload keeps the optimizer's state on the CPU, and so, or in files, does the placement; "
+            "choose one: set optimizer_cpu_offload=False, or Placement(offload_optim_frac=0.0)"
         )
     _check_parameters(config, buckets)
     _check_gradients(config, buckets)
@@ -124,19 +125,22 @@ def split_parameter(
 ) -> str | None:
     """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
 
-    needs_whole: the algorithm of a parameter, in words, if it is such a one. Our Muon puts split matrices together.
+    needs_whole: the algorithm of a parameter, in words, if it is such a one. Our Muon puts split matrices together, on
+    the device.
     """
+    on_host = {id(p) for b in buckets_of(model_chunks) if isinstance(b.state_tier, HostTier) for p in b.params}
     for number, param, contract in params_of(model_chunks):
         axes = split_axes(param, contract)
         algorithm = needs_whole(param) if axes else None
-        if algorithm not in (None, "muon"):
+        if algorithm is not None and (algorithm != "muon" or id(param) in on_host):
+            where = " on the device: Placement(offload_optim_frac=0.0)" if id(param) in on_host else ""
             chunk = model_chunks[number]
             name = global_name(chunk.module, contract.name)
             return (
                 f"parameter {name!r} is split over the {chunk.groups.size(axes[0])} ranks of {axes[0]!r}, and "
                 f"{algorithm} needs it whole: of slices it would make another update for each number of ranks. In "
                 f"get_megatron_optimizer give it another algorithm, ParamKey(name={name!r}): {{'optimizer': 'adam'}}, "
-                "or 'muon', this package's own, which puts split matrices together"
+                f"or 'muon', this package's own, which puts split matrices together{where}"
             )
     return None
 

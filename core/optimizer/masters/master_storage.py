@@ -91,6 +91,7 @@ class CopyStorage(ParameterStorage):
         """A parameter that is not its master rounded has been written, and becomes its own master."""
         for master, param in zip(self.views(self.kept), self.parameters(), strict=True):
             numel = CPU_NUMEL if master.is_cpu else DEVICE_NUMEL
+            param = param.to(master.device)  # the same one, but beside a host's masters
             pieces = [(master, param)]
             if master.dim() == 1 and master.numel() > numel:
                 pieces = list(zip(master.split(numel), param.split(numel), strict=True))

@@ -23,6 +23,8 @@ from torch import nn
 
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.file_tier import FileTier
+from core.distributed.buffer.memory_tier import HostTier
 from core.optimizer.algorithms.backends import choose
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
@@ -73,19 +75,21 @@ class Segment:
 
 
 def storage_of(
-    config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True
+    config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True, apart: bool = False
 ) -> type[ParameterStorage] | None:
     """How the masters of parameters of this dtype are kept; None where they are the parameters in full precision.
 
-    together: True if the parameters of a bucket lie in one tensor.
+    together: True if the parameters of a bucket lie in one tensor. apart: True if they lie on another device than
+    their gradients are stepped on.
     """
     if dtype not in LOW_PRECISION:
-        return None if contiguous or together else CopyStorage
+        return None if (contiguous or together) and not apart else CopyStorage
     if not config.use_precision_aware_optimizer or not contiguous:
         return CopyStorage
     if config.main_params_dtype == dtype:
         return ParameterStorage
-    return RemainderStorage if dtype == torch.bfloat16 and config.store_param_remainders else CopyStorage
+    remainders = dtype == torch.bfloat16 and config.store_param_remainders and not apart
+    return RemainderStorage if remainders else CopyStorage
 
 
 def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
@@ -102,7 +106,7 @@ def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch
 class BucketMasters:
     """The master weights of one bucket's owned range, and the gradients that update them.
 
-    scratch_numel: the longest segment that is stepped through scratch; None for any length.
+    scratch_numel: of a device the longest segment that is stepped there through scratch; None for any length.
     needs_shape: True for a param group whose algorithm needs whole parameters in their shape.
     only_adam: True if our Adam steps every param group.
     """
@@ -113,13 +117,18 @@ class BucketMasters:
         group_of: Callable[[nn.Parameter], int],
         config: OptimizerConfig,
         *,
-        scratch_numel: int | None = None,
+        scratch_numel: Callable[[torch.device], int] | None = None,
         needs_shape: Callable[[int], bool] = lambda group: False,
         only_adam: bool = False,
     ) -> None:
         self.bucket = bucket
         self.needs_shape = needs_shape
-        self.grad = bucket.owned_grad
+        self.tier = bucket.state_tier if isinstance(bucket.state_tier, FileTier) else None
+        self.grad = bucket.owned_grad  # where they are stepped; on a host a copy of those that were reduced
+        self.copied: torch.Event | None = None  # behind that copy
+        if isinstance(bucket.state_tier, HostTier):
+            self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
+        self.is_apart = bucket.state_tier is not None  # stepped by itself, since what it is stepped with lies elsewhere
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
@@ -132,23 +141,25 @@ class BucketMasters:
         else:
             self.param_data = bucket.param_shard
         contiguous = bucket.param_shard is not None or all(param.is_contiguous() for param in bucket.params)
-        self.storage = storage_of(config, dtype, contiguous=contiguous, together=self.param_data is not None)
+        apart = (bucket.params[0] if self.param_data is None else self.param_data).device != self.grad.device
+        together = self.param_data is not None
+        self.storage = storage_of(config, dtype, contiguous=contiguous, together=together, apart=apart)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype
-        self.tier = bucket.state_tier
         self.below: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned], by name: what lies in the tier
         self.kept = self._zeros(numel, kept_dtype)
         moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         in_place = self.storage in (None, CopyStorage)
         self.in_scratch = not in_place or self.grad.dtype != self.dtype or moments != {torch.float32}
-        in_16_bits = only_adam and self.storage is ParameterStorage and self.param_data is not None
+        in_16_bits = only_adam and self.storage is ParameterStorage and together and not apart
         if in_16_bits and steps_16_bits(config, dtype, self.grad.dtype, self.grad.device):
             self.storage, self.in_scratch = None, False
         one_a_param = config.optimizer_cpu_offload or (self.storage is None and self.param_data is None)
         self.segments: list[Segment] = []
         for shards in join_shards(self.shards, lambda group: one_a_param or needs_shape(group)):
             if self.in_scratch and scratch_numel is not None and not needs_shape(shards[0].group):
-                self.segments += [self._segment(*stretch) for stretch in cut_shards(shards, scratch_numel)]
+                longest = scratch_numel(self.grad.device)
+                self.segments += [self._segment(*stretch) for stretch in cut_shards(shards, longest)]
             else:
                 self.segments.append(self._segment(shards, shards[-1].end))
         self.load_parameters()
@@ -162,6 +173,20 @@ class BucketMasters:
         except OSError as error:  # this step is right all the same; the next one is refused on all ranks
             self.tier.failure = self.tier.failure or str(error)
             return torch.zeros(numel, dtype=dtype)
+
+    def send_grads(self) -> None:
+        """Begin to copy reduced gradients to where they are stepped, if that is the host."""
+        reduced = self.bucket.owned_grad
+        if self.grad is not reduced and self.copied is None:
+            self.grad.copy_(reduced, non_blocking=True)
+            self.copied = torch.accelerator.current_stream(reduced.device).record_event()
+
+    def await_grads(self) -> None:
+        """Have the gradients where they are stepped."""
+        self.send_grads()
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
 
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
         """Where moments lie below the device, move there what an optimizer or a checkpoint has made."""

@@ -45,7 +45,7 @@ class Scratch:
     def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig) -> None:
         self.config = config
         self.extent = 0
-        self.memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         for bucket_masters in masters:
             self._plan_waves(bucket_masters)
         for bucket_masters in masters:
@@ -79,9 +79,9 @@ class Scratch:
         )
 
     def _memory(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if (name, dtype) not in self.memory:
-            self.memory[name, dtype] = torch.zeros(self.extent, dtype=dtype, device=device)
-        return self.memory[name, dtype]
+        if (name, dtype, device) not in self.memory:
+            self.memory[name, dtype, device] = torch.zeros(self.extent, dtype=dtype, device=device)
+        return self.memory[name, dtype, device]
 
     def _spare(self, segment: Segment) -> torch.Tensor | None:
         """The scratch of the gradients, which come after the masters; for remainders it is always there."""

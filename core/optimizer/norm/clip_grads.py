@@ -57,7 +57,7 @@ def counts_here(bucket: Bucket) -> bool:
 def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> torch.device:
     """Where the sums are made; a stage without parameters follows the backend that the others' sums travel over."""
     if masters:
-        return masters[0].grad.device
+        return masters[0].bucket.device
     on_gpu = any("nccl" in dist.get_backend_config(group) for group in groups)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -101,7 +101,7 @@ class GradMeter:
             here = counts_here(bucket_masters.bucket)
             # Padding between shards is left out: it may hold what a peer's collective left there.
             for found in _ranges(bucket_masters, copies):
-                grad = bucket_masters.grad[found.start : found.end]
+                grad = bucket_masters.bucket.owned_grad[found.start : found.end]
                 counted = found.in_norm and here
                 memory.append(grad)
                 self.counted_memory += [grad] * counted
@@ -252,7 +252,7 @@ def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:
     """The first gradient of this rank that holds NaN or Inf, in words; None when all are finite."""
     for bucket_masters in masters:
         for shard in bucket_masters.shards:
-            grad = bucket_masters.grad[shard.start : shard.end]
+            grad = bucket_masters.bucket.owned_grad[shard.start : shard.end]
             bad = ~torch.isfinite(grad)
             if bool(bad.any()):
                 value, count = grad[bad][0].item(), int(bad.sum())

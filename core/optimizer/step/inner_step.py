@@ -38,11 +38,15 @@ class InnerStep:
         rounded once more.
         """
         pairs = list(zip(buckets, factors, strict=True))
-        if len(pairs) > 1:  # those below the device by themselves: new moments lie on the device until they are moved
-            for masters, factor in pairs:
-                if masters.tier is not None:
-                    self.step_buckets([masters], [factor], scratch)
-            pairs = [pair for pair in pairs if pair[0].tier is None]
+        if len(pairs) > 1:  # those below the device by themselves: new moments lie in RAM until they are moved
+            below = [pair for pair in pairs if pair[0].is_apart]
+            for masters, _ in below:  # the gradients of the next one come while one is stepped
+                masters.send_grads()
+            for masters, factor in below:
+                self.step_buckets([masters], [factor], scratch)
+            pairs = [pair for pair in pairs if not pair[0].is_apart]
+        for masters in (masters for masters, _ in pairs if masters.is_apart):
+            masters.await_grads()
         here = [
             (segment, factor[segment.norm_group])
             for masters, factor in pairs

@@ -1,0 +1,51 @@
+"""MemoryTier: where shards lie that are not on the device. HostTier: the host's memory beside a GPU. On a CPU the tier
+below is files (file_tier.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class MemoryTier:
+    """Memory of one wrapped model on this rank, below its device. place: in words. failure: see `problem`."""
+
+    place: str
+    failure: str | None = None  # why the tier could not take what it was given
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of zeros on the CPU."""
+        raise NotImplementedError
+
+    def problem(self) -> str | None:
+        """Why no further step can be made, in words."""
+        return self.failure
+
+    def check(self) -> None:
+        """Raise SyncError where the memory is not what it was."""
+
+    def settle(self) -> None:
+        """Wait until no copy reads the memory any more, since it is going to be written."""
+
+
+class HostTier(MemoryTier):
+    """The host's memory beside a device that copies by itself: a GPU.
+
+    Shards of parameters lie there, and are copied to the device on a stream of their own. Masters and moments lie there
+    too, and are stepped there; gradients stay on the device, and are copied when they are stepped.
+
+    pin_memory: True for memory that the device copies from while the host goes on.
+    """
+
+    place = "the host's memory"
+
+    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
+        self.pin_memory = pin_memory
+        self.stream = torch.Stream(device)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of zeros on the CPU. RuntimeError where the host has no memory left that can be pinned."""
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.pin_memory)
+
+    def settle(self) -> None:
+        self.stream.synchronize()
