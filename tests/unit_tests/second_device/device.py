@@ -1,0 +1,96 @@
+"""Builds the second device, and runs functions on ranks that have it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.cpp_extension import include_paths, library_paths
+
+SOURCE = Path(__file__).with_name("second_device.cpp")
+NAME = "npu"  # of the device types that plugins take, the one that torch keeps for devices from outside
+MEMORY = 10**9  # that the device says it has
+library: Any = None  # what was built, once this process has loaded it
+
+
+def why_not() -> str | None:
+    """Why it cannot be built here, if so."""
+    if shutil.which("c++") is None:
+        return "the second device needs a C++ compiler, and there is no c++"
+    if not Path(_python_headers(), "Python.h").exists():
+        return "the second device needs Python's headers, and there are none"
+    return None
+
+
+def build(folder: Path) -> Path:
+    """The library, built once in a folder that several processes may share; about 30 s."""
+    version = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
+    built = folder / f"second_device_{version}.so"
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            command = ["c++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={built.stem}"]
+            command += [f"-isystem{path}" for path in (*include_paths(), _python_headers())]
+            command += [str(SOURCE), "-o", str(built.with_suffix(".part"))]
+            command += [f"-L{path}" for path in library_paths()]
+            command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[-4000:]
+            built.with_suffix(".part").rename(built)
+    return built
+
+
+def _python_headers() -> str:
+    return sysconfig.get_paths()["include"]
+
+
+def on_second_device(built: Path, store: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on a rank of a pool, with groups over both devices in the place of the pool's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    start(built)
+    dist.init_process_group(f"cpu:gloo,{NAME}:second", init_method=f"file://{store}", rank=rank, world_size=world)
+    return function(torch.device(NAME, 0), *arguments)
+
+
+def start(built: Path) -> None:
+    """Make the device known to torch in this process, once."""
+    global library
+    if library is not None:
+        return
+    spec = importlib.util.spec_from_file_location(built.stem, built)
+    assert spec is not None and spec.loader is not None
+    loaded: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module_of_torch())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("second", _collectives, devices=[NAME])
+    library = loaded
+
+
+def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return library.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def _module_of_torch() -> types.ModuleType:
+    """What is `torch.cuda` of this device."""
+    module: Any = types.ModuleType(NAME)
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.current_device = lambda: 0
+    module.device_count = lambda: 1
+    module.set_device = module.manual_seed_all = module.synchronize = lambda *_: None
+    module.mem_get_info = lambda *_: (MEMORY, MEMORY)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return module

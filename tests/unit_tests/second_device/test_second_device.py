@@ -1,0 +1,414 @@
+"""Training on a device that is not the CPU, without a GPU: every value as on the CPU, and what lies on the host."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+from core.checkpoint import load_checkpoint, save_checkpoint
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, Placement, finalize_model_grads
+from core.distributed.buffer.param_unit import ParamUnit
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.verify.rank_pool import RankPool
+from tests.unit_tests.second_device import device as second
+
+CPU = torch.device("cpu")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+pytestmark = [
+    pytest.mark.skipif(second.why_not() is not None, reason=str(second.why_not())),
+    pytest.mark.timeout(600),
+]
+
+Runner = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Calls a function with the second device, on each of some ranks; gives what rank 0 returns."""
+    folder = tmp_path_factory.mktemp("second")
+    built = second.build(tmp_path_factory.getbasetemp().parent)
+    count = itertools.count()
+    with RankPool(2) as pool:
+
+        def call(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
+            store = folder / f"store-{next(count)}"
+            return pool.run(second.on_second_device, world, (built, store, function, *arguments), limit_s=300)
+
+        yield call
+
+
+def layers(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Buckets of different lengths."""
+    torch.manual_seed(1)
+    sizes = (8, 40, 16, 8, 24, 8)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in sizes))
+    return model.to(device, dtype)
+
+
+def batch(step: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+SMALL = {"bucket_size": 500}
+AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
+IN_16_BITS = {**AWARE, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+# name -> the wrapper's options, the optimizer's, dtype of the parameters, what is offloaded
+Case = tuple[dict[str, Any], dict[str, Any], torch.dtype, dict[str, Any]]
+ENGINE: dict[str, Case] = {
+    **{
+        f"{strategy}, {dtype}": ({"data_parallel_sharding_strategy": strategy, **SMALL}, {}, dtype, {})
+        for strategy in STRATEGIES
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "overlap": (
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, **SMALL},
+        *({}, torch.float32, {}),
+    ),
+    "fp32 gradients": ({"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}, {}, torch.bfloat16, {}),
+    "rank order": ({"data_parallel_sharding_strategy": "optim_grads", "deterministic_reduction": True}, {},
+                   torch.float32, {}),
+    "guards": (
+        {"check_for_nan_in_grad": True, "check_replicas": True, "check_for_large_grads": True, **SMALL},
+        {"clip_grad": 0.1, "log_num_zeros_in_grad": True},
+        *(torch.float32, {}),
+    ),
+    "8 bits": ({"use_distributed_optimizer": True, "grad_communication_dtype": torch.float8_e4m3fn}, {},
+               torch.float32, {}),
+    "scaled in the optimizer": ({"use_distributed_optimizer": True, "scale_in_optimizer": True}, {"clip_grad": 0.1},
+                                torch.float32, {}),
+    "fp16": ({"use_distributed_optimizer": True}, {"fp16": True, "initial_loss_scale": 256.0}, torch.float16, {}),
+    "moments in 16 bits": ({"use_distributed_optimizer": True, **SMALL}, IN_16_BITS, torch.bfloat16, {}),
+    "remainders": ({"use_distributed_optimizer": True}, {**AWARE, "store_param_remainders": True}, torch.bfloat16, {}),
+    "offloaded": (
+        {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **SMALL},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        *(torch.bfloat16, {}),
+    ),
+    "muon": ({"use_distributed_optimizer": True, "keep_params_whole": True, **SMALL}, {"optimizer": "muon"},
+             torch.float32, {}),
+    "sgd": ({}, {"optimizer": "sgd", "sgd_momentum": 0.9}, torch.float32, {}),
+}  # fmt: skip
+STATES, BOTH = {"offload_optim_frac": 0.6}, {"offload_optim_frac": 0.6, "offload_param_frac": 0.4}
+PARAMS = {"offload_param_frac": 0.5}
+OF_ALL = {"data_parallel_sharding_strategy": "optim_grads_params", **SMALL}
+ON_HOST: dict[str, Case] = {
+    **{
+        f"{strategy}, {dtype}": (
+            {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True, **SMALL},
+            {"clip_grad": 0.1},
+            *(dtype, BOTH if strategy == "optim_grads_params" else STATES),
+        )
+        for strategy in STRATEGIES
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "parameters alone, fp32": (OF_ALL, {}, torch.float32, PARAMS),
+    "parameters alone, bf16": (OF_ALL, {}, torch.bfloat16, PARAMS),
+    "moments in 16 bits": (OF_ALL, IN_16_BITS, torch.bfloat16, BOTH),
+    "no masters": (OF_ALL, {**IN_16_BITS, "main_params_dtype": torch.bfloat16}, torch.bfloat16, BOTH),
+    "no masters, parameters alone": (OF_ALL, {**IN_16_BITS, "main_params_dtype": torch.bfloat16}, torch.bfloat16,
+                                     PARAMS),
+    "remainders": (OF_ALL, {**AWARE, "store_param_remainders": True}, torch.bfloat16, BOTH),
+    "not pinned": (OF_ALL, {}, torch.bfloat16, {**BOTH, "pin_memory": False}),
+    "rank order": ({**OF_ALL, "deterministic_reduction": True}, {}, torch.float32, BOTH),
+}  # fmt: skip
+
+
+def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+    """Losses and norms of three steps of two microbatches, the weights, and the state of the optimizer."""
+    options, of_optimizer, dtype, offloaded = case
+    placement = Placement(**offloaded) if offloaded and device != CPU else None
+    config = DistributedDataParallelConfig(**options, placement=placement)
+    model = DistributedDataParallel(None, config, layers(device, dtype))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**{"lr": 0.05, "bf16": dtype == torch.bfloat16, **of_optimizer}), [model]
+    )
+    told: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(2):
+            x = batch(2 * step + number, device)
+            loss = (model(x.to(dtype)).float() - x).square().mean()
+            if number == 0:
+                with model.no_sync():
+                    optimizer.scale_loss(loss).backward()
+            else:
+                optimizer.scale_loss(loss).backward()
+        finalize_model_grads([model])
+        told.append((float(loss.detach()), *optimizer.step()))
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    return told, weights, optimizer.state_dict()["state"]
+
+
+def equal_to_the_cpu(device: torch.device, cases: dict[str, Case]) -> list[str]:
+    """The cases in which something differs."""
+    parallel_state.initialize_model_parallel()
+    different = []
+    for name, case in cases.items():
+        (told, weights, state), (cpu_told, cpu_weights, cpu_state) = (trained(case, here) for here in (device, CPU))
+        same = told == cpu_told and all(torch.equal(cpu_weights[key], value) for key, value in weights.items())
+        assert state.keys() == cpu_state.keys()
+        if not same:
+            different.append(name)
+    parallel_state.destroy_model_parallel()
+    return different
+
+
+@pytest.mark.parametrize("cases", [ENGINE, ON_HOST], ids=["engine", "on_host"])
+def test_training_is_that_of_the_cpu_bit_for_bit(run: Runner, cases: dict[str, Case]) -> None:
+    assert run(equal_to_the_cpu, 2, cases) == []
+
+
+def mixed(device: torch.device) -> list[str]:
+    """What the device says to tensors of the CPU."""
+    here, there = torch.ones(4, device=device), torch.ones(4)
+    said = []
+    calls = (lambda: here + there, lambda: here.add_(there), lambda: here.equal(there), lambda: here.copy_(there))
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    dist.all_reduce(here)
+    assert here.tolist() == [2.0] * 4
+    with pytest.raises(RuntimeError, match="No backend|given a tensor of the CPU"):
+        dist.distributed_c10d._get_default_group()._get_backend(device).allreduce([there])
+    return said
+
+
+def test_the_device_takes_no_tensor_of_the_cpu(run: Runner) -> None:
+    """Otherwise the other tests here could not fail."""
+    said = run(mixed, 2)
+    assert len(said) == 3 and all("Expected all tensors to be on the same device" in words for words in said)
+
+
+# -- GeminiPlugin ------------------------------------------------------------------------------------------------------
+
+TINY_CHUNKS: dict[str, Any] = {"min_chunk_size_m": 0, "search_range_m": 0, "hidden_dim": 64}
+
+
+def boosted(device: torch.device, precision: str, **options: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=GeminiPlugin(precision=precision, initial_scale=2.0**8, **TINY_CHUNKS, **options))
+    model = layers(device)  # moved before the optimizer is made: torch makes new parameters for such a device
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
+    return booster, model, optimizer
+
+
+def losses_of(booster: Booster, model: Any, optimizer: Any, steps: range = range(3)) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        x = batch(step, next(model.parameters()).device)
+        loss = (model(x).float() - x).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def chunk_bytes(model: Any) -> list[int]:
+    """Of each chunk's shard of parameters, in 16 bits."""
+    return [2 * unit.shard.numel() for unit in model.module.engine.unsharder.units]
+
+
+def placed(device: torch.device, precision: str, fractions: tuple[float, ...]) -> dict[Any, Any]:
+    """For each placement of parameters and of states: losses, and bytes that training holds on the device."""
+    found = {}
+    for param, optim in itertools.product(fractions, repeat=2):
+        before = second.library.bytes_now()
+        pinned = bool(param or optim)
+        booster, model, optimizer = boosted(
+            device, precision, offload_param_frac=param, offload_optim_frac=optim, max_prefetch=1, pin_memory=pinned
+        )
+        losses = losses_of(booster, model, optimizer)
+        found[param, optim] = losses, second.library.bytes_now() - before, chunk_bytes(model)
+        engine = model.module.engine
+        if param or optim:
+            assert "in the host's memory" in model.module.describe()
+        for unit in engine.unsharder.units:
+            assert unit.shard.is_cpu == (unit.tier is not None) and not unit.params[0].is_cpu
+        del booster, model, optimizer, engine
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+@pytest.mark.in_suite(2)
+def test_a_placement_changes_no_bit_and_takes_bytes_from_the_device(run: Runner, precision: str, world: int) -> None:
+    found = run(placed, world, precision, (0.0, 0.25, 0.5, 0.75, 1.0))
+    losses, most, chunks = found[0.0, 0.0]
+    assert len(set(losses)) == len(losses)
+    for (param, optim), (others, held, _) in found.items():
+        assert others == losses, (param, optim)
+        if precision != "bf16":
+            continue
+        of_params = 2 * sum(chunks) // 2
+        asked = param * of_params + optim * 6 * of_params  # masters and two moments in fp32 beside 16-bit parameters
+        assert abs(most - held - asked) <= 7 * max(chunks), (param, optim, most - held, asked)
+    if precision == "bf16":
+        for first, second_ in itertools.pairwise((0.0, 0.25, 0.5, 0.75, 1.0)):
+            assert found[first, 0.5][1] > found[second_, 0.5][1] and found[0.5, first][1] > found[0.5, second_][1]
+
+
+def budgeted(device: torch.device) -> dict[Any, Any]:
+    """Losses, gathers and the highest point of the device, by budget."""
+    found: dict[Any, Any] = {}
+    for budget in (None, 60_000, 9_000, 8_000):
+        before = second.library.bytes_now()
+        booster, model, optimizer = boosted(
+            device, "bf16", placement_policy="auto", memory_budget_bytes=budget, pin_memory=True
+        )
+        residents = model.module.engine.unsharder.residents
+        assert residents.budget == (second.MEMORY if budget is None else budget)
+        losses = losses_of(booster, model, optimizer, range(2))
+        begun = residents.transfers
+        second.library.take_bytes_most()
+        losses += losses_of(booster, model, optimizer, range(2, 4))
+        most = second.library.take_bytes_most() - before
+        found[budget] = losses, residents.transfers - begun, most, model.memstats.non_model_bytes
+        del booster, model, optimizer, residents
+    with pytest.raises(ValueError, match="Give a larger memory_budget_bytes"):
+        boosted(device, "bf16", placement_policy="auto", memory_budget_bytes=2_000)
+    return found
+
+
+def test_a_budget_is_what_the_device_has_or_what_is_told(run: Runner) -> None:
+    found = run(budgeted, 2)
+    losses, transfers, most, _ = found[None]
+    for one, (same, more, less, _) in found.items():
+        assert same == losses, one
+        assert more >= transfers and less <= most
+        transfers, most = more, less
+    assert found[8_000][1] > found[None][1] and found[8_000][2] < found[None][2]
+    for budget in (60_000, 9_000, 8_000):  # what an operator makes for a moment is not counted
+        assert found[budget][2] < budget
+
+
+def ahead(device: torch.device) -> tuple[int, int]:
+    """Copies to the device that were begun before their chunk was used, with max_prefetch of 0 and of 1."""
+    counts = []
+    for prefetch in (0, 1):
+        booster, model, optimizer = boosted(device, "bf16", offload_param_frac=1.0, max_prefetch=prefetch)
+        losses_of(booster, model, optimizer, range(1))
+        with (
+            mock.patch.object(ParamUnit, "launch", autospec=True, side_effect=ParamUnit.launch) as launched,
+            mock.patch.object(ParamUnit, "gather", autospec=True, side_effect=ParamUnit.gather) as gathered,
+        ):
+            losses_of(booster, model, optimizer, range(1, 2))
+        counts.append(launched.call_count - gathered.call_count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_next_chunk_is_copied_while_one_is_used(run: Runner, world: int) -> None:
+    never, often = run(ahead, world)
+    assert never == 0 and often > 5
+
+
+def saved_and_loaded(device: torch.device, folder: Path) -> None:
+    """Files of a model whose shards lie on the host, in plugins and engines where they do not, and back."""
+    on_host = {"offload_param_frac": 0.5, "offload_optim_frac": 1.0}
+    booster, model, optimizer = boosted(device, "bf16", **on_host)
+    losses_of(booster, model, optimizer)
+    booster.save_model(model, folder / "model", shard=True)
+    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
+    wanted = losses_of(booster, model, optimizer, range(3, 5))
+    for options in ({}, on_host, {"offload_param_frac": 1.0}):
+        again, other, other_optimizer = boosted(device, "bf16", **options)
+        losses_of(again, other, other_optimizer, range(7, 8))
+        again.load_model(other, folder / "model")
+        again.load_optimizer(other_optimizer, folder / "optimizer")
+        assert losses_of(again, other, other_optimizer, range(3, 5)) == wanted, options
+    with model.gathered(), torch.no_grad():
+        whole = {name: value.detach().clone() for name, value in model.unwrap().named_parameters()}
+        assert all(value.device == device for value in whole.values())
+        next(model.unwrap().parameters()).mul_(0.5)
+    with model.gathered():
+        first, *others = model.unwrap().named_parameters()
+        assert torch.equal(first[1], 0.5 * whole[first[0]])
+        assert all(torch.equal(value, whole[name]) for name, value in others)
+
+    parallel_state.initialize_model_parallel()
+    config = OptimizerConfig(lr=0.05, bf16=True)
+    kinds: list[Any] = [Placement(offload_param_frac=0.5, offload_optim_frac=0.5), None]
+    engines = []
+    for placement in (kinds[0], kinds[1], kinds[0]):
+        options = {**OF_ALL, "placement": placement}
+        wrapped = DistributedDataParallel(
+            None, DistributedDataParallelConfig(**options), layers(device, torch.bfloat16)
+        )
+        engines.append((wrapped, get_megatron_optimizer(config, [wrapped])))
+    step(*engines[0], 0)
+    for number in (0, 1):
+        save_checkpoint(folder / f"engine-{number}", 1, [engines[number][0]], engines[number][1])
+        load_checkpoint(folder / f"engine-{number}", [engines[number + 1][0]], engines[number + 1][1])
+    for wrapped, optimizer in engines:
+        step(wrapped, optimizer, 1)
+    states = [wrapped.state_dict() for wrapped, _ in engines]
+    assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
+    parallel_state.destroy_model_parallel()
+
+
+def step(model: DistributedDataParallel, optimizer: Any, number: int) -> None:
+    x = batch(number, next(model.parameters()).device).bfloat16()
+    optimizer.zero_grad()
+    model(x).float().square().mean().backward()
+    finalize_model_grads([model])
+    optimizer.step()
+
+
+def test_checkpoints_go_to_the_host_and_back(run: Runner, tmp_path: Path) -> None:
+    run(saved_and_loaded, 2, tmp_path)
+
+
+def refused(device: torch.device) -> None:
+    for options, words in (
+        ({"offload_directory": "/tmp", "offload_optim_frac": 1.0}, "offload_directory is for CPUs; beside a GPU"),
+        ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
+        ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GeminiPlugin(**options)
+    parallel_state.initialize_model_parallel()
+    for placement, words in (
+        (Placement(offload_optim_frac=1.0, directory="/tmp"), "names the directory '/tmp' for files, and .* 'npu'"),
+        (Placement(offload_grad_frac=1.0), "has offload_grad_frac 1.0, and gradients on 'npu' stay there"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DistributedDataParallel(None, DistributedDataParallelConfig(**OF_ALL, placement=placement), layers(device))
+    placement = Placement(offload_optim_frac=1.0)
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(**OF_ALL, placement=placement), layers(device))
+    with pytest.raises(ValueError, match="optimizer_cpu_offload keeps the optimizer's state on the CPU, and so"):
+        get_megatron_optimizer(OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0), [model])
+    parallel_state.destroy_model_parallel()
+
+
+def test_what_is_not_for_a_device_is_refused(run: Runner) -> None:
+    run(refused, 2)
+
+
+def low_level(device: torch.device) -> dict[Any, list[float]]:
+    found = {}
+    for stage, offload in itertools.product((1, 2), (False, True)):
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="bf16", cpu_offload=offload, max_norm=0.1))
+        model = layers(device)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+        model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
+        found[stage, offload] = losses_of(booster, model, optimizer)
+    return found
+
+
+def test_low_level_zero_on_a_device(run: Runner) -> None:
+    first, *others = run(low_level, 2).values()
+    assert all(losses == first for losses in others) and first[0] > first[-1]
