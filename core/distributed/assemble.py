@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -264,25 +263,15 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
     tier: MemoryTier | None = None
     error = None
     try:
-        tier = _host_tier(plan.device, placement) if plan.device.type != "cpu" else FileTier(placement.files_in())
+        placement.check_for(plan.device.type)
+        if placement.directory is not None:
+            tier = FileTier(placement.directory)
+        else:
+            tier = HostTier(plan.device, pin_memory=placement.pin_memory)
     except (OSError, ValueError) as caught:
         error = caught
     agree.refuse(error, _data_groups(groups), "the memory below the device")
     return tier
-
-
-def _host_tier(device: torch.device, placement: Placement) -> HostTier:
-    if placement.directory is not None:
-        raise ValueError(
-            f"placement names the directory {os.fspath(placement.directory)!r} for files, and the parameters lie on "
-            f"{device.type!r}, below which is the host's memory; leave directory None"
-        )
-    if placement.offload_grad_frac > 0:
-        raise ValueError(
-            f"placement has offload_grad_frac {placement.offload_grad_frac}, and gradients on {device.type!r} stay "
-            "there until they are stepped; set it to 0"
-        )
-    return HostTier(device, pin_memory=placement.pin_memory)
 
 
 def _place_grads(

@@ -20,7 +20,10 @@ from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 
-FILES_TAKE_NO_TIME = "the time of reading and writing files is not in it: a device file has no speed of a disk"
+BELOW_TAKES_NO_TIME = (
+    "the time that what lies below the device takes is not in it: a device file has no speed of a disk, of a host's "
+    "link or of its steps"
+)
 
 
 @runtime_checkable
@@ -81,8 +84,9 @@ class RunPlan:
         device = f"{self.device.name}: {self.device.about}"
         unknown = [self.not_counted] if self.not_counted else []
         time = ["", time_table(self.time)] if self.device.has_figures else []
-        files = [FILES_TAKE_NO_TIME] if time and any(sum(memory.files.values()) for memory in self.memories) else []
-        return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *files])
+        offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
+        below = [BELOW_TAKES_NO_TIME] if time and offloads else []
+        return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *below])
 
 
 def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:

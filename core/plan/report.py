@@ -31,7 +31,7 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
 def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use.
 
-    What lies in files below the device comes last, and takes no room.
+    What lies below the device comes last, and takes no room: in files, or beside a GPU on the host.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -44,11 +44,12 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
-    rows += [
-        (f"in files: {kind}", [gib(memory.files.get(kind, 0)) for memory in columns])
-        for kind in STATE_KINDS
-        if any(memory.files.get(kind, 0) for memory in columns)
-    ]
+    for where, below in (
+        ("in files", [memory.files for memory in columns]),
+        ("on the host", [memory.host for memory in columns]),
+    ):
+        kinds = [kind for kind in STATE_KINDS if any(held.get(kind, 0) for held in below)]
+        rows += [(f"{where}: {kind}", [gib(held.get(kind, 0)) for held in below]) for kind in kinds]
     first = max(len(name) for name, _ in rows)
     widths = [max(len(cells[place]) for _, cells in rows) for place in range(len(columns))]
     return "\n".join(

@@ -91,7 +91,8 @@ class Run:
 class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
-    plans: what the wrapper would plan for each of its chunks. files: bytes by kind in files below the device.
+    plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
+    in files and, beside a GPU, in the memory of the host.
     """
 
     rank: int
@@ -100,6 +101,7 @@ class RankMemory:
     moments: Sequence[Moment]
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def highest(self) -> Moment:
@@ -160,5 +162,6 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
         )
-        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], state.files))
+        below = {"files" if run.on_cpu else "host": state.below}
+        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **below))
     return found

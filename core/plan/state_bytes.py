@@ -54,14 +54,15 @@ class PlannedBucket:
     contracts: Sequence[GradientContract]
     owned_grad: torch.Tensor  # [owned]
     param_shard: torch.Tensor  # [owned]
+    steps_apart: bool  # True if parameters lie on the host and are stepped on a GPU, or the other way round
     state_tier: None = None
 
 
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier: what lies on the device, and what lies in files below it."""
+    """Bytes by kind on each tier: what lies on the device, and below it, in files or beside a GPU on the host."""
 
     device: Counter[str]
-    files: Counter[str]
+    below: Counter[str]
 
 
 def state_bytes(
@@ -80,15 +81,15 @@ def state_bytes(
     each other's buffers, so that a gather of parameters copies nothing. user: makes the optimizer that steps masters,
     where it is a user's own. ConfigError for a placement that cannot be planned.
     """
-    held, files = TierBytes(Counter(), Counter())
+    held, below = TierBytes(Counter(), Counter())
     _check_placement(ddp_config, on_cpu=on_cpu)
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
-        _add_buffers(held, files, plan, ddp_config, places)
+        _add_buffers(held, below, plan, ddp_config, places)
         mapped = on_cpu and one_host and ddp_config.share_host_memory
-        held[GATHERED] += _gathered_bytes(plan, ddp_config, places, mapped=mapped)
-    _add_optimizer(held, files, chunks, ddp_config, optimizer_config, groups, user, on_cpu=on_cpu)
-    return TierBytes(held, files)
+        held[GATHERED] += _gathered_bytes(plan, ddp_config, places, mapped=mapped, on_cpu=on_cpu)
+    _add_optimizer(held, below, chunks, ddp_config, optimizer_config, groups, user, on_cpu=on_cpu)
+    return TierBytes(held, below)
 
 
 def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool) -> None:
@@ -101,16 +102,15 @@ def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool)
             "known when the first step has run, so it cannot be planned; plan with fractions, offload_param_frac and "
             "its kin, or without a placement"
         )
-    if placement.offloads and not on_cpu:
-        raise ConfigError(
-            "placement offloads to files, which is for ranks on CPUs; plan it on a device that is a host, such as "
-            "laptop, or leave it out"
-        )
+    try:
+        placement.check_for("cpu" if on_cpu else "cuda")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _add_buffers(
     held: Counter[str],
-    files: Counter[str],
+    below: Counter[str],
     plan: ModelPlan,
     ddp_config: DistributedDataParallelConfig,
     places: Places,
@@ -120,14 +120,14 @@ def _add_buffers(
     for number, layout in enumerate(plan.layout.buffers):
         grad = dtype_named(layout.key.grad_dtype).itemsize
         for bucket in layout.buckets:
-            tier = files if (number, bucket.index) in places.grads else held
+            tier = below if (number, bucket.index) in places.grads else held
             tier[GRADIENTS] += bucket.numel // residency.kept_by(layout.shards) * grad
         if not residency.keeps_whole:
             held[POOL] += pool_numel([bucket.numel for bucket in layout.buckets]) * grad
     for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
         cut = not residency.keeps_params
         for bucket in layout.buckets:
-            tier = files if (number, bucket.index) in places.params else held
+            tier = below if (number, bucket.index) in places.params else held
             tier[PARAMETERS] += bucket.numel // (layout.shards if cut else 1) * _param_itemsize(layout)
     in_buffers = {slot.name for layout in plan.frozen_layout.buffers for slot in layout.slots}
     held[PARAMETERS] += sum(param.nbytes for name, param in plan.frozen.items() if name not in in_buffers)
@@ -147,7 +147,9 @@ def _param_itemsize(layout: BufferLayout) -> int:
     return dtype_named(layout.key.param_dtype).itemsize
 
 
-def _gathered_bytes(plan: ModelPlan, ddp_config: DistributedDataParallelConfig, places: Places, *, mapped: bool) -> int:
+def _gathered_bytes(
+    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, places: Places, *, mapped: bool, on_cpu: bool
+) -> int:
     """Of sharded parameters: the buckets that are whole at a time beside their shards, and the one gathered ahead.
 
     mapped: True if ranks map each other's shards; then a gather copies nothing but what lies in files.
@@ -155,26 +157,26 @@ def _gathered_bytes(plan: ModelPlan, ddp_config: DistributedDataParallelConfig, 
     if ddp_config.residency.keeps_params:
         return 0
     position = {name: place for place, name in enumerate(plan.named)}
-    staying, moving, is_collective = 0, [], False
+    staying, moving, goes_ahead = 0, [], False
     for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
         for bucket in layout.buckets:
             where, nbytes = (number, bucket.index), bucket.numel * _param_itemsize(layout)
             if where not in places.params and (mapped or layout.shards == 1):
                 continue
-            is_collective |= not mapped and layout.shards > 1
+            goes_ahead |= (not mapped and layout.shards > 1) or (where in places.params and not on_cpu)
             if where in places.params_stay or not ddp_config.reshard_after_forward:
                 staying += nbytes
             else:
                 moving.append((min(position[slot.name] for slot in bucket.slots), nbytes))
     in_order = [nbytes for _, nbytes in sorted(moving)]
     waits = ddp_config.placement is not None and ddp_config.placement.prefetch == 0
-    together = WINDOW + (is_collective and not waits)
+    together = WINDOW + (goes_ahead and not waits)
     return staying + max((sum(in_order[first : first + together]) for first in range(len(in_order))), default=0)
 
 
 def _add_optimizer(
     held: Counter[str],
-    files: Counter[str],
+    below: Counter[str],
     chunks: Sequence[tuple[nn.Module, ModelPlan]],
     ddp_config: DistributedDataParallelConfig,
     config: OptimizerConfig,
@@ -201,8 +203,10 @@ def _add_optimizer(
     device = torch.device("cpu" if on_cpu else "cuda")
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
-        for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups):
+        for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
             stands_in: Any = bucket
+            lies_below = (number, bucket.layout.index) in places.states
+            tier = below if lies_below else held
             masters = BucketMasters(
                 stands_in,
                 of_groups.of,
@@ -211,17 +215,19 @@ def _add_optimizer(
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
-            below = (number, bucket.layout.index) in places.states
-            tier = files if below else held
             tier[MASTERS] += masters.kept.nbytes
+            in_files = lies_below and on_cpu
             most = 0
             for segment in masters.segments:
                 dtypes = [kept_dtype(key, config) or masters.dtype for key in moments[segment.group]]
                 each = sum(dtype.itemsize for dtype in dtypes)
-                tier[MOMENTS] += 0 if below else segment.numel * each
+                tier[MOMENTS] += 0 if in_files else segment.numel * each
                 most = max(most, each)
-            tier[MOMENTS] += masters.grad.numel() * most if below else 0  # in files a moment has the bucket's length
-            held[SCRATCH] = max(held[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu))
+            tier[MOMENTS] += masters.grad.numel() * most if in_files else 0  # there a moment has the bucket's length
+            on_host = lies_below and not on_cpu
+            tier[GRADIENTS] += masters.grad.nbytes if on_host else 0  # a copy, for the step
+            place = below if on_host else held
+            place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or on_host))
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
@@ -234,7 +240,12 @@ def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[s
 
 
 def _planned_buckets(
-    plan: ModelPlan, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups
+    plan: ModelPlan,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
+    places: Places,
+    *,
+    on_cpu: bool,
 ) -> Iterator[tuple[int, PlannedBucket, dict[str, torch.dtype]]]:
     for number, layout in enumerate(plan.layout.buffers):
         rank = groups.rank(shard_and_replica(layout.key.data_group, ddp_config)[0])
@@ -247,7 +258,9 @@ def _planned_buckets(
             )
             params = [plan.params[slot.name] for slot in bucket.slots]
             contracts = [plan.contracts[slot.name] for slot in bucket.slots]
-            yield number, PlannedBucket(bucket, owned, params, contracts, grad, shard), kinds
+            here = (number, bucket.index)
+            apart = not on_cpu and (here in places.params) != (here in places.states)
+            yield number, PlannedBucket(bucket, owned, params, contracts, grad, shard, apart), kinds
 
 
 def _trainable(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str, nn.Parameter, bool]]:

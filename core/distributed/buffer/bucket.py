@@ -22,7 +22,7 @@ from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups, BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
-from core.distributed.buffer.memory_tier import MemoryTier
+from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.wire.collective_events import CollectiveEvent
@@ -90,6 +90,12 @@ class Bucket(BucketMemory):
         self.pending = len(params)
         self.handle: Flight | None = None
         self.events: list[CollectiveEvent] = []  # of this step's reductions
+
+    @property
+    def steps_apart(self) -> bool:
+        """True if the parameters lie on another device than they are stepped on."""
+        memory = self.params[0] if self.param_shard is None else self.param_shard
+        return memory.is_cpu != (isinstance(self.state_tier, HostTier) or self.owned_grad.is_cpu)
 
     @property
     def adds_exactly(self) -> bool:

@@ -110,15 +110,26 @@ class Placement:
                 f"{self.offload_optim_frac}; set all three to 1"
             )
 
-    def files_in(self) -> str | os.PathLike[str]:
-        """The directory for files. ValueError where there is none, which is right beside a GPU alone."""
-        if self.directory is None:
+    def check_for(self, device_type: str) -> None:
+        """ValueError for what ranks on this type of device cannot offload."""
+        if not self.offloads:
+            return
+        if device_type == "cpu" and self.directory is None:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
                 f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files that lie below "
                 "RAM; name one, or set them to 0"
             )
-        return self.directory
+        if device_type != "cpu" and self.directory is not None:
+            raise ValueError(
+                f"placement names the directory {os.fspath(self.directory)!r} for files, and the parameters lie on "
+                f"{device_type!r}, below which is the host's memory; leave directory None"
+            )
+        if device_type != "cpu" and self.offload_grad_frac > 0:
+            raise ValueError(
+                f"placement has offload_grad_frac {self.offload_grad_frac}, and gradients on {device_type!r} stay "
+                "there until they are stepped; set it to 0"
+            )
 
     @property
     def offloads(self) -> bool:

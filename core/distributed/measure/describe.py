@@ -61,12 +61,12 @@ def _below(tier: MemoryTier | None, what: str) -> str:
 def _sharded_parameters(unit: ParamUnit) -> str:
     if unit.tier is not None:
         how = f"is copied to the device around its use, and stays there {unit.stays.value}"
+    elif unit.layout.shards == 1:
+        how = "is whole on its only rank"
     elif unit.mapped is not None:
         how = "is always whole in memory that its ranks map from each other"
-    elif unit.is_collective:
-        how = f"is gathered around its use, and stays whole {unit.stays.value}"
     else:
-        how = "is whole on its only rank"
+        how = f"is gathered around its use, and stays whole {unit.stays.value}"
     on = f"{unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks{_below(unit.tier, ',')}"
     return f"{unit.name}: {on}; the bucket {how}"
 

@@ -141,8 +141,7 @@ class BucketMasters:
         else:
             self.param_data = bucket.param_shard
         contiguous = bucket.param_shard is not None or all(param.is_contiguous() for param in bucket.params)
-        apart = (bucket.params[0] if self.param_data is None else self.param_data).device != self.grad.device
-        together = self.param_data is not None
+        together, apart = self.param_data is not None, bucket.steps_apart
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=together, apart=apart)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype

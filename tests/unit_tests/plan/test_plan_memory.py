@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,18 +91,25 @@ def test_what_lies_in_files_is_planned_to_the_byte(
 def test_a_placement_is_told_or_refused_by_name() -> None:
     told = load_config([*MODEL, *strategy("optim_grads_params"), "--tp", "1"])
 
-    def planned(device: str, **options: object) -> RunPlan:
-        placement = Placement(directory="/tmp", **options)
+    def planned(device: str, **options: Any) -> RunPlan:
+        placement = Placement(**options)
         return plan_run(replace(told, ddp=replace(told.ddp, placement=placement)), 2, device)
 
-    plain, below = plan_run(told, 2, "laptop"), planned("laptop", offload_optim_frac=1.0)
+    plain, below = plan_run(told, 2, "laptop"), planned("laptop", offload_optim_frac=1.0, directory="/tmp")
     words = below.describe()
-    assert "in files: moments" in words and "the time of reading and writing files is not in it" in words
+    assert "in files: moments" in words and "no speed of a disk" in words
     assert +Counter(below.fullest.files) == {MOMENTS: plain.fullest.state[MOMENTS]}
     assert below.fullest.peak == plain.fullest.peak - plain.fullest.state[MOMENTS]
-    with pytest.raises(ConfigError, match="placement offloads to files"):
-        planned("h100", offload_optim_frac=1.0)
-    budget = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "memory_budget_bytes": 1 << 30}
+    of_gpu = plan_run(told, 2, "h100").fullest
+    on_host = planned("h100", offload_optim_frac=1.0)
+    assert "on the host: moments" in on_host.describe() and "in files" not in on_host.describe()
+    assert on_host.fullest.host[MOMENTS] == of_gpu.state[MOMENTS] and not on_host.fullest.state[MOMENTS]
+    assert on_host.fullest.host[GRADIENTS] == of_gpu.state[GRADIENTS] == on_host.fullest.state[GRADIENTS]
+    with pytest.raises(ConfigError, match="there is no directory for the files"):
+        planned("laptop", offload_optim_frac=1.0)
+    with pytest.raises(ConfigError, match="below which is the host's memory; leave directory None"):
+        planned("h100", offload_optim_frac=1.0, directory="/tmp")
+    budget = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "memory_budget_bytes": 1 << 30, "directory": "/tmp"}
     with pytest.raises(ConfigError, match="memory_budget_bytes is 1073741824"):
         planned("laptop", **budget)
 

@@ -1,6 +1,7 @@
 """Training on a device that is not the CPU, without a GPU: every value as on the CPU, and what lies on the host."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from core.checkpoint import load_checkpoint, save_checkpoint
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, Placement, finalize_model_grads
 from core.distributed.buffer.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
 from core.verify.rank_pool import RankPool
 from tests.unit_tests.second_device import device as second
 
@@ -148,6 +150,45 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
         told.append((float(loss.detach()), *optimizer.step()))
     weights = {name: value.cpu() for name, value in model.state_dict().items()}
     return told, weights, optimizer.state_dict()["state"]
+
+
+def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    """Those of a plan for a GPU are those that are here, on both tiers."""
+    parallel_state.initialize_model_parallel()
+    placed: dict[str, Any] = BOTH if name == "optim_grads_params" else STATES
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=name, **SMALL, placement=Placement(**placed))
+    of_optimizer = OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16)
+    model = DistributedDataParallel(None, config, layers(device, dtype))
+    optimizer: Any = get_megatron_optimizer(of_optimizer, [model])
+    step(model, optimizer, 0)
+    held: Counter[str] = Counter({GRADIENTS: sum(buffer.grad_data.nbytes for buffer in model.engine.buffers)})
+    below: Counter[str] = Counter()
+    if model.engine.unsharder is None:
+        held[PARAMETERS] = sum(
+            buffer.param_data.nbytes for buffer in model.engine.buffers if buffer.param_data is not None
+        )
+    for unit in [] if model.engine.unsharder is None else model.engine.unsharder.units:
+        (held if unit.shard.device == device else below)[PARAMETERS] += unit.shard.nbytes
+    for masters in optimizer.masters:
+        tier = held if masters.grad.device == device else below
+        tier[MASTERS] += masters.kept.nbytes
+        tier[GRADIENTS] += masters.grad.nbytes if tier is below else 0
+        for segment in masters.segments:
+            tier[MOMENTS] += sum(optimizer.state[segment.master][key].nbytes for key in ("exp_avg", "exp_avg_sq"))
+    planned = state_bytes(
+        [(model.module, model.engine.plan)], config, of_optimizer, model.groups, on_cpu=False, one_host=True
+    )
+    for found, told in ((held, planned.device), (below, planned.below)):
+        kinds = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
+        assert {kind: found[kind] for kind in kinds} == {kind: told[kind] for kind in kinds}
+    assert below[MOMENTS] > 0 and (below[PARAMETERS] > 0) == (name == "optim_grads_params")
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STRATEGIES[1:])
+def test_a_plan_for_a_gpu_counts_both_tiers_to_the_byte(run: Runner, name: str, dtype: torch.dtype) -> None:
+    run(bytes_held, 2, name, dtype)
 
 
 def equal_to_the_cpu(device: torch.device, cases: dict[str, Case]) -> list[str]:
@@ -361,7 +402,8 @@ def saved_and_loaded(device: torch.device, folder: Path) -> None:
 
 
 def step(model: DistributedDataParallel, optimizer: Any, number: int) -> None:
-    x = batch(number, next(model.parameters()).device).bfloat16()
+    first = next(model.parameters())
+    x = batch(number, first.device).to(first.dtype)
     optimizer.zero_grad()
     model(x).float().square().mean().backward()
     finalize_model_grads([model])
