@@ -93,38 +93,59 @@ def test_bits_are_those_of_optim_grads_on_any_stream_and_behind_slow_work(tmp_pa
     on_two(equal_bits, tmp_path)
 
 
-def gemini(rank: int, **options: Any) -> tuple[list[float], Any]:
+def gemini(rank: int, *, slow: bool = False, **options: Any) -> tuple[list[float], Any, Any]:
     plugin = GeminiPlugin(precision="bf16", min_chunk_size_m=0, search_range_m=0, hidden_dim=WIDTH, **options)
     booster, plain = Booster(plugin=plugin), tower()
     model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
     losses = []
     for step in range(STEPS):
+        if slow:
+            torch.cuda._sleep(20_000_000)
         optimizer.zero_grad()
         loss = model(batch_of(rank, step)).float().square().mean()
         booster.backward(loss, optimizer)
         optimizer.step()
-        losses.append(loss.item())
-    return losses, optimizer
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist(), model, optimizer
 
 
-def states_on_the_host(rank: int) -> None:
-    want, _ = gemini(rank)
-    for pinned in (False, True):
-        losses, optimizer = gemini(rank, offload_optim_frac=1.0, pin_memory=pinned)
-        torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
-        moments = [value for state in optimizer.optim.state.values() for value in state.values() if value.dim()]
-        assert moments and all(not value.is_cuda and value.is_pinned() == pinned for value in moments)
+def on_the_host(rank: int) -> None:
+    """Parameters there change no bit; states are stepped by the kernels of a CPU, which round otherwise."""
+    want, *_ = gemini(rank)
+    for slow, pinned, prefetch in ((False, False, 0), (False, True, 1), (True, True, 0), (True, True, 1)):
+        options = {"slow": slow, "pin_memory": pinned, "max_prefetch": prefetch}
+        losses, model, _ = gemini(rank, offload_param_frac=1.0, **options)
+        assert losses == want, options
+        assert all(unit.shard.is_pinned() == pinned for unit in model.module.engine.unsharder.units)
+        for param in (0.0, 0.5, 1.0):
+            losses, _, optimizer = gemini(rank, offload_param_frac=param, offload_optim_frac=1.0, **options)
+            torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
+            moments = [value for state in optimizer.optim.state.values() for value in state.values() if value.dim()]
+            assert moments and all(value.is_cpu for value in moments)
+            assert all(masters.grad.is_pinned() == pinned for masters in optimizer.engine.masters)
+    losses, model, _ = gemini(rank, placement_policy="auto", pin_memory=True)
+    torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
+    assert model.module.engine.unsharder.residents.budget == torch.cuda.get_device_properties(rank).total_memory
 
 
 @two
-def test_states_on_the_host_train_the_same(tmp_path: Path) -> None:
-    on_two(states_on_the_host, tmp_path)
+def test_what_lies_on_the_host_trains_the_same(tmp_path: Path) -> None:
+    on_two(on_the_host, tmp_path)
 
 
-def test_what_moves_between_ram_and_files_is_refused_beside_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="placement_policy='auto' moves chunks between RAM and files"):
-        GeminiPlugin(placement_policy="auto", memory_budget_bytes=10**6, offload_directory=str(tmp_path))
-    with pytest.raises(ValueError, match="Beside a GPU only the optimizer's state is offloaded so far"):
-        GeminiPlugin(offload_param_frac=0.5)
-    with pytest.raises(ValueError, match="offload_directory is for CPUs"):
-        GeminiPlugin(offload_optim_frac=0.5, offload_directory=str(tmp_path))
+def test_what_lies_on_the_host_trains_the_same_on_one_gpu(tmp_path: Path) -> None:
+    multiprocessing.spawn(alone, (str(tmp_path / "store"),), nprocs=1)
+
+
+def alone(rank: int, store: str) -> None:
+    dist.init_process_group(init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        on_the_host(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_files_are_refused_beside_a_gpu(tmp_path: Path) -> None:
+    for options in ({"offload_optim_frac": 0.5}, {"placement_policy": "auto", "memory_budget_bytes": 10**6}):
+        with pytest.raises(ValueError, match="offload_directory is for CPUs"):
+            GeminiPlugin(offload_directory=str(tmp_path), **options)  # type: ignore[arg-type]
