@@ -27,7 +27,7 @@ def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
     grid, groups = parallel_state.get_rank_grid(), parallel_state.get_process_groups()
     names = {axis.token: axis.name for axis in axes_of(expert)}
     tokens = [token for token in reversed(grid.axes) if token in names]
-    ranks = torch.arange(grid.world_size).view([grid.size(token, expert) for token in tokens])
+    ranks = torch.arange(grid.world_size, device="cpu").view([grid.size(token, expert) for token in tokens])
     members = [groups.require(names[token]) for token in tokens]
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if device is None or dist.get_backend(members[0]) == "gloo" else device.type

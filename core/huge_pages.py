@@ -68,7 +68,7 @@ class Blocks:
         """[numel], undefined."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         block = min((free for free in self.free if len(free) >= nbytes), key=len, default=None)
         if block is None:
             block = _mapped(nbytes)

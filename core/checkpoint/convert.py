@@ -66,7 +66,7 @@ class IndexedTensors:
     def read(self, key: str) -> Tensor:
         """One whole tensor."""
         stored, record = self._record(key)
-        whole = torch.zeros(record.size, dtype=record.properties.dtype)
+        whole = torch.zeros(record.size, dtype=record.properties.dtype, device="cpu")
         self.fill(Piece(stored, tuple(record.size), (0,) * whole.dim(), whole))
         return whole
 
@@ -141,7 +141,7 @@ class MegatronTensors(IndexedTensors):
             record = self.records[stored]
             begin = [0] * len(record.size) if layer is None else [layer, *[0] * (len(record.size) - 1)]
             size = tuple(record.size) if layer is None else (1, *record.size[1:])
-            box = torch.zeros(size, dtype=record.properties.dtype)
+            box = torch.zeros(size, dtype=record.properties.dtype, device="cpu")
             self.fill(Piece(stored, tuple(record.size), tuple(begin), box))
             parts.append(box if layer is None else box[0])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

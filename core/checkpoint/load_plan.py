@@ -153,7 +153,7 @@ def _plan_entry(
         dtype = record.properties.dtype
         is_scalar = keeps.keys is None or key in keeps.keys.scalars
         if is_scalar and not record.size:
-            state[key] = torch.zeros((), dtype=dtype)
+            state[key] = torch.zeros((), dtype=dtype, device="cpu")
             plan.pieces.append(Piece(entry.key(key), (), (), state[key]))
         elif tuple(record.size) != entry.local.slice.shape:
             plan.problems.append(

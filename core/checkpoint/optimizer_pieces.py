@@ -164,7 +164,7 @@ def as_scalar(value: Any) -> Tensor:
     """A number as a 0-dim tensor that holds it exactly."""
     if isinstance(value, Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def is_number(value: Any) -> bool:

@@ -29,7 +29,7 @@ def save_random_state() -> bytes:
         "python": random.getstate(),
         "numpy": (
             str(kind),
-            torch.tensor(np.asarray(keys).astype(np.int64)),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
             int(position),
             int(has_gauss),
             float(gauss),

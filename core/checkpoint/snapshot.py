@@ -19,7 +19,7 @@ class SnapshotMemory:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def bytes(self) -> int:
@@ -36,16 +36,18 @@ class SnapshotMemory:
         needed = self.bytes_for(tensors)
         on_cuda = [tensor for tensor in tensors if tensor.is_cuda]
         if self.bytes < needed or (on_cuda and not self._block.is_pinned()):
-            self._block = torch.empty(0, dtype=torch.uint8)  # free the old block before the new one exists
-            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=bool(on_cuda))
+            self._block = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # free the old block before the new one exists
+            self._block = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=bool(on_cuda))
         storage, offset, copies = self._block.untyped_storage(), 0, []
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
             if size:
-                copy = torch.empty(0, dtype=tensor.dtype)
+                copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
                 copy.set_(storage[offset : offset + size], 0, tensor.shape, row_strides(tensor.shape))
             else:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             copies.append(copy)
             offset += _aligned(size)
@@ -63,10 +65,10 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() == size:
         return tensor
     if size == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
     part = tensor.untyped_storage()[start : start + size]  # shares the memory
-    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(part, 0, tensor.shape, tensor.stride())
 
 
 def _aligned(size: int) -> int:

@@ -51,7 +51,7 @@ def finalize_model_grads(
     chunks = wrapped_chunks(model, "finalize_model_grads([model])")
     groups, config = chunks[0].groups, chunks[0].config
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
-        num_tokens = torch.tensor(num_tokens, dtype=torch.float64)
+        num_tokens = torch.tensor(num_tokens, dtype=torch.float64, device="cpu")
     models = _by_model(chunks)  # raises where a model lacks a chunk
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):

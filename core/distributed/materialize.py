@@ -14,6 +14,7 @@ from torch import nn
 
 from core import agree, huge_pages
 from core.agree import SyncError
+from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.guard.replicas import (
     broadcast_weights,
     checksum,
@@ -28,11 +29,25 @@ from core.process_groups import ProcessGroups
 
 Init = Callable[[nn.Module], Any]
 GIVEN_BACK = 2**26  # bytes of cut weights after which the C library's freed memory goes back to the system
+MOVES = ("to", "cpu", "cuda", "xpu", "half", "bfloat16", "float", "double", "type")  # what modules call to be moved
 MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter between `materialize` and the wrap: shape, dtype and device, and one NaN for all values."""
+    """A parameter between `materialize` and the wrap: shape, dtype and device, and one NaN for all values.
+
+    Moved or cast it stays one number. torch would give it memory for all of them.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with attributes_alone():
+            if getattr(func, "__name__", "") not in MOVES or not args[0].numel():
+                return func(*args, **kwargs)
+            one = args[0].detach()[(0,) * args[0].dim()]
+            kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+            return func(one, *args[1:], **kwargs).expand(args[0].shape)
 
 
 def materialize(module: nn.Module, init: Init | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
@@ -115,7 +130,7 @@ def make_and_cut(
         if initial_weights == "broadcast":
             broadcast_weights(plan, groups, collectives, only=ready)
         for name, param in ready.items():
-            sums[name] = torch.tensor(checksum(param))
+            sums[name] = torch.tensor(checksum(param), device="cpu")
             kept += param.nbytes
             unsharder.cut(param)
         if kept >= GIVEN_BACK:
@@ -132,6 +147,7 @@ def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
     for param in own:
         if type(param) is DeferredParameter:
             param.__class__ = nn.Parameter
+        if param.untyped_storage().nbytes() < param.nbytes:  # also of one that torch made anew on another device
             param.data = torch.full(param.shape, _unset(param), dtype=param.dtype, device=param.device)
     try:
         init(part)

@@ -246,7 +246,9 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         """Make the gradients of wrappers of ours whole, unless the loop has done so."""
         if any(wrapper.reducer.open for wrapper in self._ours):
             tokens = self.accumulation.tokens
-            finalize_model_grads(self._ours, None if tokens is None else torch.tensor(tokens, dtype=torch.float64))
+            finalize_model_grads(
+                self._ours, None if tokens is None else torch.tensor(tokens, dtype=torch.float64, device="cpu")
+            )
 
     def _divide_by_tokens(self, tokens: float) -> None:
         """Turn the mean over ranks of sums over tokens into the mean over all tokens of the data group."""

@@ -192,8 +192,9 @@ def _projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
     """The output, and a mean of it with random weights, which are others for each microbatch."""
     named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
     value = next(value for value in [*named, *output.values()] if isinstance(value, Tensor))
-    weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(11 + number), dtype=torch.float64)
-    return value, (value * weights).mean()
+    generator = torch.Generator("cpu").manual_seed(11 + number)
+    weights = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return value, (value * weights.to(value.device)).mean()
 
 
 def _worst(found: list[Tensor], expected: list[Tensor], model: Any, reference: Any, plan: Plan) -> tuple[float, str]:

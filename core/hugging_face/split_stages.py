@@ -237,7 +237,8 @@ def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tens
     if stage_of(chunk).part.pre_process:
         return {}
     (like,) = _sent(chunk, arguments)
-    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(5)
+    values = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
     device = next(chunk.parameters()).device
     return {"received": values.to(device, like.dtype).requires_grad_()}
 

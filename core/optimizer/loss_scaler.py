@@ -34,7 +34,7 @@ class LossScaler:
     @property
     def scale(self) -> torch.Tensor:
         """The factor, [1] in fp32 on the CPU."""
-        return torch.tensor([self.value], dtype=torch.float32)
+        return torch.tensor([self.value], dtype=torch.float32, device="cpu")
 
     def update(self, found_inf: bool) -> None:
         """A step ended; found_inf: True if a gradient of any rank overflowed."""

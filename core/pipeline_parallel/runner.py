@@ -150,7 +150,7 @@ class PipelineRunner:
                 waiting("the activations or gradients of a microbatch", self.group, computes=True),
             ):
                 begun_s = time.perf_counter()
-                schedule.step(target=torch.arange(len(microbatches)), losses=[], return_outputs=False)
+                schedule.step(target=torch.arange(len(microbatches), device="cpu"), losses=[], return_outputs=False)
                 worked_s = sum(event.end_s - event.start_s for event in self.events)
                 add_wait(time.perf_counter() - begun_s - worked_s)
         finally:

@@ -435,3 +435,22 @@ def test_an_accelerator_is_never_asked_for_without_a_guard() -> None:
                 if re.search(r"torch\.cuda\.\w+\(", source) and not guard.search(source):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} calls torch.cuda unguarded")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+MAKERS = {"zeros", "ones", "empty", "full", "tensor", "arange", "randn", "rand", "randint", "linspace"}
+
+
+@pytest.mark.parametrize("folder", ["distributed", "optimizer", "checkpoint", "gradient_accumulation", "booster"])
+def test_new_tensors_say_where_they_lie(folder: str) -> None:
+    """A user's `torch.set_default_device("cuda")` is for the model; what the engine means for the CPU stays there."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((ROOT / "core" / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKERS
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not found, "name the device of these tensors:\n" + "\n".join(found)

@@ -58,7 +58,9 @@ class TorchAMPOptimizer(OptimizerWrapper):
         finite = True
         if grads:
             # A sum of maxima: inf or NaN anywhere is inf or NaN here, and one read from the device serves all.
-            largest = torch.stack([grad.abs().amax().float() for grad in grads if grad.numel()] or [torch.zeros(())])
+            largest = torch.stack(
+                [grad.abs().amax().float() for grad in grads if grad.numel()] or [torch.zeros((), device="cpu")]
+            )
             finite = bool(largest.sum().isfinite())
             torch._foreach_mul_(grads, 1.0 / self.scaler.value)
         self.found_inf = self.agree_on_overflow(not finite)

@@ -204,7 +204,7 @@ def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device
         return _mesh_of_two(shard, replicate, device)
     if strategy is ShardingStrategy.NO_SHARD:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        return _mesh(torch.tensor(ranks).view(-1, 1), device)
+        return _mesh(torch.tensor(ranks, device="cpu").view(-1, 1), device)
     if strategy in HYBRID:
         world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         if world % local:
@@ -212,7 +212,7 @@ def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device
                 f"TorchFSDPPlugin: {strategy.name} shards over the {local} ranks of a machine (LOCAL_WORLD_SIZE), "
                 f"which do not divide the world of {world}; give process_group=(shard group, replicate group)"
             )
-        return _mesh(torch.arange(world).view(-1, local), device)
+        return _mesh(torch.arange(world, device="cpu").view(-1, local), device)
     if process_group is None:
         return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("shard",))
@@ -225,5 +225,5 @@ def _mesh(ranks: torch.Tensor, device: torch.device) -> DeviceMesh:
 def _mesh_of_two(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     rows = list(agree.gather(dist.get_process_group_ranks(shard), replicate, "the shard groups").values())
     return DeviceMesh.from_group(
-        [replicate, shard], device.type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        [replicate, shard], device.type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard")
     )

@@ -129,7 +129,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         if self.found_inf and error_if_nonfinite:
             raise RuntimeError(f"the gradient's norm is {self._grad_norm}, so it cannot be clipped")
         self._clip_once = max_norm
-        return torch.tensor(self._grad_norm, dtype=torch.float64)
+        return torch.tensor(self._grad_norm, dtype=torch.float64, device="cpu")
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective.

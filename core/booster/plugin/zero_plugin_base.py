@@ -217,7 +217,6 @@ class ZeroPluginBase(DPPluginBase):
         """The model in `precision`, with linear layers that multiply in 8 bits if `use_fp8` says so."""
         dtype = DTYPES[self.precision]
         if dtype is not None:
-            _cast_what_has_no_values(model, dtype)
             model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
         if self.use_fp8 and not use_fp8_linears(model):
             raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
@@ -310,11 +309,3 @@ class ZeroPluginBase(DPPluginBase):
                 f"num_distributed_optimizer_instances={instances}; give both the same number"
             )
         return groups
-
-
-@torch.no_grad()
-def _cast_what_has_no_values(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters that `materialize` has yet to make are one number, expanded; torch's cast would give them memory."""
-    for param in model.parameters():
-        if param.is_floating_point() and param.untyped_storage().nbytes() < param.nbytes:
-            param.data = param.detach()[(0,) * param.dim()].to(dtype).expand(param.shape)

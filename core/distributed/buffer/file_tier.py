@@ -45,7 +45,7 @@ class FileTier(MemoryTier):
         """[numel] of zeros in a file. OSError where there is no room."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         if self.block is None or self.used + nbytes > len(self.block):
             size = max(nbytes, LEAST_BYTES, sum(size for _, size in self.files) // SPARE)
             self.block, self.used = mmap.mmap(self._new(_pages(size)), _pages(size)), 0

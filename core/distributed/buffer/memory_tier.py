@@ -45,7 +45,7 @@ class HostTier(MemoryTier):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of zeros on the CPU. RuntimeError where the host has no memory left that can be pinned."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.pin_memory)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
 
     def settle(self) -> None:
         self.stream.synchronize()

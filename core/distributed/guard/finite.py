@@ -193,8 +193,8 @@ def _sketch(part: torch.Tensor) -> torch.Tensor:
     The first two leave out what is not finite, because NaN equals nothing. The marks stand for NaN, Inf and -Inf.
     """
     values = part.detach().to(torch.float64)
-    generator = torch.Generator().manual_seed(values.numel())
-    direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(values.numel())  # the same numbers for every kind of device
+    direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
     direction = (direction / max(1.0, float(direction.norm()))).to(values.device)
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))

@@ -119,7 +119,9 @@ def _overlaps(tensors: Sequence[tuple[str, Tensor]], trained: Mapping[str, nn.Pa
     spans = sorted(_span(tensor) for _, tensor in tensors)
     if all(before[1] <= after[0] for before, after in pairwise(spans)):
         return
-    owner = torch.zeros(tensors[0][1].untyped_storage().nbytes(), dtype=torch.int32)  # of each byte, from 1 on
+    owner = torch.zeros(
+        tensors[0][1].untyped_storage().nbytes(), dtype=torch.int32, device="cpu"
+    )  # of each byte, from 1
     for number, (name, tensor) in enumerate(tensors, 1):
         size = tensor.element_size()
         shape, strides = (*tensor.shape, size), (*(size * stride for stride in tensor.stride()), 1)

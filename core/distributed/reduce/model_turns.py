@@ -138,7 +138,7 @@ class ModelTurns:
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over the ranks."""
         assert self._questions is not None, "settle connects the ranks before anybody asks"
-        told, options = torch.tensor(values, dtype=torch.int64), dist.AllreduceOptions()
+        told, options = torch.tensor(values, dtype=torch.int64, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with waiting("the question which model is reduced", self.ranks):
             self._questions.allreduce([told], options).wait()

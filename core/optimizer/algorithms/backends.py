@@ -131,7 +131,7 @@ def make_with_backend(
 ) -> torch.optim.Optimizer:
     """Adam, AdamW (`decoupled`) or SGD over these groups, by the best backend; it carries its `backend_report`."""
     params = (param for group in groups for param in group["params"])
-    samples = {param.device: param for param in params} or {torch.device("cpu"): torch.empty(0)}
+    samples = {param.device: param for param in params} or {torch.device("cpu"): torch.empty(0, device="cpu")}
     if len(samples) > 1 and wanted == "auto":  # some are stepped on the host, where a GPU's kernels are not
         kinds = [(algorithm, device, sample.dtype) for device, sample in samples.items()]
         wanted = next(name for name in ORDER if not any(_usable(name, *kind)[1] for kind in kinds))
@@ -183,7 +183,7 @@ class KernelAdam(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if "step" not in state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                     state["exp_avg"] = torch.zeros_like(param)
                     state["exp_avg_sq"] = torch.zeros_like(param)
                 state["step"] += 1

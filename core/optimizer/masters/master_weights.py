@@ -44,8 +44,8 @@ class Segment:
 
     shards: tuple[ParamShard, ...]
     reduced: torch.Tensor  # [numel], the gradients where they were reduced, in their dtype
-    master: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
-    grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    master: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0, device="cpu")))
+    grad: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     in_scratch: bool = False
     wave: int = 0  # segments of a bucket with equal numbers are in scratch at the same time
     at: int = 0  # where in the scratch memory
@@ -171,7 +171,7 @@ class BucketMasters:
             return self.tier.zeros(numel, dtype)
         except OSError as error:  # this step is right all the same; the next one is refused on all ranks
             self.tier.failure = self.tier.failure or str(error)
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def send_grads(self) -> None:
         """Begin to copy reduced gradients to where they are stepped, if that is the host."""

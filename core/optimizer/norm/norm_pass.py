@@ -54,7 +54,7 @@ def _norm_of_rows(rows: torch.Tensor, norm_type: float, dtype: torch.dtype) -> t
     if rows.dtype.itemsize >= dtype.itemsize or dtype is torch.float64:
         norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype)
     else:
-        cached = torch.empty(min(len(rows), CONVERTED_ROWS), ROW_ELEMENTS, dtype=dtype)
+        cached = torch.empty(min(len(rows), CONVERTED_ROWS), ROW_ELEMENTS, dtype=dtype, device=rows.device)
         parts = (cached[: len(part)].copy_(part) for part in rows.split(CONVERTED_ROWS))
         norms = torch.cat([torch.linalg.vector_norm(part, norm_type, dim=1) for part in parts])
     return torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)

@@ -122,8 +122,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _host(self, segment: Segment) -> HostSegment:
         master, config = segment.master, self.config
         on_device = master.is_cuda
-        twin = torch.empty(master.shape, dtype=master.dtype, pin_memory=on_device and config.pin_cpu_params)
-        gradient = torch.empty(master.shape, dtype=master.dtype, pin_memory=on_device and config.pin_cpu_grads)
+        twin = torch.empty(
+            master.shape, dtype=master.dtype, device="cpu", pin_memory=on_device and config.pin_cpu_params
+        )
+        gradient = torch.empty(
+            master.shape, dtype=master.dtype, device="cpu", pin_memory=on_device and config.pin_cpu_grads
+        )
         shard = segment.shards[0]
         start = shard.param.data_ptr() + shard.offset * shard.param.element_size()
         return HostSegment(master, segment.group, nn.Parameter(twin), gradient, aliased=start == master.data_ptr())

@@ -12,6 +12,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import LayoutMismatch, finalize_model_grads, materialize
+from core.distributed.materialize import MARK, DeferredParameter, make_all
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -65,6 +66,29 @@ def drawn(part: nn.Module) -> None:
         nn.init.normal_(param, std=0.3)
     for buffer in part.buffers(recurse=False):
         buffer.zero_()
+
+
+@pytest.mark.parametrize("move", ["to", "to channels_last", "half", "bfloat16", "double", "type", "cpu"])
+def test_a_move_or_a_cast_before_the_wrap_takes_no_memory(move: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(4, 4), nn.Linear(0, 3), nn.LayerNorm(1))
+
+    wanted = on_meta(make).double()
+    model = materialize(on_meta(make))
+    moves = {
+        "to": lambda: model.to("cpu", torch.float64, non_blocking=True),
+        "to channels_last": lambda: model.to(torch.float64, memory_format=torch.channels_last),
+        "type": lambda: model.type(torch.float64),
+    }
+    moves.get(move, getattr(model, move.split()[0]))()
+    for param, want in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert type(param) is DeferredParameter and param.shape == want.shape
+        assert param.dtype == {"half": torch.float16, "bfloat16": torch.bfloat16, "cpu": torch.float32}.get(
+            move, torch.float64
+        )
+        assert param.untyped_storage().nbytes() <= param.itemsize and bool(param.isnan().all())
+    make_all(model, vars(model).pop(MARK))
+    assert all(type(param) is nn.Parameter and bool(param.isfinite().all()) for param in model.parameters())
 
 
 @ranks(2)

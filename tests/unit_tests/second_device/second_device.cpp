@@ -106,10 +106,11 @@ const bool registered = [] {
 
 // -- operators -------------------------------------------------------------------------------------------------------
 
+// The same memory, which stays as long as what is made here.
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
 }
 
 c10::DispatchKeySet keys() { return c10::DispatchKeySet(c10::DispatchKey::PrivateUse1); }

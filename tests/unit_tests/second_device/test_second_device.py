@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,13 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.checkpoint import load_checkpoint, save_checkpoint
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, Placement, finalize_model_grads
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Placement,
+    finalize_model_grads,
+    materialize,
+)
 from core.distributed.buffer.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
@@ -57,7 +64,9 @@ def layers(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Seque
 
 
 def batch(step: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device)
+    return torch.randn(
+        4, 8, generator=torch.Generator("cpu").manual_seed(10 * step + dist.get_rank()), device="cpu"
+    ).to(device)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
@@ -191,12 +200,14 @@ def test_a_plan_for_a_gpu_counts_both_tiers_to_the_byte(run: Runner, name: str, 
     run(bytes_held, 2, name, dtype)
 
 
-def equal_to_the_cpu(device: torch.device, cases: dict[str, Case]) -> list[str]:
-    """The cases in which something differs."""
+def equal_to_the_cpu(device: torch.device, cases: dict[str, Case], is_default: bool) -> list[str]:
+    """The cases in which something differs. is_default: True if what is made without a device lies on this one."""
     parallel_state.initialize_model_parallel()
     different = []
     for name, case in cases.items():
-        (told, weights, state), (cpu_told, cpu_weights, cpu_state) = (trained(case, here) for here in (device, CPU))
+        with device if is_default else nullcontext():
+            told, weights, state = trained(case, device)
+        cpu_told, cpu_weights, cpu_state = trained(case, CPU)
         same = told == cpu_told and all(torch.equal(cpu_weights[key], value) for key, value in weights.items())
         assert state.keys() == cpu_state.keys()
         if not same:
@@ -205,9 +216,11 @@ def equal_to_the_cpu(device: torch.device, cases: dict[str, Case]) -> list[str]:
     return different
 
 
+@pytest.mark.parametrize("is_default", [False, True])
 @pytest.mark.parametrize("cases", [ENGINE, ON_HOST], ids=["engine", "on_host"])
-def test_training_is_that_of_the_cpu_bit_for_bit(run: Runner, cases: dict[str, Case]) -> None:
-    assert run(equal_to_the_cpu, 2, cases) == []
+@pytest.mark.in_suite()
+def test_training_is_that_of_the_cpu_bit_for_bit(run: Runner, cases: dict[str, Case], is_default: bool) -> None:
+    assert run(equal_to_the_cpu, 2, cases, is_default) == []
 
 
 def mixed(device: torch.device) -> list[str]:
@@ -412,6 +425,35 @@ def step(model: DistributedDataParallel, optimizer: Any, number: int) -> None:
 
 def test_checkpoints_go_to_the_host_and_back(run: Runner, tmp_path: Path) -> None:
     run(saved_and_loaded, 2, tmp_path)
+
+
+def made_by_parts(device: torch.device) -> None:
+    """A model of `materialize` that is moved takes no memory, and boosted no more than shards and a few modules."""
+
+    def lazy(where: torch.device) -> nn.Module:
+        with torch.device("meta"):
+            module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+        return materialize(module, lambda part: nn.init.normal_(part.weight), device=where)  # type: ignore[arg-type]
+
+    whole, layer = 16 * 64 * 64 * 2, 64 * 64 * 4
+    second.library.take_bytes_most()
+    before = second.library.bytes_now()
+    lazy(CPU).to(device)
+    assert second.library.take_bytes_most() - before < layer
+    module = lazy(device)
+    booster = Booster(plugin=GeminiPlugin(precision="bf16", offload_optim_frac=1.0, **TINY_CHUNKS))
+    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    shards = whole // 2 + whole // 2  # of parameters and of gradients
+    assert second.library.take_bytes_most() - before < shards + 5 * layer
+    assert next(model.parameters()).device == device
+    optimizer.zero_grad()
+    x = torch.ones(2, 64, device=device)
+    booster.backward(model(x).float().square().mean(), optimizer)
+    optimizer.step()
+
+
+def test_a_model_of_materialize_is_moved_without_its_memory(run: Runner) -> None:
+    run(made_by_parts, 2)
 
 
 def refused(device: torch.device) -> None:
