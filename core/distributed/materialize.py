@@ -145,9 +145,9 @@ def make_and_cut(
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
     own = list(part.parameters(recurse=False))
     for param in own:
-        if type(param) is DeferredParameter:
+        is_anew = param.untyped_storage().nbytes() < param.nbytes  # torch has made another one on another device
+        if type(param) is DeferredParameter or is_anew:
             param.__class__ = nn.Parameter
-        if param.untyped_storage().nbytes() < param.nbytes:  # also of one that torch made anew on another device
             param.data = torch.full(param.shape, _unset(param), dtype=param.dtype, device=param.device)
     try:
         init(part)

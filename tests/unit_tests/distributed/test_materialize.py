@@ -71,7 +71,7 @@ def drawn(part: nn.Module) -> None:
 @pytest.mark.parametrize("move", ["to", "to channels_last", "half", "bfloat16", "double", "type", "cpu"])
 def test_a_move_or_a_cast_before_the_wrap_takes_no_memory(move: str) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(4, 4), nn.Linear(0, 3), nn.LayerNorm(1))
+        return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(4, 4), nn.Linear(0, 3), nn.Linear(2, 1))
 
     wanted = on_meta(make).double()
     model = materialize(on_meta(make))
