@@ -4,6 +4,8 @@ below is files (file_tier.py).
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 
@@ -42,6 +44,8 @@ class HostTier(MemoryTier):
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
         self.stream = torch.Stream(device)
+        # A model that is deleted may have a bucket on its way, whose memory somebody else gets.
+        weakref.finalize(self, self.stream.synchronize).atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of zeros on the CPU. RuntimeError where the host has no memory left that can be pinned."""

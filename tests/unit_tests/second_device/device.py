@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
 import types
 from collections.abc import Callable
@@ -25,6 +26,8 @@ library: Any = None  # what was built, once this process has loaded it
 
 def why_not() -> str | None:
     """Why it cannot be built here, if so."""
+    if sys.platform != "linux":
+        return f"the second device is built on Linux alone, and this is {sys.platform}"
     if shutil.which("c++") is None:
         return "the second device needs a C++ compiler, and there is no c++"
     if not Path(_python_headers(), "Python.h").exists():
