@@ -130,8 +130,8 @@ def make_with_backend(
     algorithm: str, groups: list[dict[str, Any]], *, wanted: str, lr: float, decoupled: bool, **options: Any
 ) -> torch.optim.Optimizer:
     """Adam, AdamW (`decoupled`) or SGD over these groups, by the best backend; it carries its `backend_report`."""
-    params = (param for group in groups for param in group["params"])
-    samples = {param.device: param for param in params} or {torch.device("cpu"): torch.empty(0, device="cpu")}
+    samples = {param.device: param for group in groups for param in group["params"]}
+    samples = samples or {torch.device("cpu"): torch.empty(0, device="cpu")}
     if len(samples) > 1 and wanted == "auto":  # some are stepped on the host, where a GPU's kernels are not
         kinds = [(algorithm, device, sample.dtype) for device, sample in samples.items()]
         wanted = next(name for name in ORDER if not any(_usable(name, *kind)[1] for kind in kinds))
