@@ -68,6 +68,7 @@ def drawn(part: nn.Module) -> None:
         buffer.zero_()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("move", ["to", "to channels_last", "half", "bfloat16", "double", "type", "cpu"])
 def test_a_move_or_a_cast_before_the_wrap_takes_no_memory(move: str) -> None:
     def make() -> nn.Module:
