@@ -8,12 +8,15 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "core" / "__init__.py").read_text(), re.MULTILINE)
 
+# core.hugging_face reads the parallel plans that this package ships, and refuses versions whose plans were never read.
+TRANSFORMERS = "transformers>=5.23,<5.25"
+
 EXTRAS = {
     "train": ["rich", "tyro", "matplotlib", "tensorboard", "tokenizers"],
     "safetensors": ["safetensors"],
-    "transformers": ["transformers", "safetensors"],
+    "transformers": [TRANSFORMERS, "safetensors"],
     "peft": ["peft", "safetensors"],
-    "integrations": ["accelerate", "transformers", "lightning-fabric", "safetensors"],
+    "integrations": ["accelerate", TRANSFORMERS, "lightning-fabric", "safetensors"],
     "data": ["datasets"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],

@@ -6,6 +6,7 @@ if something is missing without which nothing trains.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -213,13 +214,21 @@ def triton() -> Finding:
 
 
 def extra(name: str) -> Callable[[], Finding]:
-    """Whether the packages of an extra are there."""
+    """Whether the packages of an extra are there, and transformers in a version whose plans are read."""
 
     def ask() -> Finding:
         missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package.replace("-", "_")) is None]
-        if not missing:
-            return Finding("ok", "installed")
-        return Finding("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
+        if missing:
+            return Finding("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
+        if "transformers" in EXTRAS[name]:
+            from core.hugging_face.plan import PlanError
+            from core.hugging_face.transformers_plans import check_version
+
+            try:
+                check_version(importlib.metadata.version("transformers"))
+            except PlanError as error:
+                return Finding("without", str(error))
+        return Finding("ok", "installed")
 
     return ask
 

@@ -183,7 +183,9 @@ class TuneTrainer(Trainer):
                 chunk.train()
         told = agree.gather(changes, None, "what packed documents change")
         seen, leaked = (max(parts) for parts in zip(*told.values(), strict=True))
-        if seen > 0.05 * leaked:
+        # Experts multiply other rows together when other tokens stand before: that rounds differently.
+        rounding = 1e-3 if next(self.chunks[0].parameters()).dtype == torch.float32 else 0.05
+        if seen > rounding * leaked:
             raise ConfigError(
                 f"the model does not keep packed documents apart: another document before one changes its output by "
                 f"{seen:.2g} (and by {leaked:.2g} where both are one); use --data.no-packing"

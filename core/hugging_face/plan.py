@@ -70,7 +70,7 @@ class Style:
 
 COLUMN = Style(weight=-2, bias=-1, before="copy")
 ROW = Style(weight=-1, after="reduce")
-# The styles of Transformers 5.23; `moe_tp_experts` is a row without parameters: those have rules of their own.
+# The styles of Transformers 5.23 and 5.24; `moe_tp_experts` is a row without parameters: those have rules of their own.
 STYLES: dict[str, Style] = {
     "colwise": COLUMN,
     "colwise_gather_output": Style(weight=-2, bias=-1, before="copy", after="gather"),

@@ -174,8 +174,9 @@ def _class_or_none(kind: type) -> type | None:
     family = kind.__module__.split(".")[2]
     try:
         models = _classes(f"transformers.models.{family}.modeling_{family}")
-    except ModuleNotFoundError:  # a family whose models are not shipped
-        return None
+    except ModuleNotFoundError:  # a family with another one's model, which the auto classes know
+        own: type | None = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+        return own
     fitting = [name for name, found in models.items() if getattr(found, "config_class", None) is kind]
     endings = (*FIRST.get(kind.__name__, ()), *ENDINGS)
     order = [name for ending in endings for name in fitting if name.endswith(ending)]

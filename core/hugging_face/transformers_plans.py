@@ -16,7 +16,7 @@ from torch import nn
 from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, family_of, style_of
 from core.hugging_face.policies import Policy, longest_fit, policy_of
 
-VERSIONS = ((5, 23), (5, 24))  # from, up to but not including: names and meanings of styles are read at these
+VERSIONS = ((5, 23), (5, 25))  # from, up to but not including: names and meanings of styles are read at these
 # Names of attributes, of attention modules and configs, that hold how many heads a projection makes.
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads")
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads")
@@ -30,7 +30,9 @@ TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # of the input and
 # Rules that are wrong in these versions, found by `check`: model type -> end of a rule's name -> style.
 # Gate and up lie one after the other in the experts' fused weight, and are chunked: each is cut for itself.
 CORRECTIONS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("inkling_text", "inkling2_text"), {"mlp.experts.gate_up_proj": "packed_colwise"}),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"), {"mlp.experts.gate_up_proj": "packed_colwise"}
+    ),
 }
 
 
@@ -42,15 +44,19 @@ def transformers_package() -> ModuleType:
         raise ImportError(
             "Hugging Face models need transformers; install the extra: pip install 'gradient-core[transformers]'"
         ) from error
-    version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    first, after = VERSIONS
-    if not first <= version < after:
-        raise PlanError(
-            f"transformers {transformers.__version__}: its parallel plans are read for versions from "
-            f"{'.'.join(map(str, first))} and before {'.'.join(map(str, after))}, because styles change their meaning "
-            "between versions. Install one of these"
-        )
+    check_version(transformers.__version__)
     return transformers
+
+
+def check_version(version: str) -> None:
+    """PlanError for a version of transformers whose plans were never read."""
+    first, after = VERSIONS
+    if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < after:
+        raise PlanError(
+            f"transformers {version}: its parallel plans are read for versions from {'.'.join(map(str, first))} and "
+            f"before {'.'.join(map(str, after))}, because styles change their meaning between versions. Install one of "
+            "these: pip install 'gradient-core[transformers]'"
+        )
 
 
 def read_plan(model: Any, policy: Policy | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import runpy
@@ -18,6 +19,7 @@ import torch
 
 from core import __main__ as command
 from core import doctor
+from core.hugging_face.transformers_plans import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,10 +86,23 @@ def test_versions_and_extras_are_those_of_the_package(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
     extras = runpy.run_path(str(ROOT / "setup.py"))["EXTRAS"]
     for name, packages in doctor.EXTRAS.items():
-        assert list(packages) == extras[name]
+        assert list(packages) == [re.split("[<>=]", requirement)[0] for requirement in extras[name]]
     assert set(extras) - set(doctor.EXTRAS) == {"test", "check", "docs"}
     oldest, untried = (".".join(map(str, bound)) for bound in (doctor.OLDEST_TORCH, doctor.FIRST_UNTRIED_TORCH))
     assert f"torch>={oldest},<{untried}" in given["install_requires"]  # type: ignore[operator]
+    oldest, untried = (".".join(map(str, bound)) for bound in VERSIONS)
+    for name in ("transformers", "integrations"):
+        assert f"transformers>={oldest},<{untried}" in extras[name]
+
+
+def test_a_transformers_whose_plans_were_never_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    assert doctor.extra("transformers")().verdict == "ok"
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: {"transformers": "6.1.0"}[package])
+    finding = doctor.extra("transformers")()
+    assert finding.verdict == "without"
+    assert "transformers 6.1.0: its parallel plans are read for versions from" in finding.text
+    assert doctor.extra("safetensors")().verdict == "ok"
 
 
 def raises(error: Exception) -> Callable[..., object]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from core.finetune.job import tune
 from core.finetune.main import main
 from core.finetune.model import boosted, check_model, directory_of
 from core.finetune.plan import plan_tuning
+from core.finetune.trainer import TuneTrainer
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED, open_windows
 from core.training.errors import ConfigError
 from core.training.sampler import GlobalBatchSampler
@@ -270,7 +272,7 @@ def torch_state_is_fresh() -> None:
 def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_packing(
     rank: int, world: int, tmp_path: Path
 ) -> None:
-    flags = ["--model", "tiny:falcon", "--tp", "2", "--run.steps", "2", *PLAIN]
+    flags = ["--model", "tiny:bloom", "--tp", "2", "--run.steps", "2", *PLAIN]
     with pytest.raises(ConfigError, match="packed documents apart.*use --data.no-packing"):
         tuned(config_in(tmp_path, *flags), rank, world)
     torch_state_is_fresh()
@@ -279,6 +281,34 @@ def test_a_family_that_mixes_packed_documents_is_refused_and_trains_without_pack
     if rank == 0:
         assert losses == pytest.approx(losses_of_a_plain_loop(config, 2)[0], abs=1e-5)
     torch.distributed.barrier()
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    ("share", "dtype", "refused"),
+    [
+        (0.0, torch.float32, False),
+        (1e-6, torch.float32, False),  # rounding
+        (0.006, torch.float32, True),  # what a random falcon_h1 lets through
+        (0.006, torch.bfloat16, False),  # rounding
+        (0.1, torch.bfloat16, True),
+    ],
+)
+def test_a_small_part_of_another_document_is_seen(
+    rank: int, world: int, share: float, dtype: torch.dtype, refused: bool
+) -> None:
+    def logits(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        packed = bool((positions == 0).sum() > 1)
+        return (ids.cumsum(1) * (share if packed else 1.0)).double().unsqueeze(-1)
+
+    model = torch.nn.Linear(2, 2, dtype=dtype)
+    trainer = SimpleNamespace(packing=True, device=CPU, chunks=[model], logits=logits)
+    if refused:
+        with pytest.raises(ConfigError, match="does not keep packed documents apart"):
+            TuneTrainer.check_documents_are_apart(trainer)
+    else:
+        TuneTrainer.check_documents_are_apart(trainer)
+    assert model.training
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def test_a_family_without_a_plan_is_refused() -> None:
 def test_versions_whose_plans_were_never_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    for version in ("5.22.1", "5.24.0", "4.57.0"):
+    for version in ("5.22.1", "5.25.0", "4.57.0"):
         monkeypatch.setattr(transformers, "__version__", version)
-        with pytest.raises(PlanError, match=f"transformers {version}: .* from 5.23 and before 5.24"):
+        with pytest.raises(PlanError, match=f"transformers {version}: .* from 5.23 and before 5.25"):
             transformers_package()
 
 
