@@ -240,6 +240,11 @@ def refuse_other_output(
     plan: Plan, before: Tensor, after: Tensor, how: str = "split over tp", why: str = "its plan is wrong"
 ) -> None:
     """The split model computes what the whole one did, up to rounding, or its plan is wrong."""
+    if after.shape != before.shape:
+        raise PlanError(
+            f"{plan.family}: {how}, its output for the example is {list(after.shape)} and that of the whole model "
+            f"{list(before.shape)}, so {why}. {AGAIN}"
+        )
     off = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
     if not off <= ROUNDING.get(before.dtype, 0.1):
         raise PlanError(

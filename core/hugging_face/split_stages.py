@@ -47,6 +47,7 @@ from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"
 ALONE = "A pipeline sends hidden states alone. "
+ORDER = "its plan is wrong, or its layers do not run once each, one after another"
 
 
 def split_model(
@@ -295,4 +296,4 @@ def _compare_output(
     forward_only(layout, runs, 1, lambda stage: sent, group, before.device)
     with refusing_together(CUT):
         for after in outputs:
-            refuse_other_output(plan, before, after)
+            refuse_other_output(plan, before, after, "as a pipeline", ORDER)

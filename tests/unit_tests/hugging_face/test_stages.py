@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from core import agree, parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
 from core.hugging_face.check import check_on_rank
+from core.hugging_face.split import refuse_other_output
 from core.hugging_face.stages import StageForward, find_cut, keep_stage, watch_order
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
@@ -212,6 +214,15 @@ def test_models_that_no_pipeline_can_cut_are_refused() -> None:
         find_cut(small("mixtral", num_local_experts=4, output_router_logits=True))
     with pytest.raises(PlanError, match=r"layerdrop=0.5 leaves layers out at random"):
         find_cut(small("opt", ffn_dim=64, layerdrop=0.5))
+
+
+def test_an_output_of_another_shape_is_refused_as_one_of_other_values() -> None:
+    """Layers that run in a loop, which a stage without the others does otherwise, can leave out the head."""
+    plan: Any = SimpleNamespace(family="dory")
+    with pytest.raises(
+        PlanError, match=r"dory: as a pipeline, its output .* is \[2, 64\] and .* \[2, 96\], so its layers"
+    ):
+        refuse_other_output(plan, torch.ones(2, 96), torch.ones(2, 64), "as a pipeline", "its layers do not run once")
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
