@@ -110,7 +110,10 @@ class DistributedDataParallelConfig:
         built-in ones of their kind.
     reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
         used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
-        next backward: fewer gathers, and memory for the whole model.
+        next backward: fewer gathers, and memory for the whole model. A number of ranks, such as those of a data group
+        on one machine: so many neighbouring ranks keep a bucket together when it is given up, and gather it from each
+        other until its values change. Only the first gather after a step crosses machines; memory for one part in that
+        number of the model.
     placement: which buckets stay whole, and which lie, or are stepped, in files below the device. None: all is sharded,
         as the strategy says, and lies on the device.
     """
@@ -141,15 +144,15 @@ class DistributedDataParallelConfig:
     grad_communication_dtype: torch.dtype | None = None
     share_host_memory: bool = True
     sync_rules: tuple[GradSyncRule, ...] = ()
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reshard_after_forward, bool):
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool) and not (isinstance(reshard, int) and reshard > 1):
             raise ValueError(
-                f"reshard_after_forward is {self.reshard_after_forward!r}, and expected is True or False: a bucket is "
-                "cut over one group of ranks. To gather within one machine, cut the model over its ranks alone: set "
-                "num_distributed_optimizer_instances to the number of machines"
+                f"reshard_after_forward is {reshard!r}; expected True, False, or the number of ranks, 2 or more, that "
+                "keep a bucket together until its values change"
             )
         check_ranges(self, RANGES)
         residency_of(self.data_parallel_sharding_strategy)
@@ -160,9 +163,9 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_microbatches not in ("every", "last", None):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
-        if not self.reshard_after_forward and not self.shards_parameters:
+        if reshard is not True and not self.shards_parameters:
             raise ValueError(
-                "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
+                f"reshard_after_forward={reshard} keeps gathered parameters, and nothing is gathered under strategy "
                 f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
             )
         if self.placement is not None:
@@ -218,10 +221,10 @@ class DistributedDataParallelConfig:
                 "whole gradients, which autograd adds to; set data_parallel_sharding_strategy='optim_grads' or "
                 "'optim_grads_params', or leave it 0"
             )
-        if placed.memory_budget_bytes is not None and not self.reshard_after_forward:
+        if placed.memory_budget_bytes is not None and self.reshard_after_forward is not True:
             raise ValueError(
-                f"reshard_after_forward=False keeps all buckets whole until a backward ends, and the placement allows "
-                f"{placed.memory_budget_bytes} bytes for them; leave it True"
+                f"reshard_after_forward={self.reshard_after_forward} keeps all buckets, or parts of them, and the "
+                f"placement allows {placed.memory_budget_bytes} bytes for whole ones; leave it True"
             )
 
     @property
@@ -250,6 +253,11 @@ class DistributedDataParallelConfig:
     def shards_parameters(self) -> bool:
         """True if a rank keeps only its shard of a parameter."""
         return not self.residency.keeps_params
+
+    @property
+    def secondary_ranks(self) -> int | None:
+        """The number of neighbouring ranks that keep a bucket together when it is given up, if any do."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -32,7 +32,7 @@ from core.plan.step_figures import Params, PartFigures
 from core.plan.step_memory import WHOLE, StageFigures
 from core.plan.step_time import optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
-from core.plan.travels import layer_travels, travel
+from core.plan.travels import layer_travels, param_gathers, part_sent, travel
 from core.rank_grid import DATA_KINDS
 
 
@@ -203,7 +203,7 @@ class Estimates:
             if shards > 1:
                 cut = (shards - 1) / shards
                 grads = int(each[GRADIENTS] * numel * cut * (1 if residency.sharded else 2))
-                sent.append((name, len(buckets), grads, int(each[PARAMETERS] * numel * cut)))
+                sent.append((name, len(buckets), grads, int(each[PARAMETERS] * numel)))
             held[GRADIENTS] += int(each[GRADIENTS] * numel) // residency.kept_by(shards)
             held[PARAMETERS] += int(each[PARAMETERS] * numel) // (1 if residency.keeps_params else shards)
             held[MASTERS] += int(each[MASTERS] * kept)
@@ -212,6 +212,11 @@ class Estimates:
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
             if not residency.keeps_params and not mapped and shards > 1:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
+                near = ddp.secondary_ranks
+                if not ddp.reshard_after_forward:
+                    together = numel
+                elif near is not None and near < shards:
+                    together += numel // near
                 held[GATHERED] += int(each[PARAMETERS] * together)
         tied = int(each[GRADIENTS] * place.tied) // (groups.size("dp_cp") if residency.sharded else 1)
         return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
@@ -224,15 +229,14 @@ class Estimates:
         if device.gradients is not None:
             device = replace(device, inside=device.gradients, collectives={})
         rounds = run.microbatches if ddp.reduces_every_microbatch else 1
-        times = 2 * run.microbatches if ddp.shards_parameters else 1
         reduce_s = gather_s = 0.0
         for name, calls, grads, params in state.sent:
             shard, _ = shard_and_replica(name, ddp)
             collective = "reduce_scatter" if ddp.sharded else "all_reduce"
             reduce_s += travel(groups, shard, collective, calls * rounds, grads * rounds, device).seconds
-            params = 0 if maps else params
-            if ddp.sharded:
-                gather_s += travel(groups, shard, "all_gather", calls * times, params * times, device).seconds
+            for near, times in param_gathers(shard, ddp, groups, run.microbatches) if ddp.sharded else ():
+                nbytes = 0 if maps else part_sent(params, groups.size(near))
+                gather_s += travel(groups, near, "all_gather", calls * times, nbytes * times, device).seconds
         copies_s = travel(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
         behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
         if self.device.is_host:  # a core that adds gradients does nothing else

@@ -70,21 +70,34 @@ def gradient_travels(
             grad, param = (dtype_named(name).itemsize for name in layout.key[:2][::-1])
             for bucket in layout.buckets:
                 if ddp_config.sharded:
-                    reductions[shard, "reduce_scatter", _part(bucket.numel * grad, groups.size(shard))] += rounds
+                    reductions[shard, "reduce_scatter", part_sent(bucket.numel * grad, groups.size(shard))] += rounds
                     if replica is not None:
                         cut = bucket.numel * grad // max(1, groups.size(shard))
-                        reductions[replica, "all_reduce", 2 * _part(cut, groups.size(replica))] += rounds
-                    times = 2 * microbatches if ddp_config.shards_parameters else 1
+                        reductions[replica, "all_reduce", 2 * part_sent(cut, groups.size(replica))] += rounds
                     copied = 0 if maps and ddp_config.shards_parameters else bucket.numel * param
-                    gathers[shard, "all_gather", _part(copied, groups.size(shard))] += times
+                    for name, times in param_gathers(shard, ddp_config, groups, microbatches):
+                        gathers[name, "all_gather", part_sent(copied, groups.size(name))] += times
                 else:
-                    reductions[shard, "all_reduce", 2 * _part(bucket.numel * grad, groups.size(shard))] += rounds
+                    reductions[shard, "all_reduce", 2 * part_sent(bucket.numel * grad, groups.size(shard))] += rounds
     if device.gradients is not None:  # ranks of a host read each other's buffers
         device = replace(device, inside=device.gradients, collectives={})
     return _travels(reductions, groups, device), _travels(gathers, groups, device)
 
 
-def _part(nbytes: int, ranks: int) -> int:
+def param_gathers(
+    shard: str, ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, microbatches: int
+) -> list[tuple[str, int]]:
+    """(group, times): where the parameters of a bucket are gathered in a step, and how often."""
+    if not ddp_config.shards_parameters:
+        return [(shard, 1)]
+    near = ddp_config.secondary_ranks
+    if near is not None and near < groups.size(shard):
+        return [(shard, 1), (f"{shard}/{near}", 2 * microbatches - 1)]
+    return [(shard, 2 * microbatches if ddp_config.reshard_after_forward else microbatches)]
+
+
+def part_sent(nbytes: int, ranks: int) -> int:
+    """What a rank puts on the wire where each of them has a part, of `nbytes` in all."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -109,5 +122,5 @@ def rule_travels(
             nbytes = plan.params[name].numel() * dtype_named(layout.key.grad_dtype).itemsize
             kept = nbytes // (layout.shards if ddp_config.sharded else 1)
             for axis in (*contract.partial_over, *contract.averaged_over):
-                counted[axis, "all_reduce", 2 * _part(kept, groups.size(axis))] += 1
+                counted[axis, "all_reduce", 2 * part_sent(kept, groups.size(axis))] += 1
     return _travels(counted, groups, device)

@@ -11,7 +11,8 @@ are saved by place]), so their memory is free meanwhile.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
-What each has gathered is compared once a step.
+What each has gathered is compared once a step. Where neighbouring ranks keep a secondary shard, the first gather after
+a write is one of all ranks, and those behind it are of the neighbours alone.
 
 Note [One bucket ahead]
 Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
@@ -218,7 +219,7 @@ class Unsharder:
             self.kept.add(unit)
         else:
             for other in self.residents.victims(self.window, unit, pinned):
-                self._drop(other)
+                self._drop(other, is_used_again=True)
             self.window.append(unit)
         if unit.whole is not None:
             return unit.whole
@@ -271,14 +272,14 @@ class Unsharder:
             gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
         gathers.append(unit.name + why)
 
-    def _drop(self, unit: ParamUnit) -> None:
+    def _drop(self, unit: ParamUnit, is_used_again: bool = False) -> None:
         if unit in self.window:
             self.window.remove(unit)
         self.kept.discard(unit)
         if unit.whole is not None:
             if self.at.pop(unit.whole.data_ptr(), None) is not None:
                 self.addresses.remove(unit.whole.data_ptr())
-            unit.drop()
+            unit.drop(is_used_again)
 
     # -- weights saved for backward ---------------------------------------------------------------------------------
 

@@ -83,6 +83,22 @@ def test_gradients_and_parameters_travel_once() -> None:
     assert sent == {"reduce_scatter": numel * 4 * 3 // 4, "all_gather": numel * 4 * 3 // 4}
 
 
+def test_neighbours_that_keep_parameters_take_all_gathers_but_the_first_of_a_step() -> None:
+    """Two microbatches on 16 GPUs, eight a machine: a bucket is gathered in two forwards and two backwards."""
+    flags = "--tp 1 --run.global-batch-size 32 --run.micro-batch-size 1 "
+    flags += "--ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather "
+
+    def gathers(how: str) -> dict[str, tuple[str, int, int]]:
+        travels = plan(f"{flags} --ddp.reshard-after-forward {how}", 16).time.travels
+        return {row.group: (row.link, row.calls, row.nbytes) for row in travels if row.collective == "all_gather"}
+
+    _, calls, nbytes = gathers("True")["dp_cp"]
+    whole, once = nbytes // 4 * 16 // 15, ("between", calls // 4, nbytes // 4)
+    assert gathers("False") == {"dp_cp": ("between", calls // 2, nbytes // 2)}
+    assert gathers("8") == {"dp_cp": once, "dp_cp/8": ("inside", 3 * calls // 4, 3 * (whole * 7 // 8))}
+    assert gathers("16") == gathers("True")
+
+
 def test_model_flops_do_not_depend_on_how_a_model_is_split() -> None:
     """MFU x peak x ranks x seconds is the model's work; recomputation is not the model's."""
     flags = "--run.global-batch-size 8 --model.num-attention-heads 4 "
