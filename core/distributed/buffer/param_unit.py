@@ -19,7 +19,7 @@ from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.buffer.param_views import views_of
-from core.distributed.buffer.sharded_parameter import DATA, attributes_alone
+from core.distributed.buffer.sharded_parameter import DATA, Kinds, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.wire.backend import timeout_of
 from core.distributed.wire.collectives import Collectives, Flight
@@ -84,7 +84,8 @@ class ParamUnit:
     bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
     is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
-    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. lane: a communicator of the same
+    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. data: these, and the ranks that hold
+    the same shards in other optimizer instances. lane: a communicator of the same
     ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
     processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other. tier: what
     the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks: memory for
@@ -100,6 +101,7 @@ class ParamUnit:
         params: Sequence[nn.Parameter],
         shard: torch.Tensor,
         group: dist.ProcessGroup,
+        data: dist.ProcessGroup,
         lane: dist.ProcessGroup,
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
@@ -118,6 +120,7 @@ class ParamUnit:
         self.shard = shard
         self.shard_range = layout.shard_of(dist.get_rank(group))
         self.group = group
+        self.data = data
         self.lane = lane
         self.mapped = shard if layout.shards == 1 and tier is None else mapped
         self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
@@ -132,7 +135,7 @@ class ParamUnit:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
             self.home = views_of(self.mapped, layout.slots, layout.start)  # the parameters' data while it is not shown
-        self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] = nn.Parameter, nn.Parameter  # not shown, and shown
+        self.kinds = Kinds(nn.Parameter, nn.Parameter, nn.Parameter)
         self.stays = Stays.WINDOW  # may be set at any time, to the same on all ranks
         self.whole = None if self.moves else self.mapped  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
@@ -161,7 +164,7 @@ class ParamUnit:
         part.copy_(param.reshape(-1)[first : first + part.numel()])
         param.data = self.home[index]
         self.versions[index] = param._version
-        param.__class__ = self.kinds[0]
+        param.__class__ = self.kinds.hidden
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
         """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""
@@ -218,10 +221,11 @@ class ParamUnit:
         finally:
             self.whole = None if self.moves else self.mapped
 
-    def show(self, kind: type[nn.Parameter] | None = None) -> None:
+    def show(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
         """Give the parameters their values. Raises SyncError if one was written or moved while it had none.
 
-        kind: their class until they are hidden, where it is not the owner's.
+        kind: their class until they are hidden, where it is not the owner's. in_backward: True for a recomputation,
+        which may save what is frozen as it is.
         """
         assert self.whole is not None, "a unit is gathered before it is shown"
         if self.shown:
@@ -231,7 +235,9 @@ class ParamUnit:
             views = self.home if at_home else views_of(self.whole, self.layout.slots, self.layout.start)
             intact = not self.nans.is_cpu or bool(self.nans.isnan().all())  # a GPU would have to be waited for
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
-                param.__class__ = kind or self.kinds[1]
+                param.__class__ = kind or self.kinds.shown
+                if in_backward and self.moves and not param.requires_grad:
+                    param.__class__ = kind or self.kinds.lent
                 intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
                 if not at_home:
                     DATA.__set__(param, view)
@@ -258,7 +264,7 @@ class ParamUnit:
                 self.versions[index] = param._version
                 if moved or view is not home:
                     DATA.__set__(param, home)
-                param.__class__ = self.kinds[0]
+                param.__class__ = self.kinds.hidden
         if wrong is not None:
             became = "keeps only its shard: the write is lost"
             if not self.moves:
@@ -361,6 +367,7 @@ def units_of(
             [params[slot.name] for slot in bucket.slots],
             lies.shard,
             groups.shard,
+            groups.data,
             lanes.get(groups.shard, groups.shard),
             lies.mapped,
             lies.channel,

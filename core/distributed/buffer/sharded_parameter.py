@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -77,6 +77,23 @@ class GatheredParameter(nn.Parameter):
         DATA.__set__(self, values)
 
 
+class LentParameter(GatheredParameter):
+    """A frozen parameter whose values are here for a recomputation within a backward.
+
+    torch's checkpoint saves a tensor without gradients itself, and this one has no values any more when it is asked
+    for. So whatever computes with it is given another tensor in the same memory, which stays as long as it is saved.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out")))
+        if _asks_about(func) or any(isinstance(tensor, LentParameter) for tensor in written):
+            with attributes_alone():
+                return func(*args, **kwargs)
+        return func(*_with_values(args), **_with_values(kwargs))
+
+
 class ShardedParameter(GatheredParameter):
     """A parameter whose values are not here; each owner has a subclass of its own."""
 
@@ -111,11 +128,22 @@ class ShardedParameter(GatheredParameter):
         return func(*args, **kwargs)
 
 
-def owned_by(owner: Callable[[], Owner | None]) -> tuple[type[ShardedParameter], type[GatheredParameter]]:
-    """The classes of the parameters of one owner: without their values, and with them."""
+class Kinds(NamedTuple):
+    """The classes of the parameters of one owner."""
+
+    hidden: type[nn.Parameter]  # without their values
+    shown: type[nn.Parameter]  # with them
+    lent: type[nn.Parameter]  # with them, of what is frozen, in a recomputation
+
+
+def owned_by(owner: Callable[[], Owner | None]) -> Kinds:
+    """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
-    hidden = type("ShardedParameter", (ShardedParameter,), shared)
-    return hidden, type("Parameter", (GatheredParameter,), shared)
+    return Kinds(
+        type("ShardedParameter", (ShardedParameter,), shared),
+        type("Parameter", (GatheredParameter,), shared),
+        type("Parameter", (LentParameter,), shared),
+    )
 
 
 @lru_cache(maxsize=1000)
@@ -142,12 +170,22 @@ def _written(func: Any, args: Any) -> Any:
 
 def _with_edges(value: Any) -> Any:
     """The same with an edge of the graph in the place of a sharded parameter: a backward goes there without values."""
-    if isinstance(value, ShardedParameter):
+    return _replaced(value, ShardedParameter, get_gradient_edge)
+
+
+def _with_values(value: Any) -> Any:
+    """The same with a plain tensor in the place of a lent parameter."""
+    return _replaced(value, LentParameter, torch.Tensor.detach)
+
+
+def _replaced(value: Any, kind: type[nn.Parameter], by: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested lists, tuples and dictionaries with something else in the place of each tensor of a kind."""
+    if isinstance(value, kind):
         with attributes_alone():
-            return get_gradient_edge(value)
+            return by(value)
     if isinstance(value, dict):
-        return {key: _with_edges(item) for key, item in value.items()}
-    return type(value)(map(_with_edges, value)) if type(value) in (list, tuple) else value
+        return {key: _replaced(item, kind, by) for key, item in value.items()}
+    return type(value)(_replaced(item, kind, by) for item in value) if type(value) in (list, tuple) else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -105,7 +105,12 @@ class Unsharder:
         kinds = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.kinds = kinds
-        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds[1])  # what may lie in the memory of a bucket
+        self.plain_kinds = (
+            torch.Tensor,
+            nn.Parameter,
+            kinds.shown,
+            kinds.lent,
+        )  # what may lie in the memory of a bucket
         groups = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
         self.channels: list[HostChannel] = list(groups.values())
 
@@ -187,7 +192,7 @@ class Unsharder:
         for unit in units:
             first = next(param for param in missing if self.unit_of[id(param)] is unit)
             self._obtain(unit, pinned, used_by=self._name_of(first))
-            unit.show()
+            unit.show(in_backward=self.in_backward)
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Somebody may write `values`, a gathered parameter's `.data`, which torch does not count as a write to it."""
@@ -360,7 +365,7 @@ class Unsharder:
             self.meet()
         tables = []
         for group in self._groups():
-            units = [unit for unit in self.units if unit.group is group]
+            units = [unit for unit in self.units if unit.data is group]
             names = [name for unit in units for name in unit.names if name in sums]
             lines = [f"parameter {name!r} with checksum {sums[name]}" for name in names]
             tables.append((f"data group {units[0].data_group!r}", group, lines))
@@ -429,7 +434,7 @@ class Unsharder:
         """Raise where ranks have written different values: each would keep a part of its own. Collective."""
         findings = []
         for group in self._groups():
-            units = [unit for unit in self.units if unit.group is group]
+            units = [unit for unit in self.units if unit.data is group]
             written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
             findings.append(first_unequal(written, group, units[0].data_group))
         found = next((finding for finding in findings if finding is not None), None)
@@ -440,7 +445,7 @@ class Unsharder:
             )
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        return list(dict.fromkeys(unit.group for unit in self.units))
+        return list(dict.fromkeys(unit.data for unit in self.units))
 
     def _refuse_inside(self, what: str) -> None:
         if self.is_held or self.runs():

@@ -315,6 +315,44 @@ def test_buckets_that_neighbours_keep_change_no_bit(rank: int, world: int, case:
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
+@ranks(2)
+def test_frozen_weights_that_a_recomputation_saves_keep_their_values(rank: int, world: int) -> None:
+    """torch's checkpoint keeps a tensor without gradients itself; a norm's weight is such a one under adapters."""
+    parallel_state.initialize_model_parallel()
+    gradients = []
+    for strategy in ("optim_grads", "optim_grads_params"):
+        model = Model(recompute=False)
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.up.requires_grad_(True)
+        ddp = wrap(model, data_parallel_sharding_strategy=strategy, bucket_size=200, share_host_memory=False)
+        optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
+        loss_of(ddp, rank, 1).backward()
+        finalize_model_grads([ddp])
+        assert optimizer.step()[0]
+        with ddp.gathered() if strategy == "optim_grads_params" else nullcontext():
+            gradients.append([block.up.weight.detach().clone() for block in model.blocks])
+    assert all(map(torch.equal, *gradients))
+
+
+@ranks(2)
+def test_writes_that_differ_between_optimizer_instances_are_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    ddp = sharded(model, num_distributed_optimizer_instances=2, share_host_memory=False)
+    with pytest.raises(SyncError, match="ranks have written different values"), ddp.gathered(), torch.no_grad():
+        model[0].weight.fill_(rank)
+
+
+@ranks(1)
+def test_a_parameter_of_a_class_of_its_own_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = nn.Linear(4, 4)
+    model.weight = type("Quantized", (nn.Parameter,), {})(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="parameter 'weight' is a Quantized"):
+        sharded(model)
+
+
 @ranks(4)
 def test_neighbours_gather_from_each_other_what_they_keep_until_its_values_change(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
