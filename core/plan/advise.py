@@ -24,7 +24,8 @@ from core.training.config_file import load_config
 from core.training.errors import ConfigError
 
 SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
-PLANNED = 4  # times as many layouts as are asked for are planned exactly at most
+PLANNED = 4  # times as many layouts as are asked for are planned exactly at most; as many that do not fit are borne
+LEAST = 5  # layouts that hold least are planned where no other is found
 
 
 @dataclass(frozen=True)
@@ -158,21 +159,29 @@ class Search:
     def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
         """The best by their plans, each with other sizes of the axes. fitting: by estimate, the fastest first.
 
-        All are planned that may be better than the last one shown, by what an estimate may be wrong.
+        All are planned that may be better than the last one shown, by what an estimate may be wrong. Where too many
+        turn out not to fit, only those are planned that are further below the room.
         """
         best: dict[tuple[int, ...], Candidate] = {}
-        tried = 0
+        room, limit = self.device.room(ranks), PLANNED * most
+        fits = misfits = 0
         for estimate in fitting:
-            if estimate.choice.axes in best:
+            if estimate.choice.axes in best or estimate.peak > room * (SURE, 1.0, 1 / SURE)[min(misfits // limit, 2)]:
                 continue
             in_order = sorted(best.values(), key=lambda candidate: candidate.rating)
             enough = len(in_order) >= most and estimate.seconds > SURE * in_order[most - 1].plan.time.seconds
-            if enough or tried == PLANNED * most:
+            if enough or fits == limit or misfits == 3 * limit:
                 break
-            tried += 1
             found = self.exactly(estimate.choice, ranks)
-            if found is not None:
-                best[found.choice.axes] = found
+            if found is None:
+                misfits += 1
+                continue
+            fits += 1
+            best[found.choice.axes] = found
+        if not best:
+            least = sorted(fitting, key=lambda one: one.peak)[:LEAST]
+            planned = (self.exactly(estimate.choice, ranks) for estimate in least)
+            best = {found.choice.axes: found for found in planned if found is not None}
         return sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
 
     def fewest(self, ranks: int) -> int | None:
@@ -182,7 +191,7 @@ class Search:
             room = self.device.room(count)
             if least > count * room:
                 continue
-            for estimate in sorted(self.estimates(count, smallest=True), key=lambda one: one.peak)[:5]:
+            for estimate in sorted(self.estimates(count, smallest=True), key=lambda one: one.peak)[:LEAST]:
                 if estimate.peak > SURE * room:
                     break
                 if self.exactly(estimate.choice, count) is not None:

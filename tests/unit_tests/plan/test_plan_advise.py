@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from core.plan import ModelRun, advise, plan_run, read_device
-from core.plan.advise import SURE, Search
-from core.plan.choices import Sizes, choices, with_choice
+from core.plan.advise import PLANNED, SURE, Candidate, Search
+from core.plan.choices import Choice, Sizes, choices, with_choice
 from core.plan.command import main
+from core.plan.estimates import Estimate
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
@@ -83,6 +84,28 @@ def test_what_is_shown_is_in_the_order_of_plans() -> None:
         assert (plan.time.seconds, plan.fullest.peak) == (candidate.plan.time.seconds, candidate.plan.fullest.peak)
     assert not found.candidates[0].reason
     assert all("more" in candidate.reason for candidate in found.candidates[1:])
+
+
+def test_layouts_that_do_not_fit_after_all_hide_none_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of the fastest are estimated next to the room, and turn out to be above it."""
+    search = Search(small(), read_device("h100"), {})
+    room, most = search.device.room(4), 2
+    real = search.exactly(Choice(2, 2), 4)
+    assert real is not None
+    tried: list[Choice] = []
+
+    def exactly(choice: Choice, ranks: int) -> Candidate | None:
+        tried.append(choice)
+        return replace(real, choice=choice) if choice.micro == 2 else None
+
+    monkeypatch.setattr(search, "exactly", exactly)
+    above = [Estimate(Choice(1, 1, 1, number), int(1.1 * room), 1.0) for number in range(100)]
+    near = [Estimate(Choice(2, 1, 1, number), int(0.9 * room), 2.0) for number in range(100)]
+    far = Estimate(Choice(4, 1, micro=2), int(0.5 * room), 3.0)
+    assert [one.choice for one in search.planned([*above, *near, far], 4, most)] == [far.choice]
+    assert len(tried) == 2 * PLANNED * most + 1
+    last = Estimate(Choice(4, 1, micro=2), int(0.85 * room), 3.0)  # none is far below: that which holds least
+    assert [one.choice for one in search.planned([*above, *near, last], 4, most)] == [last.choice]
 
 
 def test_the_fewest_ranks_are_those_of_all_plans() -> None:
