@@ -5,6 +5,7 @@ All layouts that can be built are estimated. Those that are shown are planned ex
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,7 @@ class Search:
         self.fixed = fixed
         self.sizes = Sizes.of(config)
         self.figures = SharedFigures(self.sizes.batch)
-        self.shardings: dict[int, Sharding] = {}
+        self.shardings: dict[bool, dict[int, Sharding]] = {}  # True for ranks that hold several stages
         self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
 
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
@@ -123,21 +124,39 @@ class Search:
                     break
                 legal = [micro for micro in micros if _is_legal(run, micro)]
                 built.append((one, run, legal[:1] if smallest else legal))
-        if built and not self.shardings:  # read of the rank with the fewest layers
-            probe, *_ = max(built, key=lambda item: item[0].pp * item[0].tp * item[0].ep)
-            zeros = [self.fixed["zero"]] if "zero" in self.fixed else range(4)
-            runs = {zero: self._run(probe._replace(zero=zero), ranks) for zero in zeros}
-            self.shardings = {zero: Sharding.of(run) for zero, run in runs.items() if run is not None}
-        of_ranks = Estimates(self.device, ranks, self.figures, self.shardings)
+        of_ranks: dict[bool, Estimates] = {}
+        for several in {run.layout.chunks > 1 for _, run, _ in built}:
+            if not self.shardings.get(several):
+                self.shardings[several] = self._shardings(
+                    [row for row in built if several == (row[1].layout.chunks > 1)]
+                )
+            of_ranks[several] = Estimates(self.device, ranks, self.figures, self.shardings[several])
         found: list[Estimate] = []
         for choice, run, micros in built:
             split = *choice.split, choice.pp > 1
-            if split in self.refused:
+            shared = of_ranks[run.layout.chunks > 1]
+            if split in self.refused or not shared.shardings:
                 continue
             try:
-                found += of_ranks.of_layout(choice, run, micros)
+                found += shared.of_layout(choice, run, micros)
             except (ValueError, RuntimeError):  # the layers themselves refuse the split
                 self.refused.add(split)
+        return found
+
+    def _shardings(self, built: Sequence[tuple[Choice, Run, list[int]]]) -> dict[int, Sharding]:
+        """By zero, of some layouts alike: read of the first that its layers allow, from the fewest layers a rank on."""
+        found: dict[int, Sharding] = {}
+        for choice, run, _ in sorted(built, key=lambda row: -row[0].pp * row[0].tp * row[0].ep):
+            split = *choice.split, choice.pp > 1
+            if split in self.refused:
+                continue
+            for zero in [self.fixed["zero"]] if "zero" in self.fixed else range(4):
+                told = self._run(choice._replace(zero=zero), run.grid.world_size)
+                with contextlib.suppress(ValueError, RuntimeError):  # what is sharded so, or the split, is refused
+                    found |= {zero: Sharding.of(told)} if told is not None else {}
+            if found:
+                break
+            self.refused.add(split)
         return found
 
     def _run(self, choice: Choice, ranks: int) -> Run | None:

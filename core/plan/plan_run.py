@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from core.hugging_face.plan import PlanError
 from core.plan.communicators import communicators, in_words
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
@@ -125,5 +124,7 @@ def plan_run(
                 for memory in memories
             ]
         return RunPlan(run, found, memories, parts)
-    except PlanError as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # PlanError, or of the wrapper: what is sharded does not go with the stages
         raise ConfigError(str(error)) from error

@@ -154,3 +154,19 @@ def test_the_command_advises_on_hugging_face_models(capsys: pytest.CaptureFixtur
     assert "tp 3" in capsys.readouterr().err
     assert main([*flags, "--ep", "2", "--advise"]) == 2
     assert "experts" in capsys.readouterr().err
+
+
+def test_what_some_layouts_refuse_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """A family that cannot be cut as far, and several stages a rank, whose gradients no microbatch may shard."""
+    flags = ["--model", "tiny:llama", "--ranks", "3", "--seq", "64", "--global-batch", "3"]
+    assert main([*flags, "--advise"]) == 0
+    assert "  1. tp 1  pp 1" in capsys.readouterr().out
+    interleaved = [*MODEL.split(), "--vpp", "2", "--seq", "64", "--global-batch", "8", "--ranks", "2", "--pp", "2"]
+    assert main([*interleaved, "--tp", "1", "--advise"]) == 0
+    shown = capsys.readouterr().out
+    assert "  1. tp 1  pp 2" in shown
+    assert "zero 2" not in shown and "zero 3" not in shown
+    assert main([*interleaved, "--tp", "1", "--ddp.data-parallel-sharding-strategy", "optim_grads_params"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: reduce_microbatches='every'")
+    assert len(told.splitlines()) == 1
