@@ -17,7 +17,7 @@ from core.finetune.model import causal_class, check_model, lora_config_of, plugi
 from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
 from core.pipeline_parallel import PipelineLayout
-from core.plan.changes import MOST_RANKS
+from core.plan.changes import MOST_RANKS, larger_sizes
 from core.plan.hugging_face_source import HuggingFaceSource
 from core.plan.model_run import ModelRun
 from core.plan.planned_groups import planned_groups
@@ -129,11 +129,10 @@ class PlannedTuning:
         if not model.gradient_checkpointing:
             again = replace(model, gradient_checkpointing=True)
             yield "--model.gradient-checkpointing", self._with(model=again), ranks
-        for axis in (axis for axis in ("tp", "pp") if axis in axes):
-            size = 2 * getattr(parallel, axis)
-            while size <= ranks:
-                yield f"--{axis} {size}", self._with(parallel=replace(parallel, **{axis: size})), ranks
-                size *= 2
+        for axis in (axis for axis in ("tp", "pp", "ep", "sp") if axis in axes):
+            for size in larger_sizes(getattr(parallel, axis), ranks):
+                larger: dict[str, Any] = {axis: size}
+                yield f"--{axis} {size}", self._with(parallel=replace(parallel, **larger)), ranks
         more = 2 * ranks
         while more <= MOST_RANKS:
             yield f"--run.ranks {more}", self, more

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.hugging_face.sequence import OVER_CONTEXT
 from core.plan.device import Device
 from core.plan.model_run import ModelRun, run_of_model
-from core.plan.plan_run import Plannable, RunPlan, plan_run
+from core.plan.plan_run import Plannable, RunPlan, plan_run, run_of
 from core.training.config import JobConfig
 from core.training.errors import ConfigError
 from core.training.plan import plan_job
 from core.training.sizes import divisors
 
 MOST_RANKS = 16_384
+
+
+def larger_sizes(size: int, ranks: int) -> Iterator[int]:
+    """Sizes of an axis of so many ranks: twice its own, and so on."""
+    while (size := 2 * size) <= ranks:
+        yield size
 
 
 def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConfig, int]]:
@@ -35,11 +43,10 @@ def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConf
     if model.recompute_granularity != "full":
         recomputed = replace(config, model=replace(model, recompute_granularity="full"))
         yield "--model.recompute-granularity full", recomputed, ranks
-    for axis in ("tp", "pp"):
-        size = 2 * getattr(parallel, axis)
-        while size <= ranks:
-            yield f"--{axis} {size}", replace(config, parallel=replace(parallel, **{axis: size})), ranks
-            size *= 2
+    for axis in ("tp", "pp", "cp", *["ep"] * (model.num_experts is not None)):
+        for size in larger_sizes(getattr(parallel, axis), ranks):
+            larger: dict[str, Any] = {axis: size}
+            yield f"--{axis} {size}", replace(config, parallel=replace(parallel, **larger)), ranks
     more = 2 * ranks
     while more <= MOST_RANKS:
         yield f"--run.ranks {more}", config, more
@@ -55,15 +62,35 @@ def single_model_changes(told: ModelRun, ranks: int) -> Iterator[tuple[str, Mode
         yield f"--micro-batch {size}", replace(told, micro_batch_size=size), ranks
     if not told.recompute:
         yield "--recompute", replace(told, recompute=True), ranks
-    for axis in ("tp", "pp"):
-        size = 2 * getattr(told, axis)
-        while size <= ranks:
-            yield f"--{axis} {size}", replace(told, **{axis: size}), ranks
-            size *= 2
+    for axis in ("tp", "pp", *["ep"] * (told.whole.num_experts is not None)):
+        for size in larger_sizes(getattr(told, axis), ranks):
+            larger: dict[str, Any] = {axis: size}
+            yield f"--{axis} {size}", replace(told, **larger), ranks
+    mode = told.sequence_parallel
+    if mode is None or mode in OVER_CONTEXT:
+        words = "" if mode else f" --sequence-parallel {OVER_CONTEXT[0]}"
+        for size in larger_sizes(told.cp, ranks):
+            yield f"--cp {size}{words}", replace(told, cp=size, sequence_parallel=mode or OVER_CONTEXT[0]), ranks
     more = 2 * ranks
     while more <= MOST_RANKS:
         yield f"--ranks {more}", told, more
         more *= 2
+
+
+def _changes(config: JobConfig | ModelRun | Plannable, ranks: int) -> Iterator[tuple[str, Any, int]]:
+    if isinstance(config, Plannable):
+        return config.smaller(ranks)
+    return single_model_changes(config, ranks) if isinstance(config, ModelRun) else single_changes(config, ranks)
+
+
+def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> bool:
+    """True if the run can be built on more ranks; the batch may not divide by them."""
+    for _, changed, wanted in _changes(config, ranks):
+        if wanted > ranks:
+            with contextlib.suppress(ValueError, RuntimeError):
+                run_of(changed, wanted, device)
+                return True
+    return False
 
 
 def changes_that_fit(
@@ -74,12 +101,7 @@ def changes_that_fit(
     More ranks come last, because they cost more than time.
     """
     found: dict[str, tuple[str, RunPlan]] = {}
-    changes: Iterator[tuple[str, Any, int]]
-    if isinstance(config, Plannable):
-        changes = config.smaller(ranks)
-    else:
-        changes = single_model_changes(config, ranks) if isinstance(config, ModelRun) else single_changes(config, ranks)
-    for words, changed, wanted in changes:
+    for words, changed, wanted in _changes(config, ranks):
         option = words.split()[0]
         if option in found:
             continue
@@ -98,7 +120,8 @@ def advice(config: JobConfig | ModelRun | Plannable, plan: RunPlan) -> str:
     ranks, before = plan.run.grid.world_size, plan.time.seconds
     changes = changes_that_fit(config, ranks, plan.device)
     if not changes:
-        return "no single change makes it fit; change several, or take more ranks"
+        more = ", or take more ranks" if _takes_more_ranks(config, ranks, plan.device) else ""
+        return f"no single change makes it fit; change several{more}"
     lines = ["it would fit with one of these:"]
     for words, changed in changes:
         pace = f"{changed.time.seconds / before:.2f} times the time of a step" if plan.device.has_figures else ""

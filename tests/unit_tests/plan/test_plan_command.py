@@ -1,11 +1,14 @@
 """The command: a plan on standard output, and refusals that do the arithmetic."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from core.plan import plan_run
+from core.plan import ModelRun, plan_run, read_device
+from core.plan.changes import advice, changes_that_fit, single_changes, single_model_changes
 from core.plan.command import main
+from core.training.config_file import load_config
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--model", str(ROOT / "configs" / "tiny.toml")]
@@ -29,6 +32,31 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert changes[0].split()[:2] == ["--run.micro-batch-size", "4"]
 
 
+def test_what_would_fit_is_looked_for_on_all_axes() -> None:
+    """Experts and sequence too; and more ranks are named only where the batch divides by them."""
+    pytest.importorskip("transformers")
+    from core.finetune.config import load_config as tune_config
+    from core.finetune.planned import PlannedTuning
+
+    experts = ModelRun("tiny:qwen3_moe", sequence_length=64, global_batch_size=4)
+    device = read_device("h100")
+    whole, least = (plan_run(run, 4, device).fullest.peak for run in (experts, replace(experts, ep=4)))
+    assert least < whole
+    found = [words for words, _ in changes_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
+    assert "--ep 4" in found
+    tuned = tune_config(["--model", "tiny:qwen3_moe", "--run.global-batch-size", "4"])
+    told = [words for words, _, _ in PlannedTuning(tuned).smaller(4)]
+    assert {"--ep 4", "--sp 4"} <= {*told}
+    told = [words for words, _, _ in single_model_changes(replace(experts, sequence_length=4096), 4)]
+    assert "--cp 4 --sequence-parallel all_to_all" in told
+    for batch, more in ((4, False), (64, True)):
+        job = load_config(["--config", TINY[1], "--tp", "1", "--run.global-batch-size", str(batch)])
+        assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_changes(job, 4)}
+        said = advice(job, plan_run(job, 4, replace(device, memory_bytes=1000)))
+        assert said.startswith("no single change makes it fit; change several")
+        assert ("more ranks" in said) is more
+
+
 def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     from core.training.main import main as train
 
@@ -46,7 +74,6 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     """A plan that is wrong by less than a quarter refuses nothing."""
     from core.plan import dry_run
     from core.training import main as command
-    from core.training.config_file import load_config
     from core.training.errors import ConfigError
 
     monkeypatch.chdir(tmp_path)
@@ -87,7 +114,6 @@ def test_a_job_far_below_the_memory_is_not_planned(flags: str, monkeypatch: pyte
     """The rule of thumb is above every plan, and the default job on a machine of 16 GiB is below it."""
     from core.plan import dry_run
     from core.training import main as command
-    from core.training.config_file import load_config
     from core.training.plan import plan_job
     from core.training.sizes import most_bytes
 
@@ -149,7 +175,6 @@ def test_what_cannot_be_built_is_refused(flags: list[str], words: str, capsys: p
 
 def test_sixteen_thousand_ranks() -> None:
     """A mixture of experts over all axes, and no rank of it runs."""
-    from core.training.config_file import load_config
 
     flags = "--model.num-layers 16 --model.hidden-size 1024 --model.num-attention-heads 16 --model.num-experts 64"
     flags += " --model.moe-layer-freq 1 --model.dtype bfloat16 --tp 8 --pp 16 --parallel.ep 64 --parallel.etp 1"
