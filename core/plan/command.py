@@ -16,7 +16,7 @@ from core.plan.model_run import TINY, ModelRun
 from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
 from core.training.config import AXIS_OPTIONS, JobConfig
-from core.training.config_file import load_config
+from core.training.config_file import given_options, load_config, spell_out
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require
 from core.training.run_directory import check_writable
@@ -61,12 +61,23 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     """Print the layouts that fit. Sizes that are given are kept."""
     if options.picture is not None:
         raise ConfigError("--picture is of one layout; give --advise without it, and draw the layout that you choose")
-    given = {**vars(options), "micro": options.micro_batch}
-    fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
+    given = {**vars(options), "micro": options.micro_batch, **_long_sizes(config, more)}
+    fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
     found = advise(config, options.ranks, read_device(options.device), fixed=fixed)
     print(found.describe())
     return 0 if found.candidates else DOES_NOT_FIT
+
+
+def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, int]:
+    """Sizes that flags of the main job give by their full names. A file's are not kept."""
+    if isinstance(config, ModelRun):
+        return {}
+    told = given_options([], spell_out(more))
+    found = {axis: getattr(config.parallel, axis) for axis in AXIS_OPTIONS if f"parallel.{axis}" in told}
+    if "run.micro_batch_size" in told:
+        found["micro"] = config.run.micro_batch_size
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -136,6 +136,10 @@ def test_the_command_advises(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main([*flags, "--tp", "2"]) == 0
     assert "tp 1" not in capsys.readouterr().out
+    assert main([*flags, "--parallel.tp", "2", "--run.micro-batch-size=1"]) == 0  # as they are named in files
+    shown = capsys.readouterr().out
+    assert "  1. tp 2" in shown and "tp 1" not in shown
+    assert "micro-batch 1" in shown and "micro-batch 2" not in shown
     assert main([*flags, "--tp", "3"]) == 2
     assert "tp 3" in capsys.readouterr().err
 
