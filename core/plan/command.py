@@ -19,6 +19,7 @@ from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.config_file import given_options, load_config, spell_out
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require
+from core.training.limits import check_numbers
 from core.training.run_directory import check_writable
 
 DOES_NOT_FIT, USAGE_ERROR = 1, 2
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     options, more = _parser().parse_known_args(arguments)
+    _check_sizes(options)
     if options.advise:
         return _advise(options, more)
     if options.picture is not None:
@@ -78,6 +80,14 @@ def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, 
     if "run.micro_batch_size" in told:
         found["micro"] = config.run.micro_batch_size
     return {name: size for name, size in found.items() if size is not None}
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    """ConfigError for a number of things that is below one."""
+    for name in ("ranks", *NAMES, *AXIS_OPTIONS):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,4 +158,6 @@ def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
         **{f"--parallel.{axis}": getattr(options, axis) for axis in AXIS_OPTIONS},
     }
     flags += [part for flag, value in named.items() if value is not None for part in (flag, str(value))]
-    return load_config([*flags, *more])
+    config = load_config([*flags, *more])
+    check_numbers(config)
+    return config

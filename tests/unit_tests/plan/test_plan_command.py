@@ -173,6 +173,21 @@ def test_what_cannot_be_built_is_refused(flags: list[str], words: str, capsys: p
     assert len(told.splitlines()) == 1
 
 
+@pytest.mark.parametrize("more", [[], ["--advise"]])
+@pytest.mark.parametrize("model", [TINY, ["--model", "tiny:llama"]])
+def test_sizes_below_one_are_refused_by_name(
+    model: list[str], more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of both kinds of models, planned or advised on."""
+    for name in ("ranks", "tp", "pp", "cp", "ep", "global-batch", "micro-batch", "seq"):
+        for size in ("0", "-8"):
+            assert main([*model, "--ranks", "4", *more, f"--{name}", size]) == 2
+            assert capsys.readouterr().err == f"error: --{name} is {size}; expected a whole number of at least 1\n"
+    if model == TINY:
+        assert main([*model, "--ranks", "4", *more, "--run.global-batch-size", "-8"]) == 2
+        assert "error: --run.global-batch-size must be" in capsys.readouterr().err
+
+
 def test_sixteen_thousand_ranks() -> None:
     """A mixture of experts over all axes, and no rank of it runs."""
 
