@@ -31,12 +31,15 @@ LEAST = 5  # layouts that hold least are planned where no other is found
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, planned. reason: why it is worse than the first; empty for the first."""
+    """A layout, planned. reason: why it is worse than the first; empty for the first. flags: the options that make it
+    of what was advised on, if they are added.
+    """
 
     choice: Choice
     config: JobConfig | ModelRun
     plan: RunPlan
     reason: str = ""
+    flags: str = ""
 
     @property
     def rating(self) -> tuple[float, int, Choice]:
@@ -66,7 +69,7 @@ class Advice:
             lines.append(f"{place:>3}. {words:<{width}}{cells}  {found.reason}".rstrip())
         if self.candidates:
             first = self.candidates[0]
-            lines.append(f"the first by options: {flags_of(first.config, first.choice)}")
+            lines.append(f"the first by options: {first.flags}")
         if self.fewest is not None:
             lines.append(f"the smallest number of ranks that fits is {self.fewest}")
         return "\n".join(lines)
@@ -173,7 +176,7 @@ class Search:
             plan = plan_run(config, ranks, self.device)
         except (ValueError, RuntimeError):
             return None
-        return Candidate(choice, config, plan) if plan.fits else None
+        return Candidate(choice, config, plan, flags=flags_of(self.config, choice)) if plan.fits else None
 
     def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
         """The best by their plans, each with other sizes of the axes. fitting: by estimate, the fastest first.

@@ -16,6 +16,7 @@ from core.training.sizes import count_parameters, divisors
 
 FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
 AXES = ("tp", "pp", "cp", "ep", "etp")
+NO_MODE = "none"  # of sequence parallelism, as an option
 
 
 class Sizes(NamedTuple):
@@ -160,28 +161,41 @@ def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def flags_of(told: JobConfig | ModelRun, choice: Choice) -> str:
-    """The options that are this layout: of the main job, or of a plan of a Hugging Face model."""
-    return _flags_of_job(told, choice) if isinstance(told, JobConfig) else _flags_of_model(told)
+    """The options that make a layout of what was told, if they are added to it: of the main job, or of a plan of a
+    Hugging Face model. What a layout takes back is told too.
+    """
+    if isinstance(told, ModelRun):
+        return _flags_of_model(told, _model_with(told, choice))
+    return _flags_of_job(told, _job_with(told, choice))
 
 
-def _flags_of_model(told: ModelRun) -> str:
-    given: dict[str, object] = {axis: getattr(told, axis) for axis in ("tp", "pp", "cp", "ep")}
-    given |= {"zero": told.zero, "micro-batch": told.micro_batch_size}
-    if told.sequence_parallel is not None:
-        given["sequence-parallel"] = told.sequence_parallel
-    return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * told.recompute])
+def _flags_of_model(told: ModelRun, found: ModelRun) -> str:
+    given: dict[str, object] = {axis: getattr(found, axis) for axis in ("tp", "pp", "cp", "ep")}
+    given |= {"zero": found.zero, "micro-batch": found.micro_batch_size}
+    if (found.sequence_parallel, told.sequence_parallel) != (None, None):
+        given["sequence-parallel"] = found.sequence_parallel or NO_MODE
+    return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * found.recompute])
 
 
-def _flags_of_job(config: JobConfig, choice: Choice) -> str:
-    told = [f"--parallel.{axis} {getattr(choice, axis)}" for axis in ("tp", "pp", "cp")]
-    if config.model.num_experts is not None:
-        told += [f"--parallel.{axis} {getattr(choice, axis)}" for axis in ("ep", "etp")]
-    told.append(f"--run.micro-batch-size {choice.micro}")
-    if choice.zero == 0:
-        told.append("--ddp.no-use-distributed-optimizer")
-    told.append(f"--ddp.data-parallel-sharding-strategy {STRATEGIES[choice.zero]}")
-    if choice.zero in (0, 3):
-        told.append("--ddp.no-overlap-param-gather")
-    if choice.recompute:
-        told.append("--model.recompute-granularity full")
-    return " ".join(told)
+def _flags_of_job(told: JobConfig, found: JobConfig) -> str:
+    parallel, ddp = found.parallel, found.ddp
+    has_experts = found.model.num_experts is not None
+    words = [f"--parallel.{axis} {getattr(parallel, axis)}" for axis in (AXES if has_experts else AXES[:3])]
+    words.append(f"--run.micro-batch-size {found.run.micro_batch_size}")
+    if not ddp.use_distributed_optimizer:
+        words.append("--ddp.no-use-distributed-optimizer")
+    elif not told.ddp.use_distributed_optimizer:
+        words.append("--ddp.use-distributed-optimizer")
+    words.append(f"--ddp.data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}")
+    if not ddp.overlap_param_gather:
+        words.append("--ddp.no-overlap-param-gather")
+    granularity = found.model.recompute_granularity
+    if granularity != told.model.recompute_granularity:
+        words.append(f"--model.recompute-granularity {granularity}")
+    for name in ("dp", "etp", "sequence_parallel", "vpp", "schedule"):
+        value = getattr(parallel, name)
+        if value != getattr(told.parallel, name) and name not in (AXES if has_experts else ()):
+            words.append(f"--parallel.{name.replace('_', '-')} {value}")
+    if parallel.layers_per_stage != told.parallel.layers_per_stage:
+        words.append("--parallel.layers-per-stage")  # none
+    return " ".join(words)

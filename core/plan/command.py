@@ -11,6 +11,7 @@ from core.hugging_face.sequence import MODES
 from core.plan.advise import advise
 from core.plan.calibrate import calibrate
 from core.plan.changes import advice
+from core.plan.choices import NO_MODE
 from core.plan.device import known_devices, read_device
 from core.plan.model_run import TINY, ModelRun
 from core.plan.pictures import draw_plan
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{axis}", type=int, help=f"{axis} parallel size")
     of_models = parser.add_argument_group("of Hugging Face models")
     of_models.add_argument("--zero", type=int, help="what is sharded over data ranks, 0 to 3")
-    of_models.add_argument("--sequence-parallel", help=f"a mode of split_model: {', '.join(MODES)}")
+    of_models.add_argument("--sequence-parallel", help=f"a mode of split_model: {', '.join(MODES)}; or {NO_MODE}")
     of_models.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the parameters")
     of_models.add_argument("--recompute", action="store_true", default=None, help="run each layer again in backward")
     of_models.add_argument("--documents", action="store_true", default=None, help="pack documents, with position ids")
@@ -139,6 +140,11 @@ def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
     if others:
         raise ConfigError(f"{others[0]} is no option of a Hugging Face model's plan; leave it out")
     given = {NAMES.get(name, name): value for name, value in vars(options).items() if value is not None}
+    mode = given.get("sequence_parallel")
+    if mode not in (None, NO_MODE, *MODES):
+        raise ConfigError(f"--sequence-parallel is {mode!r}; expected one of {', '.join(MODES)}, or {NO_MODE}")
+    if mode == NO_MODE:
+        del given["sequence_parallel"]
     return ModelRun(options.model[0], **{name: given[name] for name in _FIELDS & given.keys() if name != "model"})
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from core.plan import ModelRun, advise, plan_run, read_device
 from core.plan.advise import PLANNED, SURE, Candidate, Search
-from core.plan.choices import Choice, Sizes, choices, with_choice
+from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
 from core.plan.command import main
 from core.plan.estimates import Estimate
 from core.training.config import JobConfig
@@ -174,3 +174,38 @@ def test_what_some_layouts_refuse_leaves_the_others(capsys: pytest.CaptureFixtur
     told = capsys.readouterr().err
     assert told.startswith("error: reduce_microbatches='every'")
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "--parallel.sequence-parallel True",
+        "--parallel.dp 2 --parallel.layers-per-stage 1 3 --parallel.schedule GPipe",
+        "--parallel.vpp 2 --parallel.pp 2 --model.recompute-granularity full",
+        "--model.recompute-granularity selective --ddp.data-parallel-sharding-strategy optim_grads_params",
+        "--ddp.no-use-distributed-optimizer --parallel.etp 2",
+        "--ddp.data-parallel-sharding-strategy no_shard --model.num-experts 4 --parallel.etp 2",
+        "--ddp.no-overlap-param-gather",
+    ],
+)
+def test_options_added_to_a_command_come_to_the_layout(given: str) -> None:
+    """Whatever the command says of the layout is taken back."""
+    config = small(given)
+    for choice in (Choice(1, 1), Choice(2, 1, etp=2, micro=2), Choice(1, 2, recompute=True), Choice(4, 1, 1, 1, 4)):
+        for zero in range(4):
+            wanted = choice._replace(zero=zero)
+            assert small(f"{given} {flags_of(config, wanted)}") == with_choice(config, wanted)
+
+
+def test_options_take_a_mode_of_a_hugging_face_model_back(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "tiny:llama", "--seq", "64", "--global-batch", "4", "--ranks", "2", "--micro-batch", "1"]
+    flags += ["--sequence-parallel", "split_gather"]
+    told = ModelRun("tiny:llama", sequence_length=64, sequence_parallel="split_gather")
+    assert "--sequence-parallel split_gather" in flags_of(told, Choice(2, 1))
+    options = flags_of(told, Choice(1, 1))
+    assert "--sequence-parallel none" in options
+    assert main([*flags, *options.split()]) == 0
+    capsys.readouterr()
+    assert main([*flags, "--advise", "--sequence-parallel", "magic"]) == 2
+    assert "expected one of split_gather" in capsys.readouterr().err
