@@ -12,6 +12,7 @@ from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.plan.device import Device
 from core.plan.planned_groups import PlannedGroups
 from core.plan.step_figures import PartFigures
+from core.rank_grid import GRID_KINDS, RankGrid, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,69 @@ class Travel:
 
 
 def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
-    """'inside' where all ranks of a group are on one machine, else 'between'."""
-    machines = {rank // device.ranks_per_machine for rank in groups.ranks(name)}
-    return "inside" if len(machines) == 1 else "between"
+    """'inside' where each group of this kind in the job is on one machine, else 'between': the slowest sets the pace.
+
+    Of groups without a grid only the planned rank's own is known.
+    """
+    known: dict[tuple[str, int], str] = vars(groups).setdefault("links", {})
+    key = name, device.ranks_per_machine
+    if key not in known:
+        known[key] = "between" if _leaves_a_machine(groups, name, device.ranks_per_machine) else "inside"
+    return known[key]
+
+
+def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) -> bool:
+    """True if any group of a kind has ranks of several machines.
+
+    All whole groups lie alike behind their first ranks, and parts of them are at the same places of each. So what
+    differs is only where in its machine a first rank is.
+    """
+    own = groups.ranks(name)
+    grid: RankGrid | None = vars(groups).get("grid")
+    kind = _kind_of_whole(name)
+    if grid is None or kind not in GRID_KINDS:
+        return own[0] // ranks_per_machine != own[-1] // ranks_per_machine
+    if grid.world_size <= ranks_per_machine or len(own) == 1:
+        return False
+    if own[-1] - own[0] >= ranks_per_machine:
+        return True
+    whole = groups.ranks(kind)
+    ends = [(part[0] - whole[0], part[-1] - whole[0]) for part in _parts_like(groups, name, whole)]
+    firsts = _places_of_firsts(grid, *GRID_KINDS[kind], ranks_per_machine)
+    return any(
+        (at + low) // ranks_per_machine != (at + high) // ranks_per_machine for low, high in ends for at in firsts
+    )
+
+
+def _kind_of_whole(name: str) -> str:
+    """The kind of whole groups that groups of a kind are parts of."""
+    kind = name.partition("/")[0]
+    return "pp" if kind in ("embd", "pos_embd") else kind.removeprefix("intra_").removeprefix("inter_")
+
+
+def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list[int]]:
+    """The parts of a whole group that are groups of the kind `name`."""
+    kind, _, near = name.partition("/")
+    if kind in ("embd", "pos_embd"):  # each pipeline has one such part
+        return [groups.ranks(name)]
+    size = groups.size(kind)
+    if kind.startswith("inter_"):
+        apart = len(whole) // size
+        parts = [whole[first::apart] for first in range(apart)]
+    else:
+        parts = [whole[first : first + size] for first in range(0, len(whole), size)]
+    count = int(near) if near else size
+    return [part[first : first + count] for part in parts for first in range(0, size, count)]
+
+
+def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machine: int) -> set[int]:
+    """Where in their machines the first ranks of all groups lie that span the axes `tokens`."""
+    places = {0}
+    for token in set(grid.axes) - set(parse_tokens(tokens)):
+        stride, size = grid.stride(token, expert), grid.size(token, expert)
+        steps = range(min(size, ranks_per_machine))  # then they come round again
+        places = {(place + step * stride) % ranks_per_machine for step in steps for place in places}
+    return places
 
 
 def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device) -> Travel:

@@ -8,10 +8,13 @@ import torch
 
 from core.pipeline_parallel import PipelineLayout
 from core.plan import plan_run, read_device
+from core.plan.job_run import run_of_job
 from core.plan.live_memory import Work
 from core.plan.schedule_order import Action, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
+from core.plan.travels import link_of
+from core.rank_grid import DATA_KINDS, GRID_KINDS
 from core.training.config_file import load_config
 
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
@@ -111,3 +114,40 @@ def test_ranks_of_another_machine_are_reached_over_the_slower_link() -> None:
     near, far = (plan("--tp 1 --run.global-batch-size 16", ranks).time for ranks in (8, 16))
     assert {row.link for row in near.travels} == {"inside"}
     assert {row.link for row in far.travels} == {"between"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (24, "--tp 6"),
+        (24, "--tp 3 --pp 4"),
+        (16, "--tp 2 --cp 2 --pp 2"),
+        (36, "--tp 3 --pp 2 --parallel.order tp-pp-dp"),
+        (32, "--tp 2 --pp 2 --ddp.num-distributed-optimizer-instances 2"),
+        (24, "--tp 1 --ddp.num-distributed-optimizer-instances 4"),
+        (24, "--tp 1 --ep 3 --model.num-experts 6"),
+    ],
+)
+def test_a_kind_of_group_is_as_slow_as_the_slowest_of_the_job(ranks: int, flags: str) -> None:
+    """Against the groups of all ranks one by one. Of 24 ranks by six, the first are on one machine and others not."""
+    more = "--model.num-attention-heads 6 --model.hidden-size 96 --model.num-layers 12 --model.sequence-length 96"
+    batch = f"--run.global-batch-size {ranks}"
+    run = run_of_job(load_config([*TINY.split(), *more.split(), *batch.split(), *flags.split()]), ranks)
+    device = read_device("h100")
+    instances = [f"{side}_{kind}" for side in ("intra", "inter") for kind in DATA_KINDS]
+    near = [name for name in ("dp_cp/2", "intra_dp_cp/3") if run.groups_of(0).size(name[:-2]) % int(name[-1]) == 0]
+    links = {}
+    for name in (*GRID_KINDS, "embd", "pos_embd", *instances, *near):
+        members = [groups for groups in map(run.groups_of, range(ranks)) if groups.size(name) > 1]
+        spread = any(len({rank // 8 for rank in groups.ranks(name)}) > 1 for groups in members)
+        links[name] = "between" if spread else "inside"
+        assert {link_of(groups, name, device) for groups in members} <= {links[name]}, name
+    if flags in ("--tp 6", "--tp 3 --pp 4"):
+        assert links["tp"] == "between" and links["pp"] == ("inside" if "pp" not in flags else "between")
+
+
+def test_the_time_of_a_step_is_that_of_groups_on_two_machines() -> None:
+    flags = "--model.num-attention-heads 6 --model.hidden-size 96 --model.sequence-length 96 --run.global-batch-size 24"
+    (link,) = {row.link for row in plan(f"--tp 6 {flags}", 24).time.travels if row.group == "tp"}
+    (within,) = {row.link for row in plan(f"--tp 2 {flags}", 24).time.travels if row.group == "tp"}
+    assert (link, within) == ("between", "inside")
