@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from core.number_ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, whole
 from core.training.errors import ConfigError
 
 FILES = Path(__file__).parent / "devices"
@@ -75,7 +76,8 @@ class Device:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
-        """From a file's content. KeyError, TypeError or ValueError where it is not one."""
+        """From a file's content. ValueError, with what was expected and what was given, where it is not one."""
+        _check_file(table)
         links = {where: Link(**link) for where, link in table["links"].items()}
         own = {key: value for key, value in table.items() if key != "links"}
         return cls(inside=links["inside"], between=links["between"], gradients=links.get("gradients"), **own)
@@ -159,7 +161,102 @@ def read_device(name: str) -> Device:
         if path.stat().st_size > LONGEST_FILE:
             raise ValueError(f"it has {path.stat().st_size} bytes, more than {LONGEST_FILE}")
         return Device.of(json.loads(path.read_text()))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--device {name}: the file is no device ({error!r}); python -m core.plan calibrate writes one"
+            f"--device {name}: the file is no device: {error}; python -m core.plan calibrate writes one"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"--device {name}: the file is no device: its lists are in each other too deep") from error
+
+
+LINKS = ("inside", "between", "gradients")  # the last one need not be there
+LINK = {"latency_s": NOT_NEGATIVE, "bytes_per_s": POSITIVE}
+NUMBERS = {
+    "memory_bytes": COUNT,
+    "memory_bandwidth": POSITIVE,
+    "operator_overhead_s": NOT_NEGATIVE,
+    "ranks_per_machine": COUNT,
+    "optimizer_bandwidth": NOT_NEGATIVE,
+    "optimizer_bucket_s": NOT_NEGATIVE,
+    "step_overhead_s": NOT_NEGATIVE,
+    "ranks": whole(0),
+    "cores": whole(0),
+    "turns": POSITIVE,
+    "communicator_bytes": whole(0),
+}
+RATES = ("matmul_flops", "peak_flops")  # by dtype
+POINT = (POSITIVE, POSITIVE)
+POINTS = {  # lists of rows; True for such lists by name. The first number of a row rises
+    "matmul_sizes": (True, POINT),
+    "memory_sizes": (False, POINT),
+    "operators": (True, (POSITIVE, NOT_NEGATIVE)),
+    "collectives": (True, (COUNT, NOT_NEGATIVE, POSITIVE)),
+}
+
+
+def _check_file(table: Any) -> None:
+    """ValueError for the first value of a device file that is not what it must be."""
+    known = {entry.name: entry for entry in fields(Device)}
+    own = _table("the content", table)
+    needed = {name for name, entry in known.items() if entry.default is entry.default_factory is MISSING}
+    _check_names("", own, {*known, "links"} - {*LINKS}, {*needed, "links"} - {*LINKS})
+    links = _table("links", own["links"])
+    _check_names("links.", links, {*LINKS}, {*LINKS[:2]})
+    for where, link in links.items():
+        _check_names(f"links.{where}.", _table(f"links.{where}", link), {*LINK}, {*LINK})
+        for name, allowed in LINK.items():
+            _check_number(f"links.{where}.{name}", link[name], allowed)
+    for name in own.keys() - {"links"}:
+        _check_value(name, own[name], is_word=known[name].type == "str", is_flag=known[name].type == "bool")
+
+
+def _check_value(name: str, value: Any, *, is_word: bool, is_flag: bool) -> None:
+    if is_word and not isinstance(value, str):
+        raise _unexpected(name, "a text", value)
+    if is_flag and not isinstance(value, bool):
+        raise _unexpected(name, "true or false", value)
+    if name in NUMBERS and not (value is None and name == "communicator_bytes"):
+        _check_number(name, value, NUMBERS[name])
+    if name in RATES:
+        _check_names(f"{name}.", _table(name, value), {*value}, {"float32"})
+        for dtype, rate in value.items():
+            _check_number(f"{name}.{dtype}", rate, POSITIVE)
+    if name in POINTS:
+        by_name, row = POINTS[name]
+        for key, points in _table(name, value).items() if by_name else [("", value)]:
+            _check_points(f"{name}.{key}" if by_name else name, points, row)
+
+
+def _check_points(name: str, points: Any, row: Sequence[Range]) -> None:
+    if not isinstance(points, list):
+        raise _unexpected(name, "a list of rows", points)
+    for place, point in enumerate(points):
+        if not isinstance(point, list) or len(point) != len(row):
+            raise _unexpected(f"{name}[{place}]", f"a list of {len(row)} numbers", point)
+        for column, (value, allowed) in enumerate(zip(point, row, strict=True)):
+            _check_number(f"{name}[{place}][{column}]", value, allowed)
+        if place and point[0] <= points[place - 1][0]:
+            raise _unexpected(f"{name}[{place}][0]", f"more than {points[place - 1][0]} of the row before", point[0])
+
+
+def _check_number(name: str, value: Any, allowed: Range) -> None:
+    if value not in allowed:
+        raise _unexpected(name, str(allowed), value)
+
+
+def _check_names(where: str, table: Mapping[str, Any], known: Set[str], needed: Set[str]) -> None:
+    if needed - table.keys():
+        raise ValueError(f"{where}{min(needed - table.keys())} is missing")
+    if table.keys() - known:
+        raise ValueError(f"{where}{min(table.keys() - known)} is no name there; known are {', '.join(sorted(known))}")
+
+
+def _table(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _unexpected(name, "a table of names", value)
+    return value
+
+
+def _unexpected(name: str, expected: str, value: Any) -> ValueError:
+    text = repr(value)
+    return ValueError(f"{name} must be {expected}, got {text if len(text) <= 60 else text[:60] + '...'}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import torch
 
 from core.plan import Link, plan_run, read_device
 from core.plan.command import main
-from core.plan.device import rate_at
+from core.plan.device import FILES, known_devices, rate_at
 from core.plan.live_memory import Work
 from core.plan.measure_links import line
 from core.plan.step_time import work_seconds
@@ -97,3 +99,53 @@ def test_ranks_beyond_the_cores_take_turns() -> None:
     assert device.shared_by(2).link("all_reduce", 4) == Link(3.0, 4.0)
     shared = replace(device, ranks=4).shared_by(4)  # they took turns when links were measured
     assert (shared.turns, shared.gradients, shared.link("all_reduce", 2)) == (2.0, Link(1.0, 8.0), Link(1.0, 8.0))
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_devices_of_the_package_are_read(name: str) -> None:
+    assert read_device(name).name == name
+
+
+H100 = json.loads((FILES / "h100.json").read_text())
+LINK = {"latency_s": 1e-5, "bytes_per_s": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({**H100, "memory_bytes": "80GB"}, "memory_bytes must be a whole number of at least 1, got '80GB'"),
+        ({**H100, "memory_bytes": None}, "memory_bytes must be a whole number of at least 1, got None"),
+        ({**H100, "memory_bytes": -5}, "memory_bytes must be a whole number of at least 1, got -5"),
+        ({**H100, "memory_bandwidth": 0}, "memory_bandwidth must be a finite number above 0, got 0"),
+        (
+            {**H100, "operator_overhead_s": math.nan},
+            "operator_overhead_s must be a finite number of at least 0, got nan",
+        ),
+        ({**H100, "matmul_flops": {"float32": -1.0}}, "matmul_flops.float32 must be a finite number above 0, got -1.0"),
+        ({**H100, "matmul_flops": {"bfloat16": 1e12}}, "matmul_flops.float32 is missing"),
+        ({**H100, "peak_flops": 3}, "peak_flops must be a table of names, got 3"),
+        ({**H100, "ranks_per_machine": 0}, "ranks_per_machine must be a whole number of at least 1, got 0"),
+        ({**H100, "is_host": "no"}, "is_host must be true or false, got 'no'"),
+        ({**H100, "about": 3}, "about must be a text, got 3"),
+        ({**H100, "links": []}, "links must be a table of names, got []"),
+        ({**H100, "links": {"inside": LINK}}, "links.between is missing"),
+        ({**H100, "links": {"inside": LINK, "between": LINK, "far": LINK}}, "links.far is no name there; known are"),
+        (
+            {**H100, "links": {"inside": LINK, "between": {**LINK, "bytes_per_s": 0}}},
+            "links.between.bytes_per_s must be a finite number above 0, got 0",
+        ),
+        ({**H100, "memory_sizes": [[1, 2], [1, 3]]}, "memory_sizes[1][0] must be more than 1 of the row before, got 1"),
+        ({**H100, "collectives": {"send": [[2, 1e-5]]}}, "collectives.send[0] must be a list of 3 numbers"),
+        ({**H100, "memory": 5}, "memory is no name there; known are about"),
+        ([H100], "the content must be a table of names, got [{"),
+        (5, "the content must be a table of names, got 5"),
+    ],
+)
+def test_a_file_that_is_no_device_is_refused_by_the_name_of_what_is_wrong(
+    table: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(table))
+    assert main(["--model", str(TINY), "--ranks", "1", "--device", str(file)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"error: --device {file}: the file is no device: ") and words in told
