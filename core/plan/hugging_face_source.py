@@ -39,6 +39,7 @@ from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, watch_step
 from core.plan.without_values import WithoutValues
+from core.training.errors import ConfigError
 
 BETWEEN = "what comes before the layers of a later stage"
 NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that tell layers alike apart
@@ -60,16 +61,39 @@ class PassBy:
         return (hidden,) if self.given and self.given[-1] is tuple else hidden
 
 
+@contextmanager
+def told_in_a_line(what: str) -> Iterator[None]:
+    """Inside, whatever transformers raises of a configuration is a ConfigError: what, and its own first line."""
+    try:
+        yield
+    except Exception as error:  # its checks of types, torch's of shapes, a division by no heads: there is no common one
+        raise ConfigError(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, the next one too where it only leads to it, and the kind where that says more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    words = " ".join(lines[:count])
+    if isinstance(error, KeyError):
+        return f"it does not know {words}"
+    speaks = count > 1 or (count == 1 and isinstance(error, (ValueError, OSError, ImportError)))
+    return words if speaks else f"{type(error).__name__}: {words}"
+
+
 class WholeModel:
     """A causal model without memory. recompute: True if each layer runs again in backward."""
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
-        with torch.device("meta"):
-            self.model = transformers_package().AutoModelForCausalLM.from_config(self.configuration, dtype=dtype)
+        auto = transformers_package().AutoModelForCausalLM
+        name = getattr(configuration, "name_or_path", "") or configuration.model_type
+        with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
+            self.model = auto.from_config(self.configuration, dtype=dtype)
         self.model.config.use_cache = False
         if recompute:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            with told_in_a_line(f"{name}: transformers does not run its layers again"):
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
 
     @cached_property

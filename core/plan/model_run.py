@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel.schedules import plan_pipeline
-from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, whole_model
+from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, told_in_a_line, whole_model
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
@@ -64,10 +65,17 @@ class ModelRun:
                 raise LookupError(
                     f"there is no {path}; give a config.json, a directory with one, or {TINY}FAMILY for a small model"
                 )
-            return transformers_package().AutoConfig.from_pretrained(os.fspath(path))
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
             raise ConfigError(f"--model {self.model}: {words}") from error
+        _check_object(self.model, path)
+        auto = transformers_package().AutoConfig
+        with told_in_a_line(f"--model {self.model}"):
+            found = auto.from_pretrained(os.fspath(path))
+        vocabulary = getattr(found.get_text_config(), "vocab_size", None)
+        if isinstance(vocabulary, int) and vocabulary < 1:
+            raise ConfigError(f"--model {self.model}: its vocab_size is {vocabulary}; expected at least 1")
+        return found
 
     @cached_property
     def made(self) -> WholeModels:
@@ -112,6 +120,16 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
     tokens = told.global_batch_size * told.sequence_length
     ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)
     return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host)
+
+
+def _check_object(model: str, path: Path) -> None:
+    """ConfigError for JSON that is no object; what is no JSON at all transformers refuses."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(content, dict):
+        raise ConfigError(f"--model {model}: it is no configuration; expected a JSON object, got {str(content)[:60]}")
 
 
 def _check_lengths(told: ModelRun, text: Any) -> None:

@@ -1,11 +1,14 @@
 """Plans of Hugging Face models against models that are really split, wrapped and stepped."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.plan_jobs import ModelJob, peak_of
+from core.plan.command import main
 from core.plan.model_run import ModelRun, run_of_model
 from core.plan.run_memory import plan_memory
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
@@ -70,3 +73,62 @@ def test_one_rank_is_planned(rank: int, world: int, name: str) -> None:
 @pytest.mark.in_suite(4)
 def test_a_layout_is_planned(rank: int, world: int, name: str) -> None:
     compare(name, rank, world)
+
+
+LLAMA = {
+    "model_type": "llama",
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128},
+}
+
+
+def refusal(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line that says why a model is not planned."""
+    assert main(["--model", model, "--ranks", "1", "--seq", "32", *flags]) == 2
+    told = capsys.readouterr()
+    (line,) = (line for line in told.err.splitlines() if line.startswith("error: "))  # transformers may warn before it
+    assert told.err.splitlines()[-1] == line and not told.out
+    return line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_size": None}, "Field 'hidden_size' expected int, got NoneType"),
+        ({"num_hidden_layers": 1.5}, "Field 'num_hidden_layers' expected int, got float"),
+        ({"torch_dtype": "bfloat17"}, "'torch' has no attribute 'bfloat17'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError: "),
+        ({"hidden_size": -64}, "negative dimension -64"),
+        ({"intermediate_size": 10**18}, "Storage size calculation overflowed"),
+        ({"hidden_size": 10**30}, "makes no model of it"),
+        ({"hidden_act": "nope"}, "does not know 'nope'"),
+        ({"rope_scaling": {"rope_type": "nope", "factor": 2.0}}, "does not know 'nope'"),
+        ({"vocab_size": 0}, "its vocab_size is 0; expected at least 1"),
+        (5, "expected a JSON object, got 5"),
+        (None, "expected a JSON object, got None"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused_in_a_line(
+    content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, **content} if isinstance(content, dict) else content))
+    for flags in ([], ["--advise"]):
+        told = refusal(str(file), capsys, *flags)
+        assert str(file) in told and words in told
+
+
+@pytest.mark.parametrize("family", ["vit", "t5"])
+def test_a_family_without_a_causal_model_is_refused_in_a_line(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"error: {family}: transformers makes no model of it: " in refusal(f"tiny:{family}", capsys)
+
+
+def test_an_error_of_ones_own_is_not_taken_for_one_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("own")
+
+    monkeypatch.setattr("core.plan.hugging_face_source.list_of_layers", fails)
+    with pytest.raises(KeyError, match="own"):
+        main(["--model", "tiny:llama", "--ranks", "1", "--seq", "32"])
