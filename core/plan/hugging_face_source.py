@@ -92,8 +92,9 @@ class WholeModel:
             self.model = auto.from_config(self.configuration, dtype=dtype)
         self.model.config.use_cache = False
         if recompute:
+            newer = getattr(self.model, "activation_checkpointing_enable", None)  # the older name warns where both are
             with told_in_a_line(f"{name}: transformers does not run its layers again"):
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+                (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()
 
     @cached_property

@@ -1,6 +1,7 @@
 """Plans of Hugging Face models against models that are really split, wrapped and stepped."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,10 @@ def test_an_error_of_ones_own_is_not_taken_for_one_of_a_configuration(monkeypatc
     monkeypatch.setattr("core.plan.hugging_face_source.list_of_layers", fails)
     with pytest.raises(KeyError, match="own"):
         main(["--model", "tiny:llama", "--ranks", "1", "--seq", "32"])
+
+
+def test_layers_that_run_again_are_planned_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert main(["--model", "tiny:llama", "--ranks", "1", "--seq", "32", "--recompute"]) == 0
+    assert "FutureWarning" not in capsys.readouterr().err
