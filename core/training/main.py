@@ -33,6 +33,7 @@ Config = TypeVar("Config", bound=RunConfig)
 Plan = TypeVar("Plan")
 FAILURE = 1
 USAGE_ERROR = 2
+SOON_PLANNED = 256  # layers that are planned in seconds, with all changes that might help
 DRY_RUN = "--dry-run"  # plan the job, and start nothing
 
 
@@ -136,7 +137,10 @@ def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, says: b
 
 
 def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
-    """Find out by the plan whether the job cannot fit. A job that is far from it is not planned."""
+    """Find out by the plan whether the job cannot fit, and by its sizes. A job that is far from it is not planned.
+
+    The plan comes first, because it says what would make the job fit; but not of so many layers that it takes long.
+    """
     if not config.run.check_memory:
         return
     plan = plan_job(config, ranks)
@@ -148,12 +152,14 @@ def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
         return
     from core.plan.dry_run import refuse_what_cannot_fit
 
+    if config.model.num_layers > SOON_PLANNED:
+        check_room(config, ranks_here)
     refuse_what_cannot_fit(config, config.run, ranks, ranks_here)
+    check_room(config, ranks_here)
 
 
 def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
     check_extras(config)
-    check_room(config, ranks_here)
 
 
 def check_room(config: JobConfig, ranks_here: int) -> None:

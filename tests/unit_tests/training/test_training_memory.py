@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 
+from core.plan import dry_run
+from core.training import main as command
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.training.launch import Launch
@@ -72,6 +74,29 @@ def test_a_model_must_fit_into_the_gpus_that_ranks_take(devices: int, refused: s
             with pytest.raises(ConfigError, match=refused):
                 check_room(config, 2)
         check_room(load_config([*flags, "--run.device", "cpu"]), 2)
+
+
+def test_a_job_whose_parameters_alone_are_too_large_is_told_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The plan speaks before the sizes do, the flag lifts both, and a plan of many layers is not waited for."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--run.device", "cpu", "--logging.no-plots", "--run.ranks", "4", "--tp", "1"]
+    large = [*flags, "--model.hidden-size", "1024", "--model.num-layers", "4", "--model.sequence-length", "64"]
+    started: list[int] = []
+    monkeypatch.setattr(command, "start_ranks", lambda ranks: started.append(ranks) or 0)
+    for where in (dry_run, command):
+        monkeypatch.setattr(where, "host_memory_bytes", lambda: 1500 * MIB)
+    with pytest.raises(ConfigError, match="with their gradients 4 ranks on this machine would hold"):
+        check_room(load_config(large), 4)
+    assert command.main(large) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "at the highest point of a step" in told and "it would fit with --" in told
+    assert command.main([*large, "--run.no-check-memory"]) == 0
+    assert started == [4]
+    monkeypatch.setattr(dry_run, "plan_run", None)
+    assert command.main([*flags, "--model.hidden-size", "1024", "--model.num-layers", "65536"]) == 2
+    assert "use a smaller --model.hidden-size or --model.num-layers" in capsys.readouterr().err
 
 
 def test_ports_of_one_machine_stay_on_it() -> None:
