@@ -377,7 +377,7 @@ def test_an_exception_in_training_still_commits_what_is_in_flight_and_frees_the_
             time.sleep(slow_s / 4)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending_save, "AFTER_THE_END_S", 2.0 if slow_s else 20.0)  # a busy machine may be slow itself
+        patch.setattr(pending_save, "AFTER_THE_END_S", 3.0 if slow_s else 20.0)  # a busy machine may be slow itself
         save_points.set_hook(slow)
         with (
             pytest.raises(ZeroDivisionError),
