@@ -30,7 +30,7 @@ class Places:
 
 
 def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
-    """Where the buckets of a model lie by its placement. Buckets are ordered as a forward uses them."""
+    """Where the buckets of a model lie by its placement. Buckets are ordered as their parameters are registered."""
     placement = ddp_config.placement
     if placement is None:
         return Places()
