@@ -28,6 +28,7 @@ from core.distributed.guard.misuse import ModelWatch
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.layout.places import Places, places_of
+from core.distributed.materialize import DeferredParameter
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
@@ -174,6 +175,13 @@ def _plan_together(
                 "had them until it was deleted; wrap a parameter once, and take a state dict before deleting a wrapper"
             )
         plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
+        for name, param in plan.named.items() if ddp_config.shards_parameters else ():
+            if type(param) not in (nn.Parameter, DeferredParameter):
+                raise ValueError(
+                    f"parameter {name!r} is a {type(param).__name__}, and what asks for that class would take another "
+                    "way, because a sharded parameter changes its class; set data_parallel_sharding_strategy="
+                    "'optim_grads', or use a plain torch.nn.Parameter"
+                )
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
     options = option_table(config, ddp_config)
@@ -247,7 +255,7 @@ def _param_units(
             lanes=lanes,
             blocks=blocks,
             stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
-            secondary_ranks=ddp_config.secondary_ranks,
+            secondary_ranks=ddp_config.secondary_ranks(layout.shards),
             tier=tier,
             below={index for of, index in places.params if of == number},
         )

@@ -254,10 +254,12 @@ class DistributedDataParallelConfig:
         """True if a rank keeps only its shard of a parameter."""
         return not self.residency.keeps_params
 
-    @property
-    def secondary_ranks(self) -> int | None:
-        """The number of neighbouring ranks that keep a bucket together when it is given up, if any do."""
-        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+    def secondary_ranks(self, shards: int) -> int | None:
+        """How many neighbouring ranks keep a bucket together when it is given up; None where it is not fewer than all
+        `shards` that it is cut into.
+        """
+        near = self.reshard_after_forward
+        return None if isinstance(near, bool) or near >= shards else near
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -212,10 +212,10 @@ class Estimates:
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
             if not residency.keeps_params and not mapped and shards > 1:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
-                near = ddp.secondary_ranks
+                near = ddp.secondary_ranks(shards)
                 if not ddp.reshard_after_forward:
                     together = numel
-                elif near is not None and near < shards:
+                elif near is not None:
                     together += numel // near
                 held[GATHERED] += int(each[PARAMETERS] * together)
         tied = int(each[GRADIENTS] * place.tied) // (groups.size("dp_cp") if residency.sharded else 1)

@@ -125,9 +125,13 @@ class PlannedGroup:
 
 
 class PlannedGroups(ProcessGroups):
-    """All groups of one rank of a grid. ledger: what they would have sent."""
+    """All groups of one rank of a grid. ledger: what they would have sent. links: the slowest link of each kind of
+    group, by its name and the ranks of a machine, as far as somebody has asked.
+    """
 
+    grid: RankGrid
     ledger: Ledger
+    links: dict[tuple[str, int], str]
 
     def _field(self, name: str) -> Any:
         """Of a name such as 'dp_cp/4' four neighbouring ranks of the group 'dp_cp', this rank among them."""
@@ -162,5 +166,5 @@ def planned_groups(
     members = group_ranks(grid, rank, num_instances=num_instances, embedding_ranks=embedding_ranks)
     planned: dict[str, Any] = {kind: PlannedGroup(kind, ranks, rank, ledger) for kind, ranks in members.items()}
     groups = PlannedGroups(**planned)
-    vars(groups)["ledger"] = ledger
+    vars(groups).update(grid=grid, ledger=ledger, links={})
     return groups

@@ -73,16 +73,14 @@ class Run:
         return shards and self.microbatches > 1
 
     def groups_of(self, rank: int) -> PlannedGroups:
-        """The groups of one rank, and the grid that they are of."""
-        groups = planned_groups(
+        """The groups of one rank."""
+        return planned_groups(
             self.grid,
             rank,
             num_instances=self.ddp.num_distributed_optimizer_instances,
             embedding_ranks=self.layout.embedding_ranks,
             over_gloo=self.on_cpu,
         )
-        vars(groups)["grid"] = self.grid
-        return groups
 
     def first_ranks(self) -> list[int]:
         """The first rank of each pipeline position: ranks of one position hold as much as each other."""

@@ -164,11 +164,11 @@ def _gathered_bytes(
             if where not in places.params and (mapped or layout.shards == 1):
                 continue
             goes_ahead |= (not mapped and layout.shards > 1) or (where in places.params and not on_cpu)
-            near = ddp_config.secondary_ranks
+            near = ddp_config.secondary_ranks(layout.shards)
             if where in places.params_stay or not ddp_config.reshard_after_forward:
                 staying += nbytes
             else:
-                if near is not None and near < layout.shards and not mapped:
+                if near is not None and not mapped:
                     staying += nbytes // near
                 moving.append((min(position[slot.name] for slot in bucket.slots), nbytes))
     in_order = [nbytes for _, nbytes in sorted(moving)]

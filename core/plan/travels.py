@@ -28,15 +28,11 @@ class Travel:
 
 
 def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
-    """'inside' where each group of this kind in the job is on one machine, else 'between': the slowest sets the pace.
-
-    Of groups without a grid only the planned rank's own is known.
-    """
-    known: dict[tuple[str, int], str] = vars(groups).setdefault("links", {})
+    """'inside' if each group of this kind in the job is on one machine, else 'between': the slowest counts."""
     key = name, device.ranks_per_machine
-    if key not in known:
-        known[key] = "between" if _leaves_a_machine(groups, name, device.ranks_per_machine) else "inside"
-    return known[key]
+    if key not in groups.links:
+        groups.links[key] = "between" if _leaves_a_machine(groups, name, device.ranks_per_machine) else "inside"
+    return groups.links[key]
 
 
 def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) -> bool:
@@ -46,9 +42,8 @@ def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) 
     differs is only where in its machine a first rank is.
     """
     own = groups.ranks(name)
-    grid: RankGrid | None = vars(groups).get("grid")
-    kind = _kind_of_whole(name)
-    if grid is None or kind not in GRID_KINDS:
+    grid, kind = groups.grid, _kind_of_whole(name)
+    if kind not in GRID_KINDS:
         return own[0] // ranks_per_machine != own[-1] // ranks_per_machine
     if grid.world_size <= ranks_per_machine or len(own) == 1:
         return False
@@ -151,8 +146,8 @@ def param_gathers(
     """(group, times): where the parameters of a bucket are gathered in a step, and how often."""
     if not ddp_config.shards_parameters:
         return [(shard, 1)]
-    near = ddp_config.secondary_ranks
-    if near is not None and near < groups.size(shard):
+    near = ddp_config.secondary_ranks(groups.size(shard))
+    if near is not None:
         return [(shard, 1), (f"{shard}/{near}", 2 * microbatches - 1)]
     return [(shard, 2 * microbatches if ddp_config.reshard_after_forward else microbatches)]
 

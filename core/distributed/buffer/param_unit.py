@@ -84,13 +84,12 @@ class ParamUnit:
     bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
     is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
-    shard: [layout.numel / shards]. group: the ranks over which the bucket is cut. data: these, and the ranks that hold
-    the same shards in other optimizer instances. lane: a communicator of the same
-    ranks that carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where they are
-    processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other. tier: what
-    the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks: memory for
-    whole buckets on CPUs; beside files none is kept when it is freed. device: where whole buckets lie. secondary: what
-    is gathered instead of the shards while it is kept.
+    shard: [layout.numel / shards]. groups: the bucket is cut over the shard group. lane: a communicator of the ranks of
+    that group which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
+    they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
+    tier: what the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks:
+    memory for whole buckets on CPUs; beside files none is kept when it is freed. device: where whole buckets lie.
+    secondary: what is gathered instead of the shards while it is kept.
     """
 
     def __init__(
@@ -100,8 +99,7 @@ class ParamUnit:
         data_group: str,
         params: Sequence[nn.Parameter],
         shard: torch.Tensor,
-        group: dist.ProcessGroup,
-        data: dist.ProcessGroup,
+        groups: BucketGroups,
         lane: dist.ProcessGroup,
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
@@ -118,9 +116,8 @@ class ParamUnit:
         self.starts = [slot.start - layout.start for slot in layout.slots]  # of the parameters in the whole bucket
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.shard = shard
-        self.shard_range = layout.shard_of(dist.get_rank(group))
-        self.group = group
-        self.data = data
+        self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
+        self.groups = groups
         self.lane = lane
         self.mapped = shard if layout.shards == 1 and tier is None else mapped
         self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
@@ -237,7 +234,7 @@ class ParamUnit:
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
                 param.__class__ = kind or self.kinds.shown
                 if in_backward and self.moves and not param.requires_grad:
-                    param.__class__ = kind or self.kinds.lent
+                    param.__class__ = self.kinds.lent
                 intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
                 if not at_home:
                     DATA.__set__(param, view)
@@ -351,14 +348,14 @@ def units_of(
     unmapped = any(lies.mapped is None for lies, _ in memory.values())
     if unmapped and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
         lanes[groups.shard] = new_lane(groups.shard)
-    neighbours = _neighbours(groups.shard, secondary_ranks) if unmapped and secondary_ranks is not None else None
-    if neighbours is not None and neighbours not in lanes:
+    neighbours = _neighbours(groups.shard, secondary_ranks) if unmapped and secondary_ranks is not None else ()
+    if neighbours and neighbours not in lanes:
         lanes[neighbours] = new_lane(groups.shard, neighbours)
     units = []
     for number, bucket in enumerate(layout.buckets, first):
         lies, place = memory[bucket.index]
         secondary = None
-        if lies.mapped is None and neighbours is not None:
+        if lies.mapped is None and neighbours:
             secondary = SecondaryShard(lanes[neighbours], bucket.numel, dtype, device)
         unit = ParamUnit(
             number,
@@ -366,8 +363,7 @@ def units_of(
             layout.key.data_group,
             [params[slot.name] for slot in bucket.slots],
             lies.shard,
-            groups.shard,
-            groups.data,
+            groups,
             lanes.get(groups.shard, groups.shard),
             lies.mapped,
             lies.channel,
@@ -429,11 +425,10 @@ def _shard_memory(
     return found
 
 
-def _neighbours(group: dist.ProcessGroup, count: int) -> tuple[int, ...] | None:
-    """The `count` neighbouring ranks of a group that this rank belongs to; None where that is the whole group."""
-    ranks = dist.get_process_group_ranks(group)
+def _neighbours(group: dist.ProcessGroup, count: int) -> tuple[int, ...]:
+    """The `count` neighbouring ranks of a group that this rank belongs to."""
     first = dist.get_rank(group) // count * count
-    return None if count >= len(ranks) else tuple(ranks[first : first + count])
+    return tuple(dist.get_process_group_ranks(group)[first : first + count])
 
 
 def new_lane(group: dist.ProcessGroup, ranks: Sequence[int] = ()) -> dist.ProcessGroup:

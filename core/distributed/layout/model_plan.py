@@ -143,8 +143,6 @@ def plan_model(
     if ddp_config.shards_parameters:
         _check_sharded_parameters(modules)
     named = dict(module.named_parameters())
-    if ddp_config.shards_parameters and not without_memory:
-        _check_classes(named)
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     first = next(iter(named.items()), None)
@@ -208,18 +206,6 @@ def _check_sharded_parameters(modules: dict[str, nn.Module]) -> None:
             raise ValueError(
                 f"module {name!r} is a ScriptModule, which reads its parameters without asking their class; use "
                 "data_parallel_sharding_strategy='optim_grads', or a plain module"
-            )
-
-
-def _check_classes(named: dict[str, nn.Parameter]) -> None:
-    """Raise ValueError for a parameter whose class is its owner's: sharded parameters have classes of their own."""
-    for name, param in named.items():
-        ours = type(param).__module__.startswith("core.distributed")  # materialize's, which become plain ones
-        if type(param) is not nn.Parameter and not ours:
-            raise ValueError(
-                f"parameter {name!r} is a {type(param).__name__}, and what asks for that class would take another way, "
-                "because a sharded parameter changes its class; set data_parallel_sharding_strategy='optim_grads', or "
-                "use a plain torch.nn.Parameter"
             )
 
 

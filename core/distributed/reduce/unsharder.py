@@ -365,7 +365,7 @@ class Unsharder:
             self.meet()
         tables = []
         for group in self._groups():
-            units = [unit for unit in self.units if unit.data is group]
+            units = [unit for unit in self.units if unit.groups.data is group]
             names = [name for unit in units for name in unit.names if name in sums]
             lines = [f"parameter {name!r} with checksum {sums[name]}" for name in names]
             tables.append((f"data group {units[0].data_group!r}", group, lines))
@@ -434,7 +434,7 @@ class Unsharder:
         """Raise where ranks have written different values: each would keep a part of its own. Collective."""
         findings = []
         for group in self._groups():
-            units = [unit for unit in self.units if unit.data is group]
+            units = [unit for unit in self.units if unit.groups.data is group]
             written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
             findings.append(first_unequal(written, group, units[0].data_group))
         found = next((finding for finding in findings if finding is not None), None)
@@ -445,7 +445,7 @@ class Unsharder:
             )
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        return list(dict.fromkeys(unit.data for unit in self.units))
+        return list(dict.fromkeys(unit.groups.data for unit in self.units))
 
     def _refuse_inside(self, what: str) -> None:
         if self.is_held or self.runs():

@@ -192,16 +192,20 @@ def test_weights_and_losses_are_those_of_optim_grads_bit_for_bit(rank: int, worl
         assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
+def gathers_with_equal_bits(rank: int, case: str, **options: Any) -> None:
+    """Training with parameters that are gathered, with these options, against optim_grads."""
+    notes, weights = trained("optim_grads", case, rank, ADAM, share_host_memory=False)
+    got, others = trained("optim_grads_params", case, rank, ADAM, share_host_memory=False, **options)
+    assert got == notes
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
 @ranks(2)
 @pytest.mark.parametrize("case", ["microbatches", "recomputed, reentrant", "evaluated in between"])
 @pytest.mark.in_suite(1)
 def test_buckets_that_stay_until_backward_change_no_bit(rank: int, world: int, case: str) -> None:
     parallel_state.initialize_model_parallel()
-    notes, weights = trained("optim_grads", case, rank, ADAM, share_host_memory=False)
-    options = {"reshard_after_forward": False, "share_host_memory": False}
-    got, others = trained("optim_grads_params", case, rank, ADAM, **options)
-    assert got == notes
-    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    gathers_with_equal_bits(rank, case, reshard_after_forward=False)
 
 
 @ranks(2)
@@ -308,11 +312,7 @@ def test_no_more_than_the_window_is_whole_at_any_time(rank: int, world: int, fro
 @pytest.mark.in_suite(2)
 def test_buckets_that_neighbours_keep_change_no_bit(rank: int, world: int, case: str) -> None:
     parallel_state.initialize_model_parallel()
-    notes, weights = trained("optim_grads", case, rank, ADAM, share_host_memory=False)
-    options = {"reshard_after_forward": 2, "share_host_memory": False}
-    got, others = trained("optim_grads_params", case, rank, ADAM, **options)
-    assert got == notes
-    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    gathers_with_equal_bits(rank, case, reshard_after_forward=2)
 
 
 @ranks(2)
