@@ -106,7 +106,7 @@ def assemble(
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
     for number, index in places.states:
         buffers[number].buckets[index].state_tier = tier
-    unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock)) if units else None
+    unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock), groups) if units else None
     if unsharder is not None and placement is not None:
         _set_residents(unsharder, buffers, placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
@@ -123,7 +123,7 @@ def assemble(
         launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
-        take_gathers=dict if unsharder is None else unsharder.take_gathers,
+        take_gathers=dict if unsharder is None else unsharder.order.take,
     )
     return Engine(
         module,

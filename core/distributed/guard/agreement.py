@@ -108,7 +108,7 @@ def agree_on_step(
         elif high["problem"]:
             found = _reported(entry, problems)
         elif low["gathers"] != high["gathers"]:
-            found = _unequal_gathers(entry, gathers.get(entry.name, ()))
+            found = unequal_gathers(entry.name, entry.group, gathers.get(entry.name, ()))
         elif (text := _contradiction(entry, low, high)) is not None:
             found = SyncError(text)
         failure = failure or found
@@ -169,10 +169,14 @@ def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> S
     )
 
 
-def _unequal_gathers(entry: ControlGroup, gathers: Sequence[str]) -> SyncError:
-    told = agree.gather(list(gathers), entry.group, "the order in which parameters were gathered")
+def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str]) -> SyncError:
+    """The error for ranks of a data group that have gathered parameters in different orders. Collective.
+
+    gathers: of this rank, in words.
+    """
+    told = agree.gather(list(gathers), group, "the order in which parameters were gathered")
     return SyncError(
-        f"the ranks of data group {entry.name!r} have gathered sharded parameters in different orders, so that they "
+        f"the ranks of data group {name!r} have gathered sharded parameters in different orders, so that they "
         f"may have computed with other parameters' values: {agree.first_difference(told)}. All ranks must use the "
         "modules in one order, as often; put what only some ranks run inside `with model.gathered():`, on all ranks"
     )

@@ -11,8 +11,8 @@ are saved by place]), so their memory is free meanwhile.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
-What each has gathered is compared once a step. Where neighbouring ranks keep a secondary shard, the first gather after
-a write is one of all ranks, and those behind it are of the neighbours alone.
+What each has gathered is compared once a step, and after each forward without gradients. Where neighbouring ranks keep
+a secondary shard, the first gather after a write is one of all ranks, and those behind it are of the neighbours alone.
 
 Note [One bucket ahead]
 Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
@@ -30,7 +30,6 @@ begins before the new values are complete. `gathered` gives each rank a copy, be
 from __future__ import annotations
 
 import weakref
-import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,15 +47,12 @@ from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.guard.replicas import checksum, first_unequal
+from core.distributed.reduce.gather_order import GatherOrder
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
-
-MOST_GATHERS = 10_000  # that are remembered in words
-
-
-LastTwo = tuple[ParamUnit | None, ParamUnit | None]
+from core.process_groups import ProcessGroups
 
 
 class SavedWeight(NamedTuple):
@@ -81,9 +77,11 @@ class SavedWeight(NamedTuple):
 class Unsharder:
     """The sharded parameters of one wrapped model chunk. units: in the order of their buckets, frozen ones last."""
 
-    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives, groups: ProcessGroups) -> None:
         self.units = list(units)
         self.collectives = collectives
+        self.control = {unit.data_group: groups.control(unit.data_group) for unit in self.units}
+        self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
         self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
         self.residents: Window | Budget = Window()
@@ -91,8 +89,7 @@ class Unsharder:
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
         self.ahead: Gather | None = None  # Note [One bucket ahead]
-        self.next_of: dict[LastTwo, ParamUnit | None] = {}
-        self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
+        self.order = GatherOrder()
         self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
         self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one tells of all
         self.depth = 0  # forwards that run, one inside the other
@@ -101,7 +98,6 @@ class Unsharder:
         self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the whole values that were taken
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
-        self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
         kinds = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.kinds = kinds
@@ -111,8 +107,8 @@ class Unsharder:
             kinds.shown,
             kinds.lent,
         )  # what may lie in the memory of a bucket
-        groups = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
-        self.channels: list[HostChannel] = list(groups.values())
+        channels = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
+        self.channels: list[HostChannel] = list(channels.values())
 
     # -- when values are there --------------------------------------------------------------------------------------
 
@@ -149,7 +145,10 @@ class Unsharder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Parameters can be read, each bucket while it is used. Collective in the order of the reads."""
+        """Parameters can be read, each bucket while it is used. Collective in the order of the reads.
+
+        What is read without gradients is used at once, so ranks compare the order at the end. SyncError if it differs.
+        """
         depth = self.depth
         try:
             self.enter()
@@ -157,6 +156,8 @@ class Unsharder:
         finally:
             self.depth = depth + 1  # after a Ctrl-C torch tells no hook that a module's forward has ended
             self.leave()
+        if not (torch.is_grad_enabled() or self.is_held or self.runs()):
+            self.order.compare(self.compared)
 
     def runs(self) -> bool:
         """True inside a forward or a backward, where a use of a parameter gathers it."""
@@ -230,30 +231,20 @@ class Unsharder:
             return unit.whole
         whole = self._gather(unit, used_by)
         if unit.is_collective or unit.tier is not None:
-            self._learn(unit)
-            guess = self.next_of.get(self.last_two)
+            self.order.learn(unit)
+            guess = self.order.guess()
             if guess is not None and guess.whole is None:
                 if guess.copies and self.residents.prefetch:
                     if guess.is_collective:
-                        self._note(guess, " ahead")
+                        self.order.note(guess, " ahead")
                     self.ahead = guess.launch(self.collectives)
                 elif isinstance(guess.tier, FileTier):
                     huge_pages.read_ahead(guess.shard if guess.mapped is None else guess.mapped)
         return whole
 
-    def _learn(self, unit: ParamUnit | None) -> None:
-        """`unit` is the next one to be gathered; None: nothing more is, before a write."""
-        self.next_of[self.last_two] = unit
-        self.last_two = (None, None) if unit is None else (self.last_two[1], unit)
-
-    def take_gathers(self) -> dict[str, list[str]]:
-        """The gathers of each data group since the last call, in words. Ranks compare them."""
-        taken, self.gathers = self.gathers, {}
-        return taken
-
     def _gather(self, unit: ParamUnit, used_by: str = "", to_write: bool = False) -> torch.Tensor:
         if unit.is_collective:
-            self._note(unit, f" for {used_by!r}" if used_by else "")
+            self.order.note(unit, f" for {used_by!r}" if used_by else "")
         ahead = self._take_ahead()
         if ahead is not None and ahead.unit is unit:
             whole = unit.complete(ahead)
@@ -270,12 +261,6 @@ class Unsharder:
         if ahead is not None:
             ahead.wait()
         return ahead
-
-    def _note(self, unit: ParamUnit, why: str) -> None:
-        gathers = self.gathers.setdefault(unit.data_group, [])
-        if len(gathers) == MOST_GATHERS:  # nobody takes them where nothing is trained
-            gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
-        gathers.append(unit.name + why)
 
     def _drop(self, unit: ParamUnit, is_used_again: bool = False) -> None:
         if unit in self.window:
@@ -337,7 +322,7 @@ class Unsharder:
 
     def refuse(self, error: Exception | None, what: str) -> None:
         """Raise on all ranks if any has an error. Collective."""
-        agree.refuse(error, self._groups(), what)
+        agree.refuse(error, list(self.control.values()), what)
 
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
@@ -364,11 +349,11 @@ class Unsharder:
             self.forget()
             self.meet()
         tables = []
-        for group in self._groups():
-            units = [unit for unit in self.units if unit.groups.data is group]
+        for data_group, group in self.control.items():
+            units = [unit for unit in self.units if unit.data_group == data_group]
             names = [name for unit in units for name in unit.names if name in sums]
             lines = [f"parameter {name!r} with checksum {sums[name]}" for name in names]
-            tables.append((f"data group {units[0].data_group!r}", group, lines))
+            tables.append((f"data group {data_group!r}", group, lines))
         advice = "Each rank has kept its part of what it has read, so the weights are mixed: load the same files on all"
         agree.same(tables, failure, kind=SyncError, advice=advice)
 
@@ -386,13 +371,13 @@ class Unsharder:
     def publish(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""
         self.forget()
-        self.residents.end_step(self._groups())
+        self.residents.end_step(list(self.control.values()))
         self.meet()
 
     def forget(self) -> None:
         """This rank's shards have other values now: so has whatever is gathered. A use before `meet` waits."""
         self.awaits_others = True
-        self._learn(None)
+        self.order.learn(None)
         self._take_ahead()
         _all_of(partial(self._drop, unit) for unit in self.units)
         for unit in self.units:
@@ -418,7 +403,7 @@ class Unsharder:
             with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
                 yield
             edited = [unit for unit in self.units if unit.edited()]
-            if any([agree.any(bool(edited), unit_group, "writes inside gathered") for unit_group in self._groups()]):
+            if any([agree.any(bool(edited), group, "writes inside gathered") for group in self.control.values()]):
                 self._refuse_unequal_writes()
                 for unit in self.units:
                     unit.take_over()
@@ -433,19 +418,16 @@ class Unsharder:
     def _refuse_unequal_writes(self) -> None:
         """Raise where ranks have written different values: each would keep a part of its own. Collective."""
         findings = []
-        for group in self._groups():
-            units = [unit for unit in self.units if unit.groups.data is group]
+        for data_group in self.control:
+            units = [unit for unit in self.units if unit.data_group == data_group]
             written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
-            findings.append(first_unequal(written, group, units[0].data_group))
+            findings.append(first_unequal(written, units[0].groups.data, data_group))
         found = next((finding for finding in findings if finding is not None), None)
         if found is not None:  # raised when all groups are through: ranks of another one may not know of it
             raise SyncError(
                 f"rank {dist.get_rank()}: inside gathered() ranks have written different values: {found}. Nothing was "
                 "taken over. Write the same on all ranks, or broadcast it from one of them inside gathered()"
             )
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        return list(dict.fromkeys(unit.groups.data for unit in self.units))
 
     def _refuse_inside(self, what: str) -> None:
         if self.is_held or self.runs():

@@ -693,6 +693,21 @@ def test_ranks_that_use_parameters_in_other_orders_are_told_the_first_that_diffe
     finalize_model_grads([ddp])
 
 
+@ranks(2)
+def test_an_evaluation_in_which_ranks_take_other_branches_is_refused(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank))
+    for share, gathers in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(7)
+        alone = TwoOrders()
+        ddp = sharded(copy.deepcopy(alone), bucket_size=1, share_host_memory=share)
+        alone.turned = ddp.module.turned = rank == 1
+        refused = pytest.raises(SyncError, match="different orders.*rank 1 has parameters of.*for 'two.weight'")
+        with torch.no_grad(), ddp.gathered() if gathers else nullcontext():
+            with nullcontext() if share or gathers else refused:
+                assert torch.equal(ddp(inputs), alone(inputs))
+
+
 class Tower(nn.Module):
     """Layers of one bucket each, in an order that can be changed."""
 
@@ -757,12 +772,10 @@ def test_nothing_is_gathered_ahead_under_a_budget(rank: int, world: int) -> None
         unsharder = unsharder_of(ddp)
         if residents is Budget:
             unsharder.residents = Budget(unsharder.units, 3 * 1024, 0, warm_up=1.0, steady=1.0)
-        notes: list[str] = []
-        for _ in range(2):
-            with torch.no_grad():
+        with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as note, torch.no_grad():
+            for _ in range(2):
                 ddp(torch.ones(3, 16))
-            notes += unsharder.take_gathers().get("dp_cp", [])
-        assert sum(note.endswith(" ahead") for note in notes) == ahead
+        assert sum(call.args[1] == " ahead" for call in note.call_args_list) == ahead
 
 
 @ranks(2)
@@ -801,8 +814,8 @@ def test_a_wrong_guess_of_the_order_gives_no_wrong_value(rank: int, world: int) 
 def test_the_notes_of_gathers_do_not_grow_where_nothing_is_trained(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = sharded(TwoOrders(), bucket_size=1, share_host_memory=False)
-    gathers = unsharder_of(ddp).gathers
-    with mock.patch("core.distributed.reduce.unsharder.MOST_GATHERS", 10), torch.no_grad():
+    gathers = unsharder_of(ddp).order.gathers
+    with mock.patch("core.distributed.reduce.gather_order.MOST_GATHERS", 10):
         for step in range(40):
             ddp(torch.ones(2, 8))
             if rank == 1 and step == 3:

@@ -1,0 +1,60 @@
+"""GatherOrder: the order in which a rank gathers its buckets of parameters. The next one is guessed from it, and ranks
+compare it, because a gather that meets another bucket's gather would give it wrong values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from core import agree
+from core.agree import SyncError
+from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.guard.agreement import unequal_gathers
+
+MOST_GATHERS = 10_000  # that are remembered in words
+
+LastTwo = tuple[ParamUnit | None, ParamUnit | None]
+
+
+class GatherOrder:
+    """What a rank has gathered, in its order."""
+
+    def __init__(self) -> None:
+        self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
+        self.next_of: dict[LastTwo, ParamUnit | None] = {}
+        self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
+
+    def note(self, unit: ParamUnit, why: str) -> None:
+        """A gather that other ranks take part in begins."""
+        gathers = self.gathers.setdefault(unit.data_group, [])
+        if len(gathers) == MOST_GATHERS:  # nobody takes them where nothing is trained
+            gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
+        gathers.append(unit.name + why)
+
+    def take(self) -> dict[str, list[str]]:
+        """The gathers of each data group since the last call, in words. Ranks compare them."""
+        taken, self.gathers = self.gathers, {}
+        return taken
+
+    def compare(self, control: Mapping[str, dist.ProcessGroup]) -> None:
+        """Raise SyncError where the ranks of a data group differ. Collective over the groups, which are by name."""
+        taken = self.take()
+        failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
+        for name, group in control.items():
+            gathers = taken.get(name, ())
+            if not agree.equal(gathers, group, "the order of gathers in an evaluation"):
+                failure = failure or unequal_gathers(name, group, gathers)
+        if failure is not None:
+            raise failure
+
+    def learn(self, unit: ParamUnit | None) -> None:
+        """`unit` is the next one to be gathered; None: nothing more is, before a write."""
+        self.next_of[self.last_two] = unit
+        self.last_two = (None, None) if unit is None else (self.last_two[1], unit)
+
+    def guess(self) -> ParamUnit | None:
+        """The bucket that came next when the last two were gathered in this order."""
+        return self.next_of.get(self.last_two)
