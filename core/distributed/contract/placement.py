@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 class MemStats:
     """What the first step under a budget has found, the same on all ranks.
 
-    uses: numbers of buckets of parameters, in the order in which a step uses them. non_model_bytes: the most that a
-    forward keeps for backward beside parameters.
+    uses: numbers of buckets of parameters, in the order in which a step uses them. non_model_bytes: the most that
+    forwards keep for backward beside parameters.
     """
 
     uses: tuple[int, ...]
@@ -39,7 +39,7 @@ class Placement:
     pin_memory: beside a GPU, pin that memory, which makes copies faster and takes it from the system.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
         and as many buckets are whole there as a rank's budget allows. Gradients on the device are in the budget too,
-        and what a forward keeps for backward, which the first step counts. The bucket whose next use is farthest is
+        and what forwards keep for backward, which is counted. The bucket whose next use is farthest is
         given up.
     warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
         later. memstats: what the first step of an earlier run has found; the first step of this one is as the others.

@@ -9,11 +9,14 @@ Both decide by the order of uses alone, which is the same on every rank.
 from __future__ import annotations
 
 import itertools
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from core import agree
 from core.distributed.buffer.param_unit import ParamUnit
@@ -41,6 +44,9 @@ class Window:
     def watch(self, pack: Pack) -> Pack:
         """The function that a forward, which begins now, saves tensors for backward with."""
         return pack
+
+    def end_backward(self) -> None:
+        """What forwards have saved is freed."""
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Values of the parameters have changed. Collective."""
@@ -81,9 +87,10 @@ class Budget:
         self.uses: list[int] = []  # of the step that is learned from
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
         self.place = 0  # there, behind the last use
-        self.saved: set[int] = set()  # addresses of what this forward has saved
+        self.saved: set[int] = set()  # addresses of what forwards have saved since the last backward
         self.saved_bytes = 0
-        self.non_model_bytes = 0
+        self.given_up: list[tuple[StorageWeakRef, int]] = []  # buckets that a recomputation may still refer to
+        self.non_model_bytes = 0  # the most that there was at once
         self.transfers = 0
         self.steps = -1  # the parameters are cut into shards first
         self.limit = max(int(budget * warm_up) - always, 0)
@@ -108,6 +115,7 @@ class Budget:
         if unit.whole is not None:
             return []
         self.transfers += 1
+        self._note_given_up()
         left = [other for other in whole if other not in pinned]
         used = sum(self.nbytes[other.number] for other in whole) + self.nbytes[unit.number]
         chosen: list[ParamUnit] = []
@@ -123,13 +131,14 @@ class Budget:
                 f"the budget of {self.budget} bytes are there for whole buckets. Give a larger memory_budget_bytes, or "
                 "make smaller buckets"
             )
+        for other in chosen:
+            if other.whole is not None:
+                storage = other.whole.untyped_storage()
+                self.given_up.append((StorageWeakRef(storage), storage.nbytes()))
         return chosen
 
     def watch(self, pack: Pack) -> Pack:
-        """`pack`, which counts the bytes that a forward of the warm-up saves for backward."""
-        if self.stats is not None:
-            return pack
-        self.saved, self.saved_bytes = set(), 0
+        """`pack`, which counts the bytes that are saved for backward."""
 
         def count(tensor: torch.Tensor) -> object:
             packed = pack(tensor)
@@ -139,13 +148,29 @@ class Budget:
 
         return count
 
+    def end_backward(self) -> None:
+        """What forwards have saved is freed."""
+        self.saved, self.saved_bytes, self.given_up = set(), 0, []
+
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """After the first step ranks agree on what it took, and more buckets stay from now on. Collective then."""
+        """After the first step ranks agree on what it took, and more buckets stay from now on. Where a later one took
+        more than that on any rank, fewer do. Collective.
+        """
         self.steps += 1
         self.place = 0
-        if self.stats is None and self.steps == 1:
-            _, most = agree.bounds([self.non_model_bytes], groups, "the memory of a warm-up step")
-            self._settle(MemStats(tuple(self.uses), most[0]))
+        if self.steps == 0:
+            return
+        _, (most,) = agree.bounds([self.non_model_bytes], groups, "the memory beside the model")
+        if self.stats is None:
+            self._settle(MemStats(tuple(self.uses), most))
+        elif most > self.stats.non_model_bytes:
+            warnings.warn(
+                f"a step has kept {most} bytes for backward on some rank, and the budget of {self.budget} bytes counts "
+                f"on {self.stats.non_model_bytes}, so it may have been exceeded; from now on {most} are counted. Give "
+                "the first step the longest sequences",
+                stacklevel=2,
+            )
+            self._settle(replace(self.stats, non_model_bytes=most))
 
     def describe(self) -> str:
         """The budget, as a line behind the table of buckets."""
@@ -178,12 +203,19 @@ class Budget:
         if storage.data_ptr() not in self.saved:
             self.saved.add(storage.data_ptr())
             self.saved_bytes += storage.nbytes()
-            self.non_model_bytes = max(self.non_model_bytes, self.saved_bytes)
+            self._note_given_up()
+
+    def _note_given_up(self) -> None:
+        """Count what a recomputation has saved of buckets that were given up since."""
+        self.given_up = [(ref, nbytes) for ref, nbytes in self.given_up if not ref.expired()]
+        held = self.saved_bytes + sum(nbytes for _, nbytes in self.given_up)
+        self.non_model_bytes = max(self.non_model_bytes, held)
 
     # -- the limit ----------------------------------------------------------------------------------------------------
 
     def _settle(self, stats: MemStats) -> None:
         self.stats = stats
+        self.places = {}
         limit = int(self.budget * self.steady) - self.always - stats.non_model_bytes
         self._check_neighbours(stats.uses, limit)
         self.limit = limit

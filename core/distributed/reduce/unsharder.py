@@ -168,6 +168,7 @@ class Unsharder:
 
     def _leave_backward(self) -> None:
         self.in_backward = False
+        self.residents.end_backward()
         self._hide(ended=Stays.BACKWARD)
 
     def _hide(self, ended: Stays | None = None) -> None:

@@ -114,6 +114,60 @@ def test_a_budget_is_kept_where_gathers_are_collective(rank: int, world: int, tm
     check_budgets(rank, shared(tmp_path), "bf16")
 
 
+def one_backward(model: Any, optimizer: Any, rank: int, rows: int, forwards: int = 1) -> float:
+    optimizer.zero_grad()
+    inputs = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(10 * n + rank)) for n in range(forwards)]
+    loss = torch.stack([(model(x).float() - x).square().mean() for x in inputs]).mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    return float(loss)
+
+
+@ranks(2)
+def test_a_step_that_keeps_more_than_the_first_one_is_told_and_counted_from_then_on(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    folder = shared(tmp_path)
+    _, model, optimizer = boosted("fp32")
+    turns = [(4, 1), (4, 1), (4, 2), (4, 2), (12 if rank == 1 else 4, 1), (4, 1)]
+    wanted = [one_backward(model, optimizer, rank, *turn) for turn in turns]
+    row = (6 * 8 + 104) * 4  # bytes that a forward keeps, as in check_budgets
+    grads, whole = sizes(auto("fp32", folder, 10**9)[1])
+    _, model, optimizer = auto("fp32", folder, grads + 4 * row + whole)
+    watch, budget = Watch(model), model.module.engine.unsharder.residents
+    counted = []
+    for turn, loss in zip(turns, wanted, strict=True):
+        told = pytest.warns(UserWarning, match=r"has kept \d+ bytes .* the budget of \d+ bytes counts on \d+")
+        with told if len(counted) in (2, 4) else contextlib.nullcontext():
+            assert one_backward(model, optimizer, rank, *turn) == loss
+        counted.append(model.memstats.non_model_bytes // row)
+        assert budget.limit == whole + (4 - counted[-1]) * row
+    assert counted == [4, 4, 8, 8, 12, 12], "one row is one row of inputs, of all forwards since a backward"
+    watch.most = 0
+    one_backward(model, optimizer, rank, 4)
+    assert 0 < watch.most <= budget.limit < whole
+
+
+def test_a_bucket_that_a_recomputation_refers_to_is_counted_when_it_is_given_up() -> None:
+    units = [SimpleNamespace(number=n, name=f"b{n}", whole=torch.ones(4), layout=SimpleNamespace(numel=4),
+                             shard=torch.ones(4)) for n in range(3)]  # fmt: skip
+    budget = Budget(units, 48, 0, warm_up=2 / 3, steady=1)  # type: ignore[arg-type]
+    pack = budget.watch(lambda tensor: (tensor, 0))
+    pack(torch.ones(2))
+    assert budget.non_model_bytes == 8
+    view, units[2].whole = units[0].whole[1:], None
+    assert budget.victims(units[:2], units[2], ()) == units[:1]  # type: ignore[arg-type,comparison-overlap]
+    units[0].whole, units[2].whole = None, torch.ones(4)
+    pack(torch.ones(1))
+    assert budget.non_model_bytes == 8 + 16 + 4
+    del view
+    pack(torch.ones(1))
+    assert budget.non_model_bytes == 28, "the bucket's memory is free again"
+    budget.end_backward()
+    pack(torch.ones(8))
+    assert budget.non_model_bytes == 32
+
+
 @ranks(2)
 def test_two_buckets_that_do_not_fit_are_named_with_the_budget(rank: int, world: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)

@@ -703,9 +703,9 @@ def test_an_evaluation_in_which_ranks_take_other_branches_is_refused(rank: int, 
         ddp = sharded(copy.deepcopy(alone), bucket_size=1, share_host_memory=share)
         alone.turned = ddp.module.turned = rank == 1
         refused = pytest.raises(SyncError, match="different orders.*rank 1 has parameters of.*for 'two.weight'")
-        with torch.no_grad(), ddp.gathered() if gathers else nullcontext():
-            with nullcontext() if share or gathers else refused:
-                assert torch.equal(ddp(inputs), alone(inputs))
+        held = ddp.gathered() if gathers else nullcontext()
+        with torch.no_grad(), held, nullcontext() if share or gathers else refused:
+            assert torch.equal(ddp(inputs), alone(inputs))
 
 
 class Tower(nn.Module):
