@@ -237,7 +237,7 @@ def test_the_next_chunk_is_gathered_ahead_if_asked_for(rank: int, world: int) ->
             one_backward(booster, model, optimizer, rank)
             optimizer.step()
         optimizer.zero_grad()
-        with mock.patch.object(unsharder, "_note", wraps=unsharder._note) as gather:
+        with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as gather:
             one_backward(booster, model, optimizer, rank)
         why = [call.args[1] for call in gather.call_args_list]
         assert (" ahead" in why) == (most == 1) and len(why) > len(unsharder.units)
