@@ -25,10 +25,11 @@ ABOUT = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__", "__repr__"),
         *("is_floating_point", "is_complex", "is_signed", "get_device", "requires_grad_", "retain_grad"),
-        *("register_hook", "register_post_accumulate_grad_hook"),
+        *("register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"),
     }
 )
 
+CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 
 DATA: Any = torch.Tensor.data  # reads and writes it without a note
 
@@ -74,7 +75,8 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        DATA.__set__(self, values)
+        if values is not self:  # as of `model.to(device)` where it is already
+            DATA.__set__(self, values)
 
 
 class LentParameter(GatheredParameter):
@@ -109,6 +111,8 @@ class ShardedParameter(GatheredParameter):
                 f"{getattr(func, '__name__', func)} was given a parameter that was sharded by a wrapper (strategy "
                 "optim_grads_params) which was deleted, and its values with it. Take a state dict before"
             )
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
             return func(*_with_edges(args), **_with_edges(kwargs))
         for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
@@ -158,6 +162,14 @@ def _asks_about(func: Any) -> bool:
 def _asks_for_edge(func: Any, args: Any) -> bool:
     """True for `param.view_as(param)`, by which torch's pipelines find a leaf's node in the graph."""
     return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """True for a conversion, such as `param.to(device)`, to what the parameter is already."""
+    if getattr(func, "__name__", "") not in CONVERSIONS or "memory_format" in kwargs:
+        return False
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs) is like
 
 
 def _written(func: Any, args: Any) -> Any:

@@ -386,7 +386,10 @@ class Unsharder:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end."""
+        """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end.
+
+        An error inside it is raised at its end on that rank, and on the others as SyncError that names it.
+        """
         if self.is_held:
             yield
             return
@@ -401,8 +404,13 @@ class Unsharder:
         self.is_held = True
         try:
             by_value = _hooks_are_active() or not self.saves_by_place
-            with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
-                yield
+            failure: Exception | None = None
+            try:
+                with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
+                    yield
+            except Exception as error:
+                failure = error
+            agree.refuse(failure, list(self.control.values()), "what ran inside gathered()", SyncError)
             edited = [unit for unit in self.units if unit.edited()]
             if any([agree.any(bool(edited), group, "writes inside gathered") for group in self.control.values()]):
                 self._refuse_unequal_writes()

@@ -577,6 +577,21 @@ def test_a_parameter_that_is_not_gathered_has_a_shape_and_no_values(rank: int, w
         weight.sum()
 
 
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_a_model_is_moved_to_where_it_is_and_nowhere_else(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    alone = Tower()
+    ddp = sharded(copy.deepcopy(alone), share_host_memory=share)
+    inputs = torch.ones(2, 16)
+    assert ddp.to("cpu").float().to(dtype=torch.float32) is ddp
+    assert torch.equal(ddp(inputs), alone(inputs))
+    for move in (ddp.double, lambda: ddp.to(torch.bfloat16), lambda: ddp.to("meta")):
+        with pytest.raises(SyncError, match="'layers.0.weight' is used outside of a forward"):
+            move()
+    assert torch.equal(ddp(inputs), alone(inputs))
+
+
 @ranks(1)
 def test_a_parameter_in_a_structure_that_is_not_searched_is_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
@@ -1026,3 +1041,17 @@ def test_writes_of_some_ranks_alone_leave_gathered_on_all(rank: int, world: int)
                 model[0].weight.add_(1)
     expected = 2.5 if parallel_state.get_tensor_model_parallel_rank() == 0 else 0.5
     assert ddp.state_dict()["0.weight"].eq(expected).all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_an_error_inside_gathered_on_one_rank_is_told_to_all(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    alone = Tower()
+    ddp = sharded(copy.deepcopy(alone), share_host_memory=share)
+    told = "rank 1 failed: KeyError: 'no such file'" if rank == 0 else "no such file"
+    with pytest.raises(SyncError if rank == 0 else KeyError, match=told), ddp.gathered(), torch.no_grad():
+        ddp.module.layers[0].weight.zero_()
+        if rank == 1:
+            raise KeyError("no such file")
+    assert torch.equal(ddp(torch.ones(2, 16)), alone(torch.ones(2, 16))), "nothing was taken over"
