@@ -91,8 +91,8 @@ def assemble(
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
     files = tier if isinstance(tier, FileTier) else None
-    if files is not None:
-        _place_grads(below, plan, places, groups, files)
+    if tier is not None:
+        _place_grads(below, plan, places, groups, tier)
     buffers = [
         _allocate(layout, plan, config, ddp_config, groups, param_shards, below[number])
         for number, (layout, param_shards) in enumerate(
@@ -288,7 +288,7 @@ def _place_grads(
     plan: ModelPlan,
     places: Places,
     groups: ProcessGroups,
-    tier: FileTier,
+    tier: MemoryTier,
 ) -> None:
     """Make the memory of shards of gradients below the device, for each buffer by index of a bucket. Collective.
 
@@ -300,9 +300,9 @@ def _place_grads(
             layout = plan.layout.buffers[number]
             numel = layout.buckets[index].numel // layout.shards
             below[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
-    except OSError as caught:
+    except (OSError, RuntimeError) as caught:
         error = caught
-    agree.refuse(error, _data_groups(groups), "the files of gradients below the device")
+    agree.refuse(error, _data_groups(groups), "the memory of gradients below the device")
 
 
 def _set_residents(

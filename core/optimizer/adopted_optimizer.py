@@ -135,7 +135,7 @@ class AdoptedOptimizer(DistributedOptimizer):
             if not any(own is param for own in masters.bucket.params):
                 continue
             reduced = masters.bucket.owned_grad
-            whole = torch.zeros(param.numel(), dtype=torch.float32, device=reduced.device)
+            whole = torch.zeros(param.numel(), dtype=torch.float32, device=masters.bucket.device)
             for shard in masters.shards:
                 if shard.param is param:
                     whole[shard.offset : shard.offset + shard.numel] = reduced[shard.start : shard.end]

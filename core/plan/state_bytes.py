@@ -228,7 +228,8 @@ def _add_optimizer(
                 most = max(most, each)
             tier[MOMENTS] += masters.grad.numel() * most if in_files else 0  # there a moment has the bucket's length
             on_host = lies_below and not on_cpu
-            tier[GRADIENTS] += masters.grad.nbytes if on_host else 0  # a copy, for the step
+            is_copy = on_host and (number, bucket.layout.index) not in places.grads
+            tier[GRADIENTS] += masters.grad.nbytes if is_copy else 0  # for the step
             place = below if on_host else held
             place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or on_host))
 

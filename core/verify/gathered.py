@@ -161,7 +161,7 @@ def _whole_bucket(bucket: Bucket) -> Tensor:
     """Its gradients, also those in other ranks' shards, with every factor that is left to the optimizer."""
     if bucket.whole:
         return bucket.grad * bucket.pending_scale
-    mine = bucket.owned_grad.contiguous()
+    mine = bucket.owned_grad.to(bucket.device).contiguous()
     shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(bucket.groups.shard))]
     dist.all_gather(shards, mine, group=bucket.groups.shard)
     return torch.cat(shards) * bucket.pending_scale

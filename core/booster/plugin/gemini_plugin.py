@@ -180,8 +180,8 @@ class GeminiPlugin(ZeroPluginBase):
             *offloaded,
             directory,
             prefetch=None if is_auto else max_prefetch,
-            # In files a chunk's gradients take the place of its parameters; those on a GPU stay there.
-            offload_grad_frac=0.0 if directory is None else offloaded[0],
+            # In the place of parameters that lie below the device; on a host only where they are stepped.
+            offload_grad_frac=min(offloaded) if directory is None else offloaded[0],
             pin_memory=pin_memory,
             **of_budget,
         )

@@ -89,6 +89,8 @@ class Bucket(BucketMemory):
         self.expected = [1] * len(params)  # a wrong number costs overlap or a second reduction, never correctness
         self.pending = len(params)
         self.handle: Flight | None = None
+        self.moved: torch.Tensor | None = None  # the shard on the device, if it lies elsewhere and is in flight
+        self.copied: torch.Event | None = None  # behind the last copy of the shard to the host
         self.events: list[CollectiveEvent] = []  # of this step's reductions
 
     @property
@@ -116,6 +118,7 @@ class Bucket(BucketMemory):
         self.used_without = bytes(len(self.params)) if self.carried is None else self.kept
         self.attribute.begin(self.kept)
         self.give_back()
+        self.await_copy()
         self.gathered = self.spent = False
         self.pending_scale = 1.0
         self.sums = 0
@@ -135,7 +138,7 @@ class Bucket(BucketMemory):
         for index, kept in enumerate(self.kept):
             if kept:
                 part = self.part_of(self.owned_grad, index, self.shard_range)
-                self.part_of(copy, index, self.shard_range).copy_(part * self.pending_scale)
+                self.part_of(copy, index, self.shard_range).copy_(part * _on(part.device, self.pending_scale))
         return copy
 
     def arrive(self, index: int) -> None:
@@ -213,11 +216,29 @@ class Bucket(BucketMemory):
             return
         self.handle.wait()
         self.handle = None
+        if self.moved is not None:
+            self._keep(self.moved)
+            self.moved = None
         if self.pool is not None and self.views:
-            shard = self.shard_of(self.grad)
-            self.owned_grad.add_(shard) if self.sums else self.owned_grad.copy_(shard)
+            self._keep(self.shard_of(self.grad), adds=self.sums > 0)
             self.sums += 1
             self.give_back()
+
+    def _keep(self, shard: torch.Tensor, *, adds: bool = False) -> None:
+        """Make `shard`, on the device, this rank's shard. adds: add what it holds."""
+        if self.owned_grad.device == self.device:
+            self.owned_grad.add_(shard) if adds else self.owned_grad.copy_(shard)
+            return
+        if adds:  # on the device, so that the host waits for nothing
+            shard = self.owned_grad.to(self.device, non_blocking=True).add_(shard)
+        self.owned_grad.copy_(shard, non_blocking=True)
+        self.copied = torch.accelerator.current_stream(self.device).record_event()
+
+    def await_copy(self) -> None:
+        """Have the host find its shard, if it lies there: it is read, or is going to be written."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
         """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
@@ -225,13 +246,16 @@ class Bucket(BucketMemory):
         if self.groups.replica is not None:
             self.wait()
             name = f"{self.name} across instances"
-            self.handle = collectives.all_reduce(self.owned_grad, self.groups.replica, name, self.op)
+            shard = self.owned_grad.to(self.device, non_blocking=True)
+            self.moved = None if shard is self.owned_grad else shard
+            self.handle = collectives.all_reduce(shard, self.groups.replica, name, self.op)
             self.events.append(self.handle.event)
 
     def complete(self) -> None:
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
         self.wait()
+        self.await_copy()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
         self.reductions += 1
@@ -247,7 +271,8 @@ class Bucket(BucketMemory):
         shard = self.shard_of(extra)
         if self.groups.replica is not None:
             collectives.all_reduce(shard, self.groups.replica, self.name, self.op).wait()
-        self.owned_grad.add_(shard)
+        self._keep(shard, adds=True)
+        self.await_copy()
 
     def gather_whole(self, collectives: Collectives) -> None:
         """Put together every rank's shard, so that the whole bucket is valid until the next step. Collective."""
@@ -270,6 +295,7 @@ class Bucket(BucketMemory):
     def reduced_so_far(self) -> torch.Tensor | None:
         """A copy of what this step's reductions have added up to; None before the first one is done. Waits."""
         self.wait()
+        self.await_copy()
         if self.carried is not None:
             raise SyncError(
                 "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
@@ -316,7 +342,7 @@ class Bucket(BucketMemory):
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
         if self.carried is not None:
-            self.carried.mul_(factor)
+            self.carried.mul_(_on(self.carried.device, factor))
         if self.state in (BucketState.REDUCED, BucketState.FINAL):
             self.take_edits()
         self._multiply(factor)
@@ -329,8 +355,10 @@ class Bucket(BucketMemory):
             )
         accumulating = self.state is BucketState.ACCUMULATING
         if self.pool is not None:
-            self.owned_grad.mul_(factor)
-            self.grad.mul_(factor)
+            self.await_copy()
+            self.owned_grad.mul_(_on(self.owned_grad.device, factor))
+            if self.views:
+                self.grad.mul_(factor)
         else:
             (self.grad if accumulating else self.valid_grad).mul_(factor)
         for index in range(len(self.params) if accumulating else 0):
@@ -368,3 +396,8 @@ class Bucket(BucketMemory):
     def _expect(self, state: BucketState, action: str) -> None:
         if self.state is not state:
             raise SyncError(f"{self.name} cannot be {action}: it is {self.state.value}, not {state.value}")
+
+
+def _on(device: torch.device, factor: float | torch.Tensor) -> float | torch.Tensor:
+    """A factor where what it multiplies lies."""
+    return factor.to(device) if isinstance(factor, torch.Tensor) else factor

@@ -44,7 +44,7 @@ class BucketMemory:
     ) -> None:
         self.layout = layout
         self.ranges = [(slot.start - layout.start, slot.end - layout.start) for slot in layout.slots]
-        self.dtype, self.device = memory.dtype, memory.device
+        self.dtype, self.device = memory.dtype, memory.device if pool is None else pool.memory.device
         self.groups = groups
         self.sharded = sharded
         self.pool = pool
@@ -53,7 +53,8 @@ class BucketMemory:
         self.shard_range = 0, layout.numel
         if sharded:
             self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
-        self.owned_grad = self.shard_of(memory) if pool is None else memory  # the same memory in every step
+        # The same memory in every step; it may lie on the host beside `device`.
+        self.owned_grad = self.shard_of(memory) if pool is None else memory
         self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
         self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket comes to the same two places again
         if pool is None:

@@ -131,6 +131,8 @@ class GradBuffer:
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
         self.check_memory()
+        for bucket in self.buckets:
+            bucket.await_copy()
         for memory in (self.grad_data, *self.below):
             memory.zero_()
         for bucket in self.buckets:

@@ -34,7 +34,7 @@ class HostTier(MemoryTier):
     """The host's memory beside a device that copies by itself: a GPU.
 
     Shards of parameters lie there, and are copied to the device on a stream of their own. Masters and moments lie there
-    too, and are stepped there; gradients stay on the device, and are copied when they are stepped.
+    too, and are stepped there. Gradients of these are copied there when they are reduced, or when they are stepped.
 
     pin_memory: True for memory that the device copies from while the host goes on.
     """

@@ -30,8 +30,8 @@ class Placement:
     offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
     offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
-    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below; on a
-        CPU alone.
+    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below. Beside
+        a GPU it may not be more than offload_optim_frac.
     prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
         1, and 0 under a budget.
     directory: on a CPU, where a rank's files of the tier below RAM are made. They have no name, so that nothing is left
@@ -125,10 +125,11 @@ class Placement:
                 f"placement names the directory {os.fspath(self.directory)!r} for files, and the parameters lie on "
                 f"{device_type!r}, below which is the host's memory; leave directory None"
             )
-        if device_type != "cpu" and self.offload_grad_frac > 0:
+        if device_type != "cpu" and self.offload_grad_frac > self.offload_optim_frac:
             raise ValueError(
-                f"placement has offload_grad_frac {self.offload_grad_frac}, and gradients on {device_type!r} stay "
-                "there until they are stepped; set it to 0"
+                f"placement has offload_grad_frac {self.offload_grad_frac} and offload_optim_frac "
+                f"{self.offload_optim_frac}: beside {device_type!r} gradients in the host's memory are stepped there; "
+                "offload at least as much of masters and moments"
             )
 
     @property

@@ -116,7 +116,7 @@ def _largest(bucket: Bucket) -> torch.Tensor:
     """The largest magnitude of a bucket's valid gradients, 0-dim fp32. Not finite if one gradient is not."""
     if bucket.valid_grad.numel() == 0:
         return torch.zeros((), device=bucket.device)
-    return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(torch.float32)
+    return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(bucket.device, torch.float32)
 
 
 class LargeGradientWatch:
@@ -167,7 +167,7 @@ def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
 
 def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
     """The first difference between the ranks of a group, in words."""
-    sketches = torch.stack([_sketch(bucket.valid_part(i)) for bucket, i in served])  # [parameters, 3]
+    sketches = torch.stack([_sketch(bucket.valid_part(i)).to(bucket.device) for bucket, i in served])  # [parameters, 3]
     told = agree.gather(sketches.cpu(), group, f"the gradients of copies over group {name}")
     ranks, everyone = list(told), list(told.values())
     for rank, other in zip(ranks[1:], everyone[1:], strict=True):

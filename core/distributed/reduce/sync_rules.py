@@ -134,10 +134,10 @@ class GradSync:
                 self.wait()  # two rules may serve one parameter: the second one needs the first one's result
             group = self.groups.require(rule.group)
             for parts in pack([bucket.valid_part(i) for i in indices]):
-                alone = len(parts) == 1
-                flat = parts[0] if alone else torch.cat(parts)
+                in_place = len(parts) == 1 and parts[0].device == bucket.device
+                flat = parts[0] if in_place else torch.cat(parts).to(bucket.device)
                 handle = self.collectives.all_reduce(flat, group, f"the sync rule {rule.name}", rule.op)
-                self.pending.append(PendingSync(handle, group, parts, None if alone else flat))
+                self.pending.append(PendingSync(handle, group, parts, None if in_place else flat))
 
     def wait(self) -> None:
         """Complete what `launch` started."""
@@ -168,15 +168,17 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
         group = chunks[0].groups.require(rule.group)
         handles = []
         for first, *others in copies.values():
+            total = first.to(chunks[0].buckets[0].device)  # itself, unless it lies on the host beside that
             for other in others:
-                first.add_(other)
+                total.add_(other.to(total.device))
             if rule.op == "mean" and others:
-                first.div_(1 + len(others))
-            handles.append(chunks[0].collectives.all_reduce(first, group, f"the sync rule {rule.name}", rule.op))
-        for handle, (first, *others) in zip(handles, copies.values(), strict=True):
+                total.div_(1 + len(others))
+            handle = chunks[0].collectives.all_reduce(total, group, f"the sync rule {rule.name}", rule.op)
+            handles.append((handle, total, [part for part in (first, *others) if part is not total]))
+        for handle, total, parts in handles:
             handle.wait()
-            for other in others:
-                other.copy_(first)
+            for part in parts:
+                part.copy_(total)
 
 
 def agree_on_copies(chunks: Sequence[GradSync]) -> None:

@@ -126,7 +126,7 @@ class BucketMasters:
         self.tier = bucket.state_tier if isinstance(bucket.state_tier, FileTier) else None
         self.grad = bucket.owned_grad  # where they are stepped; on a host a copy of those that were reduced
         self.copied: torch.Event | None = None  # behind that copy
-        if isinstance(bucket.state_tier, HostTier):
+        if isinstance(bucket.state_tier, HostTier) and not bucket.owned_grad.is_cpu:
             self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
         self.is_apart = bucket.state_tier is not None  # stepped by itself, since what it is stepped with lies elsewhere
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)

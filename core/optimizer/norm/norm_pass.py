@@ -20,7 +20,8 @@ CONVERTED_ROWS = 64
 class NormPass:
     """The norms of some tensors, cut into blocks.
 
-    tensors: flat, contiguous, all on `device`. tensor_of: for each block the index of its tensor.
+    tensors: flat, contiguous; some may lie on the host beside `device`, where the norms are put together. tensor_of:
+    for each block the index of its tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -30,7 +31,7 @@ class NormPass:
         self.tensor_of: list[int] = []
         rest_of: list[int] = []
         for index, tensor in enumerate(tensors):
-            filled = tensor.numel() // ROW_ELEMENTS * ROW_ELEMENTS if device.type == "cpu" else 0
+            filled = tensor.numel() // ROW_ELEMENTS * ROW_ELEMENTS if tensor.is_cpu else 0
             if filled:
                 self.rows.append(tensor[:filled].view(-1, ROW_ELEMENTS))
                 self.tensor_of.append(index)
@@ -42,9 +43,9 @@ class NormPass:
     def norms(self, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
         """The norm of each block, [blocks] in fp64. dtype: what powers are made and, within a row, added in."""
         parts = [torch.zeros(0, dtype=torch.float64, device=self.device)]
-        parts += [_norm_of_rows(rows, norm_type, dtype).view(1) for rows in self.rows]
+        parts += [_norm_of_rows(rows, norm_type, dtype).view(1).to(self.device) for rows in self.rows]
         if self.rest:
-            norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in self.rest]
+            norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype).to(self.device) for tensor in self.rest]
             parts.append(torch.stack(norms).to(torch.float64))
         return torch.cat(parts)
 

@@ -60,6 +60,7 @@ def _python_headers() -> str:
 def on_second_device(built: Path, store: Path, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on a rank of a pool, with groups over both devices in the place of the pool's."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the other rank may still be connecting, and would find this one's sockets closed
     dist.destroy_process_group()
     start(built)
     dist.init_process_group(f"cpu:gloo,{NAME}:second", init_method=f"file://{store}", rank=rank, world_size=world)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -111,6 +112,7 @@ ENGINE: dict[str, Case] = {
     "sgd": ({}, {"optimizer": "sgd", "sgd_momentum": 0.9}, torch.float32, {}),
 }  # fmt: skip
 STATES, BOTH = {"offload_optim_frac": 0.6}, {"offload_optim_frac": 0.6, "offload_param_frac": 0.4}
+GRADS = {"offload_optim_frac": 0.7, "offload_grad_frac": 0.5}
 PARAMS = {"offload_param_frac": 0.5}
 OF_ALL = {"data_parallel_sharding_strategy": "optim_grads_params", **SMALL}
 ON_HOST: dict[str, Case] = {
@@ -123,6 +125,27 @@ ON_HOST: dict[str, Case] = {
         for strategy in STRATEGIES
         for dtype in (torch.float32, torch.bfloat16)
     },
+    **{
+        f"gradients, reduced {which}, {dtype}": (
+            {"data_parallel_sharding_strategy": "optim_grads", "overlap_grad_reduce": overlap,
+             "reduce_microbatches": which, **SMALL},
+            *({"clip_grad": 0.1}, dtype, GRADS),
+        )
+        for which in ("every", "last")
+        for dtype, overlap in ((torch.float32, True), (torch.bfloat16, False))
+    },
+    "gradients under guards": (
+        {**OF_ALL, "check_for_nan_in_grad": True, "check_replicas": True, "check_for_large_grads": True},
+        {"clip_grad": 0.1, "log_num_zeros_in_grad": True},
+        *(torch.float32, {**GRADS, "offload_param_frac": 0.4}),
+    ),
+    "gradients with a norm of 3": (OF_ALL, {"clip_grad": 0.1, "grad_norm_type": 3.0}, torch.float32, GRADS),
+    "gradients scaled in the optimizer": (
+        {"data_parallel_sharding_strategy": "optim_grads", "scale_in_optimizer": True, **SMALL},
+        *({"clip_grad": 0.1}, torch.float32, GRADS),
+    ),
+    "gradients, fp16": (OF_ALL, {"fp16": True, "initial_loss_scale": 256.0}, torch.float16, GRADS),
+    "gradients, not pinned": (OF_ALL, {}, torch.bfloat16, {**GRADS, "pin_memory": False}),
     "parameters alone, fp32": (OF_ALL, {}, torch.float32, PARAMS),
     "parameters alone, bf16": (OF_ALL, {}, torch.bfloat16, PARAMS),
     "moments in 16 bits": (OF_ALL, IN_16_BITS, torch.bfloat16, BOTH),
@@ -164,7 +187,7 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
 def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     """Those of a plan for a GPU are those that are here, on both tiers."""
     parallel_state.initialize_model_parallel()
-    placed: dict[str, Any] = BOTH if name == "optim_grads_params" else STATES
+    placed: dict[str, Any] = {"optim": STATES, "optim_grads": GRADS, "optim_grads_params": {**BOTH, **GRADS}}[name]
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=name, **SMALL, placement=Placement(**placed))
     of_optimizer = OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16)
     model = DistributedDataParallel(None, config, layers(device, dtype))
@@ -172,6 +195,8 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     step(model, optimizer, 0)
     held: Counter[str] = Counter({GRADIENTS: sum(buffer.grad_data.nbytes for buffer in model.engine.buffers)})
     below: Counter[str] = Counter()
+    of_grads = [bucket.owned_grad for buffer in model.engine.buffers for bucket in buffer.buckets]
+    assert any(grad.is_cpu for grad in of_grads) == (name != "optim") and not all(grad.is_cpu for grad in of_grads)
     if model.engine.unsharder is None:
         held[PARAMETERS] = sum(
             buffer.param_data.nbytes for buffer in model.engine.buffers if buffer.param_data is not None
@@ -221,6 +246,55 @@ def equal_to_the_cpu(device: torch.device, cases: dict[str, Case], is_default: b
 @pytest.mark.in_suite()
 def test_training_is_that_of_the_cpu_bit_for_bit(run: Runner, cases: dict[str, Case], is_default: bool) -> None:
     assert run(equal_to_the_cpu, 2, cases, is_default) == []
+
+
+def with_copies(device: torch.device, layout: str) -> nn.Sequential:
+    """Layers of which some parameters have copies on the other rank, as a rule of `layout` adds them."""
+    model = layers(device)
+    model[1][0].weight.sequence_parallel = model[1][2].bias.sequence_parallel = layout == "tp"
+    model[4][0].weight.shared_embedding = layout == "pp"
+    return model
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "instances": {"num_distributed_optimizer_instances": 2},
+}
+
+
+def reduced_between_copies(device: torch.device, layout: str) -> list[Any]:
+    """Weights after two steps on the CPU, with gradients on the device, and with gradients on the host."""
+    parallel_state.initialize_model_parallel(**LAYOUTS[layout])
+    found = []
+    for where, placed in ((CPU, {}), (device, {}), (device, {"offload_optim_frac": 1.0, "offload_grad_frac": 1.0})):
+        options: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", **SMALL}
+        if layout == "instances":
+            options["num_distributed_optimizer_instances"] = 2
+        config = DistributedDataParallelConfig(**options, placement=Placement(**placed) if placed else None)
+        by_tokens = SimpleNamespace(calculate_per_token_loss=True)
+        model = DistributedDataParallel(by_tokens, config, with_copies(where, layout))
+        optimizer: Any = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.5, clip_grad=0.1), [model])
+        assert all(bucket.owned_grad.is_cpu == bool(placed or where == CPU) for bucket in model.engine.buckets)
+        for number in range(2):
+            optimizer.zero_grad()
+            for again in range(2):  # the second time the gradients are added to those that were reduced
+                for microbatch in range(2):
+                    model(batch(10 * number + 2 * again + microbatch, where)).square().mean().backward()
+                finalize_model_grads([model], torch.tensor(3, device=where))
+            model.scale_gradients(torch.tensor(2.0, device=where))
+            optimizer.step()
+        found.append({name: value.cpu() for name, value in model.state_dict().items()})
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_on_the_host_are_reduced_between_copies(run: Runner, layout: str) -> None:
+    on_cpu, on_device, on_host = run(reduced_between_copies, 2, layout)
+    for name, weight in on_cpu.items():
+        assert torch.equal(on_host[name], on_device[name]), name
+        torch.testing.assert_close(on_host[name], weight, rtol=0, atol=1e-7)
 
 
 def mixed(device: torch.device) -> list[str]:
@@ -467,7 +541,7 @@ def refused(device: torch.device) -> None:
     parallel_state.initialize_model_parallel()
     for placement, words in (
         (Placement(offload_optim_frac=1.0, directory="/tmp"), "names the directory '/tmp' for files, and .* 'npu'"),
-        (Placement(offload_grad_frac=1.0), "has offload_grad_frac 1.0, and gradients on 'npu' stay there"),
+        (Placement(offload_optim_frac=0.5, offload_grad_frac=1.0), "offload_grad_frac 1.0 and offload_optim_frac 0.5"),
     ):
         with pytest.raises(ValueError, match=words):
             DistributedDataParallel(None, DistributedDataParallelConfig(**OF_ALL, placement=placement), layers(device))
