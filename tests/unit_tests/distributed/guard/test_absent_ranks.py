@@ -22,7 +22,7 @@ from core.pipeline_parallel import PipelineLayout
 from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, start_pipeline
 from tests.unit_tests.ranks import ranks
 
-TIMEOUT_S, GRACE_S, SLOW_S = 2.0, 0.5, 4.0  # of the groups; of the look for others; for a busy machine
+TIMEOUT_S, GRACE_S, SLOW_S = 2.0, 1.5, 4.0  # of the groups; of the look for others; for a busy machine
 AGREEMENT = "for the agreement of data group dp_cp in finalize_model_grads (step 2), ranks 0, 1"
 
 # How a rank of one host, or of several, reaches the others; and what it keeps.
