@@ -219,6 +219,8 @@ def name_factor(
                 if _same(factor, product) or _same(factor * product, 1.0):
                     size = "large" if factor > 1 else "small"
                     found.append(f"{first} x {second} = {product} times too {size}")
+    if not found and tokens is not None and _same(tokens / factor, round(tokens / factor)):
+        found.append(f"it is divided by {round(tokens / factor)} tokens, and the whole batch has {tokens:.10g}")
     return "; or ".join(found) or f"it is {factor:.6g} times the reference, which is no size of this layout"
 
 

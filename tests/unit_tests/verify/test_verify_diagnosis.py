@@ -126,6 +126,7 @@ def test_only_the_elements_that_a_rank_holds_are_looked_at() -> None:
         (1 / 5, ["dp"], "5 times too small, the number of microbatches"),
         (70.0, ["dp"], "70 times too large, the number of tokens"),
         (1 / 70, ["dp"], "divided by them twice"),
+        (70 / 13, ["dp"], "it is divided by 13 tokens, and the whole batch has 70"),
         (2.0, ["embd"], "twice too large: its reduction was done twice"),
         (3.0, ["dp"], "pp times too large"),  # no suspect has the size, another axis has
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from core.moe import MoEAuxLossAutoScaler, TopKRouter
 from core.pipeline_parallel import runner
 from core.verify import Layout
 from core.verify.gpt import check_gpt
+from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.rank_codes import mutate_reductions, mutate_scale
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.verify.test_verify import red
@@ -36,13 +37,17 @@ HOUSE = Layout(
 
 @dataclass(frozen=True)
 class Case:
-    """A layout in which a rule matters, the rule spoilt, and what the report must say. cause: in its cause."""
+    """A layout in which a rule matters, the rule spoilt, and what the report must say. cause: in its cause.
+
+    gathers: True where sharded parameters are gathered, as between hosts, and not mapped.
+    """
 
     layout: Layout
     spoil: Spoilt
     parameter: str
     cause: tuple[str, ...]
     nightly: bool = False
+    gathers: bool = False
 
 
 # --- ways to spoil ----------------------------------------------------------------------------------------------------
@@ -88,21 +93,32 @@ def reduction(group: str, mutation: str) -> Spoilt:
 
 
 def over(group: str, instead: str | None, *, counts: bool) -> Spoilt:
-    """All-reduces over a group go over another one, or nowhere; those of counts (whole numbers), or of gradients."""
-    all_reduce = Collectives.start_all_reduce
+    """All-reduces over a group go over another one, or nowhere; those of counts (whole numbers), or of gradients.
 
-    def spoilt(self: Collectives, tensor: torch.Tensor, to: Any, op: Any, scale: float) -> InFlight:
+    A reduce-scatter becomes an all-reduce over the other group: each rank keeps its shard of that one's sum.
+    """
+    all_reduce, reduce_scatter = Collectives.start_all_reduce, Collectives.start_reduce_scatter
+
+    def spoilt(launch: Any, self: Collectives, tensor: torch.Tensor, to: Any, op: Any, scale: float) -> InFlight:
         groups = parallel_state.get_process_groups()
         is_count = not tensor.dtype.is_floating_point
         is_tokens = tensor.dim() == 0
         if to is not getattr(groups, group) or is_count != counts or is_tokens:
-            return all_reduce(self, tensor, to, op, scale)
+            return launch(self, tensor, to, op, scale)
         if instead is None:
             scale_now(tensor, scale)
             return Handle()
         return all_reduce(self, tensor, groups.require(instead), op, scale)
 
-    return lambda: mock.patch.object(Collectives, "start_all_reduce", spoilt)
+    @contextmanager
+    def both() -> Iterator[None]:
+        with (
+            mock.patch.object(Collectives, "start_all_reduce", lambda *of: spoilt(all_reduce, *of)),
+            mock.patch.object(Collectives, "start_reduce_scatter", lambda *of: spoilt(reduce_scatter, *of)),
+        ):
+            yield
+
+    return both
 
 
 def divisor(factor: float, *, experts_only: bool = False) -> Spoilt:
@@ -224,21 +240,36 @@ ALWAYS = {
 }
 
 
+# The first wrong gradient lies in one rank's shard, so that of the divisors the report knows that rank's.
+OF_ONE_SHARD = {
+    "tokens: a rank's own": ("divided by 34 tokens, and the whole batch has 97",),
+    "tokens: cp forgotten": ("divided by 47 tokens, and the whole batch has 97",),
+}
+
+
 def rule_cases() -> Iterator[tuple[str, Case]]:
     for name, (layout, parameter, group) in RULES.items():
         kind, words = ("mean", MEAN_WORDS) if name.endswith("mean") else ("sum", SUM_WORDS)
         for mutation, cause in words.items():
+            spoilt = Case(layout, rule(name, mutation), parameter, (f"{kind} over {group} ({name})", cause))
+            nightly = (name, mutation) not in ALWAYS
             for strategy in ("no_shard", "optim", "optim_grads"):
-                yield (
-                    f"{name}: {mutation}, {strategy}",
-                    Case(
-                        replace(layout, strategy=strategy),
-                        rule(name, mutation),
-                        parameter,
-                        (f"{kind} over {group} ({name})", cause),
-                        nightly=strategy != "no_shard" or (name, mutation) not in ALWAYS,
-                    ),
-                )
+                case = replace(spoilt, layout=replace(layout, strategy=strategy))
+                yield f"{name}: {mutation}, {strategy}", replace(case, nightly=strategy != "no_shard" or nightly)
+            yield from with_sharded_parameters(f"{name}: {mutation}", spoilt, nightly)
+
+
+def with_sharded_parameters(name: str, case: Case, nightly: bool) -> Iterator[tuple[str, Case]]:
+    """The case under 'optim_grads_params', mapped and gathered; the suite has one of the two in turn."""
+    for gathers in (False, True):
+        sharded = replace(
+            case,
+            layout=replace(case.layout, strategy="optim_grads_params"),
+            cause=OF_ONE_SHARD.get(name, case.cause),
+            nightly=nightly or gathers != bool(len(name) % 2),
+            gathers=gathers,
+        )
+        yield f"{name}, optim_grads_params{', gathered' if gathers else ''}", sharded
 
 
 EXPERT_SUM = "'sum over expt_dp / 4'"
@@ -332,7 +363,19 @@ OTHERS = {
     ),
     "full house: data": Case(HOUSE, reduction("dp_cp", "drop"), "", ("not reduced over dp:",), True),
 }
-CASES = {**dict(rule_cases()), **OTHERS}
+# Those that spoil a reduction or a divisor of gradients.
+REDUCTIONS = {
+    name: case for name, case in OTHERS.items() if name.startswith(("expert data", "data", "tokens", "full house"))
+}
+CASES = {
+    **dict(rule_cases()),
+    **OTHERS,
+    **{
+        name: case
+        for other, spoilt in REDUCTIONS.items()
+        for name, case in with_sharded_parameters(other, spoilt, nightly=spoilt.nightly)
+    },
+}
 
 
 def of_world(world: int, *, nightly: bool) -> list[str]:
@@ -341,7 +384,7 @@ def of_world(world: int, *, nightly: bool) -> list[str]:
 
 def check_case(name: str) -> None:
     case = CASES[name]
-    with case.spoil():
+    with over_sockets if case.gathers else nullcontext(), case.spoil():
         report = check_gpt(case.layout)
     red(report, *case.cause)
     names = {entry.name for entry in report.wrong}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from core.distributed import ContractError, DistributedDataParallel, declare_gradient, finalize_model_grads
 from core.distributed.contract.gradient_contract import DEFAULT_RULES, GradSyncRule
 from core.model_parallel_config import ModelParallelConfig
+from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.distributed.reduce.test_finalize_model_grads import both_strategies, own_data_group, start
 from tests.unit_tests.rank_codes import (
     MUTATIONS,
@@ -132,17 +134,23 @@ SCENARIOS = {
 }
 
 
-# What comes after the data groups' reduction works on shards, and does not ask which of the two made them.
+# What comes after the data groups' reduction works on shards, and does not ask which of the strategies made them.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params, gathered")
 SPOILT = [
-    pytest.param(scenario, strategy, marks=[pytest.mark.nightly] if strategy == "optim_grads" and later else [])
+    pytest.param(scenario, strategy, marks=[pytest.mark.nightly] if strategy not in STRATEGIES[:2] and later else [])
     for scenario, later in {name: group not in ("dp_cp", "expt_dp") for name, (_, group) in SCENARIOS.items()}.items()
-    for strategy in ("no_shard", "optim", "optim_grads")
+    for strategy in STRATEGIES
 ]
 
 
 @ranks(4)
 @pytest.mark.parametrize(("scenario", "strategy"), SPOILT)
 def test_a_spoilt_reduction_turns_the_check_red(rank: int, world: int, scenario: str, strategy: str) -> None:
+    with over_sockets if strategy.endswith("gathered") else nullcontext():
+        check_spoilt(rank, scenario, strategy.split(",")[0])
+
+
+def check_spoilt(rank: int, scenario: str, strategy: str) -> None:
     build, group_name = SCENARIOS[scenario]
     chunks, expected, arguments = build(rank, strategy)
     assert not red_somewhere(step(chunks, **arguments), expected)
