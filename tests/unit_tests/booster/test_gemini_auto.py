@@ -61,8 +61,8 @@ def steps(booster: Booster, model: Any, optimizer: Any, rank: int, which: range)
 
 
 def auto(precision: str, folder: Path, budget: int, **options: Any) -> tuple[Booster, Any, Any]:
-    where = {"offload_directory": folder, "memory_budget_bytes": budget}
-    return boosted(precision, placement_policy="auto", steady_cuda_cap_ratio=1.0, **where, **options)
+    where = {"offload_directory": folder, "memory_budget_bytes": budget, "steady_cuda_cap_ratio": 1.0}
+    return boosted(precision, placement_policy="auto", **{**where, **options})
 
 
 def check_budgets(rank: int, folder: Path, precision: str) -> None:
@@ -166,6 +166,39 @@ def test_a_bucket_that_a_recomputation_refers_to_is_counted_when_it_is_given_up(
     budget.end_backward()
     pack(torch.ones(8))
     assert budget.non_model_bytes == 32
+
+
+@ranks(2)
+def test_a_part_of_the_budget_is_left_free_in_the_first_step_and_another_in_later_ones(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """A part that leaves room for half of the buckets, and one that leaves room for all, in both orders."""
+    folder = shared(tmp_path)
+    _, model, _ = auto("fp32", folder, 10**9)
+    grads, whole = sizes(model)
+    units, kept = len(model.module.engine.unsharder.units), 4 * (6 * 8 + 104) * 4  # see check_budgets
+    budget = 2 * (grads + kept + whole)
+    found = {}
+    for first in (50, 100):
+        for later in (50, 100):
+            booster, model, optimizer = auto(
+                *("fp32", folder, budget),
+                warmup_non_model_data_ratio=1 - (grads + first * whole / 100 + 0.5) / budget,
+                steady_cuda_cap_ratio=(grads + kept + later * whole / 100 + 0.5) / budget,
+            )
+            watch = Watch(model)
+            for which in (range(1), range(1, 2)):
+                watch.most = watch.count = 0
+                steps(booster, model, optimizer, rank, which)
+                percent = later if which.start else first
+                assert watch.most <= percent * whole // 100, (first, later, which)
+                found[first, later, which.start] = watch.count, watch.most
+    for percent in (50, 100):
+        assert found[percent, 50, 0] == found[percent, 100, 0] and found[50, percent, 1] == found[100, percent, 1]
+    for step in (0, 1):
+        assert found[100, 100, step] == (units, whole)
+        count, most = found[50, 50, step]
+        assert count > 1.3 * units and 0 < most < whole, found
 
 
 @ranks(2)

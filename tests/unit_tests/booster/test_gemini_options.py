@@ -1,6 +1,7 @@
 """Each parameter of GeminiPlugin does what it says, or is refused by its name: these fail when one is ignored."""
 
 import contextlib
+import copy
 import inspect
 import io
 import math
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from core.booster import Booster
-from core.booster.plugin import GeminiPlugin
+from core.booster.mixed_precision.fp8 import why_not
+from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.booster.plugin.chunk_search import search_chunk_size
 from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, whole_weights
 from tests.unit_tests.booster.test_gemini import SCALE, TINY_CHUNKS, check
@@ -171,6 +173,38 @@ def test_the_norm_type_is_that_of_the_clipped_norm(rank: int, world: int) -> Non
         ours = whole_weights(model)
         for name, theirs in reference.named_parameters():
             torch.testing.assert_close(ours[name].double(), theirs, atol=1e-6, rtol=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_8_bit_products_give_the_bits_of_stage_2_or_are_refused_by_name(rank: int, world: int, share: bool) -> None:
+    if why_not(torch.device("cpu")) is not None:
+        with pytest.raises(RuntimeError, match="GeminiPlugin: use_fp8 cannot run here: .*Leave it out"):
+            GeminiPlugin(precision="bf16", use_fp8=True)
+        return
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16))
+    found = []
+    for kind, small in ((GeminiPlugin, True), (LowLevelZeroPlugin, True), (GeminiPlugin, False)):
+        sizes: dict[str, Any] = TINY_CHUNKS if kind is GeminiPlugin else {"stage": 2}
+        with contextlib.nullcontext() if share else over_sockets:
+            booster = Booster(plugin=kind(precision="bf16", use_fp8=small, **sizes))
+            model: Any = copy.deepcopy(start)
+            model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            for step in range(2):
+                optimizer.zero_grad()
+                x = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+                booster.backward(model(x).float().square().mean(), optimizer)
+                optimizer.step()
+            found.append(whole_weights(model))
+    fp8, stage2, bf16 = found
+    assert len(fp8) == 4 and all(torch.equal(fp8[name], weight) for name, weight in stage2.items())
+    moved = [(fp8[name] - value).norm() for name, value in start.state_dict().items()]
+    away = [(fp8[name] - weight).norm() for name, weight in bf16.items()]
+    assert all(0 < off < 0.2 * far for off, far in zip(away, moved, strict=True)), (away, moved)
+    booster = Booster(plugin=GeminiPlugin(precision="bf16", use_fp8=True))
+    with pytest.raises(ValueError, match="use_fp8 would change nothing"):
+        booster.boost(nn.Linear(5, 5))
 
 
 @ranks(2)
