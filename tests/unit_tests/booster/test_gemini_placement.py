@@ -6,6 +6,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -326,6 +328,52 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
     with pytest.raises(SyncError, match="rank 1.*could not be reserved"):
         losses_of(booster, model, optimizer, rank, 1)
     assert not list(folder.iterdir())
+
+
+def fill_a_disk(rank: int, folder: str) -> None:
+    """On a disk of 8 MB: parameters have no room at the boost, and moments none in the first step."""
+    free = os.statvfs(folder).f_bavail
+    offload: dict[str, Any] = {"offload_optim_frac": 1, "offload_directory": folder}
+
+    def wide(width: int, **options: Any) -> tuple[Booster, Any, Any]:
+        booster = Booster(plugin=GeminiPlugin(precision="bf16", **options))
+        torch.manual_seed(1)
+        plain: nn.Module = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+        model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+        return booster, model, optimizer
+
+    for options in ({"offload_param_frac": 1}, {"offload_param_frac": 1, "max_prefetch": 1}):
+        with pytest.raises((OSError, RuntimeError), match="could not be reserved in .*No space left on device.*Free"):
+            wide(300_000, **offload, **options)
+    found = []
+    for options in ({}, offload):
+        booster, model, optimizer = wide(80_000, **options)
+        losses = losses_of(booster, model, optimizer, rank, 1)
+        found.append((losses, whole_weights(model)))
+    (wanted, weights), (losses, ours) = found
+    assert losses == wanted and all(torch.equal(ours[name], weight) for name, weight in weights.items())
+    with pytest.raises(SyncError, match=r"rank \d.*could not be reserved in .*No space left on device"):
+        losses_of(booster, model, optimizer, rank, 1)
+    assert os.statvfs(folder).f_bavail < free
+    del booster, model, optimizer
+    gc.collect()
+    dist.barrier()
+    assert os.statvfs(folder).f_bavail == free and not os.listdir(folder)
+    booster, model, optimizer = wide(1000, **offload)
+    losses_of(booster, model, optimizer, rank, 2)
+    assert Files(Path(folder)).bytes_of(states(optimizer)) == sum(t.nbytes for t in states(optimizer)) > 0
+
+
+def test_a_disk_that_is_really_full_is_told_on_all_ranks(tmp_path: Path) -> None:
+    """The disk is a file system in a namespace of its own, which ends with the ranks."""
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"', str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode != 0:
+        pytest.skip("a user may mount no file system here")
+    program = f"import sys; from {ranks.__module__} import run_on_ranks; from {__name__} import fill_a_disk; "
+    program += "run_on_ranks(fill_a_disk, 2, {'folder': sys.argv[1]})"
+    command = [*mount, sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
 
 
 @ranks(2)
