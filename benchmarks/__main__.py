@@ -31,6 +31,7 @@ BENCHMARKS = {
     ),
     "startup": ("benchmarks.startup", "wrapping up to 100 000 parameters, optimizer and first step; groups at 16 384"),
     "steps": ("benchmarks.steps", "step time, processor time and memory beside torch's wrappers and other frameworks"),
+    "tiers": ("benchmarks.tiers", "what files below RAM cost: a step with moments, parameters and gradients in them"),
 }
 
 

@@ -14,7 +14,8 @@ from benchmarks.workloads import Workload
 IMPORTS = ("core.distributed", "core.optimizer", "core.parallel_state")
 
 
-def _build(workload: Workload, ranks: int, accumulation: int, **options: Any) -> Step:
+def build(workload: Workload, ranks: int, accumulation: int, **options: Any) -> Step:
+    """A step of our wrapper and optimizer. options: of DistributedDataParallelConfig."""
     from core import parallel_state
     from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -63,7 +64,7 @@ def _arm(stage: Any, *, overlap: bool = False, sockets: bool = False) -> Arm:
         options["share_host_memory"] = False
     about = ", ".join(f"{name}={value!r}" for name, value in options.items())
     name = f"core {stage}" + (" overlapped" if overlap else "") + (" over sockets" if sockets else "")
-    return Arm(name, about, stage, partial(_build, **options), "ours", IMPORTS)
+    return Arm(name, about, stage, partial(build, **options), "ours", IMPORTS)
 
 
 STAGES = ("no_shard", "optim", "optim_grads")
