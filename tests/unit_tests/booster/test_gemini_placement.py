@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.workloads import Workload
 from core import huge_pages, parallel_state
 from core.agree import SyncError
 from core.booster import Booster
@@ -455,27 +456,35 @@ def skip_in_ram(folder: Path) -> None:
 
 @pytest.mark.nightly
 @ranks(2, timeout_s=900.0)
-def test_six_gigabytes_of_states_are_built_and_trained_in_two_of_memory(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_gpt_with_six_gigabytes_of_states_is_made_and_trained_in_two_of_memory(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     folder = shared(tmp_path)
     skip_in_ram(folder)
     if shutil.disk_usage(folder).free < 12e9:
         pytest.skip(f"{folder} has no room for 6 GB")
     offload: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1, "offload_directory": folder}
     booster = Booster(plugin=GeminiPlugin(precision="bf16", min_chunk_size_m=1, search_range_m=0, **offload))
+    gpt = Workload("382 M", units=29, layers=1, width=1024, heads=16, vocabulary=8192, tokens=16, samples=1)
     with torch.device("meta"):
-        plain = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(360)))
+        plain = gpt.model()
     assert 16 * sum(param.numel() for param in plain.parameters()) > 6e9
 
-    def init(layer: nn.Module) -> None:
-        torch.nn.init.normal_(layer.weight, std=1024**-0.5)  # type: ignore[arg-type]
+    def init(part: nn.Module) -> None:
+        for name, param in part.named_parameters(recurse=False):
+            if isinstance(part, nn.LayerNorm) and name == "weight":
+                nn.init.ones_(param)
+            else:
+                nn.init.normal_(param, std=0.02)
 
     before, losses, model = resident(), [], materialize(plain, init)
+    (inputs, targets), *_ = gpt.microbatches(0, rank, 1)
     with Peak() as peak:
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer, *_ = booster.boost(model, optimizer)
         for _ in range(2):
             optimizer.zero_grad()
-            loss = model(torch.ones(4, 1024)).float().square().mean()
+            loss = model(inputs, targets)
             booster.backward(loss, optimizer)
             optimizer.step()
             losses.append(loss.item())
