@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.memory import mapped_from_peers, storages
+from benchmarks.workloads import WORKLOADS
 from core import parallel_state
 from core.distributed import DistributedDataParallel, Placement, finalize_model_grads, materialize
 from core.distributed.buffer.param_unit import Gather, ParamUnit
@@ -125,6 +126,8 @@ def held_between_steps(ddp: DistributedDataParallel, before: Collection[int]) ->
     with attributes_alone():  # a look at a sharded parameter gathers nothing
         found = {place: of.nbytes() for place, of in storages().items() if place not in before}
     unsharder: Any = ddp.engine.unsharder
+    if unsharder is None:
+        return union((place, found[place]) for place in found.keys() - mapped_from_peers(ddp))
     of_all = {unit.mapped.untyped_storage().data_ptr() for unit in unsharder.units if unit.mapped is not None}
     unused = {of.tensor.untyped_storage().data_ptr() for one in unsharder.channels for of in one.members} - of_all
     theirs = union((place, found[place]) for place in (mapped_from_peers(ddp) | unused) & found.keys())
@@ -181,3 +184,29 @@ def test_a_rank_holds_its_shards_and_two_neighbouring_buckets(
     shards = sum(NUMELS) * (of_param + of_grad + of_master + 8) / world
     assert max(seen) == (NEIGHBOURS + besides) * of_param
     assert 0.98 < held / (shards + NEIGHBOURS * of_grad) < 1.05, (held, shards)
+
+
+@pytest.mark.nightly
+@ranks(4, timeout_s=300.0)
+def test_of_51_million_a_rank_holds_less_than_55_percent_of_what_a_sharded_optimizer_needs(
+    rank: int, world: int
+) -> None:
+    """Parameters, gradients, moments and the memory of whole gradients; activations are alike, and not counted."""
+    parallel_state.initialize_model_parallel()
+    workload, held = WORKLOADS["gpt51m"], {}
+    for strategy in ("optim", "optim_grads_params"):
+        before = storages().keys()
+        ddp = wrap(workload.model(), data_parallel_sharding_strategy=strategy)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.001), [ddp])
+        ((inputs, targets),) = workload.microbatches(0, rank, 1)
+        ddp(inputs, targets).backward()
+        finalize_model_grads([ddp])
+        assert optimizer.step()[0]
+        del inputs, targets
+        held[strategy] = (held_between_steps(ddp, before) - optimizer.scratch.nbytes) / workload.numel()
+        del ddp, optimizer
+        gc.collect()
+    passing = workload.passing_numel(world) / workload.numel()
+    assert held["optim"] == pytest.approx(4 + 4 + 8 / 4, rel=0.01)
+    assert held["optim_grads_params"] == pytest.approx(16 / 4 + 4 * passing, rel=0.01)
+    assert held["optim_grads_params"] < 0.55 * held["optim"]
