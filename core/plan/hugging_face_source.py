@@ -32,7 +32,7 @@ from core.hugging_face.split import (
 )
 from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
 from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
-from core.hugging_face.transformers_plans import read_experts, transformers_package
+from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
 from core.plan.live_memory import AFTER, BEFORE, LiveMemory
 from core.plan.planned_groups import PlannedGroups
@@ -92,9 +92,8 @@ class WholeModel:
             self.model = auto.from_config(self.configuration, dtype=dtype)
         self.model.config.use_cache = False
         if recompute:
-            newer = getattr(self.model, "activation_checkpointing_enable", None)  # the older name warns where both are
             with told_in_a_line(f"{name}: transformers does not run its layers again"):
-                (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+                checkpoint_each_layer(self.model)
         self.model.train()
 
     @cached_property
