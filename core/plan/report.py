@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from core.plan.run_memory import RankMemory
 from core.plan.state_bytes import STATE_KINDS
-from core.plan.step_memory import STEP_KINDS
+from core.plan.step_memory import ACTIVATIONS, STEP_KINDS
 from core.plan.step_time import StepTime
 
 COMMUNICATORS = "communicators"
@@ -36,11 +36,10 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
     rows = [("", head)]
-    rows += [
-        (kind, [gib(memory.held.get(kind, 0)) for memory in columns])
-        for kind in KINDS
-        if any(memory.held.get(kind, 0) for memory in columns)
-    ]
+    for kind in KINDS:
+        if any(memory.held.get(kind, 0) for memory in columns):
+            rows.append((kind, [gib(memory.held.get(kind, 0)) for memory in columns]))
+            rows += _rows_of_parts(columns) if kind == ACTIVATIONS else []
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
@@ -56,6 +55,20 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
         (name.ljust(first) + "".join(cell.rjust(width + 2) for cell, width in zip(cells, widths, strict=True))).rstrip()
         for name, cells in rows
     )
+
+
+def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]:
+    """What activations are of: microbatches in flight, for each stage of a rank, and copies of what each part saves."""
+    in_flight = [", ".join(map(str, memory.highest.in_flight.values())) for memory in columns]
+    counts = [{(saved.part, saved.each): saved.copies for saved in memory.activations} for memory in columns]
+    parts = dict.fromkeys(part for count in counts for part in count if part[1])
+    return [
+        ("  microbatches in flight", in_flight),
+        *(
+            (f"  {name}", [f"{count[name, each]} x {gib(each)}" if count.get((name, each)) else "" for count in counts])
+            for name, each in parts
+        ),
+    ]
 
 
 def time_table(time: StepTime) -> str:

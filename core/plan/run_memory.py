@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,7 +17,7 @@ from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
-from core.plan.step_memory import Moment, StageFigures, memory_along
+from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
 from core.rank_grid import RankGrid
 
 StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
@@ -42,6 +42,9 @@ class Source(Protocol):
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
         """What runs on a stage, in order: keys of `figures`."""
+
+    def name_of_layers(self, kind: Any) -> str:
+        """Layers of a kind in words. All other keys of `figures` are words."""
 
     def figures(self, parts: Sequence[Any], groups: PlannedGroups) -> Mapping[Any, PartFigures]:
         """What a microbatch costs in each of some parts."""
@@ -92,7 +95,7 @@ class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
     plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
-    in files and, beside a GPU, in the memory of the host.
+    in files and, beside a GPU, in the memory of the host. parts: the figures of the parts of its stages.
     """
 
     rank: int
@@ -102,6 +105,7 @@ class RankMemory:
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    parts: StageParts = field(default_factory=dict, repr=False)
 
     @property
     def highest(self) -> Moment:
@@ -112,6 +116,11 @@ class RankMemory:
     def held(self) -> dict[str, int]:
         """Bytes by kind at the highest point of a step."""
         return {**self.state, **self.highest.held}
+
+    @property
+    def activations(self) -> list[Saved]:
+        """The activations at the highest point of a step, by part of the model."""
+        return self.highest.saved(self.parts)
 
     @property
     def peak(self) -> int:
@@ -134,7 +143,9 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
     figures = run.source.figures(kinds, run.groups_of(0))
-    return {stage: [figures[part] for part in row] for stage, row in parts.items()}
+    names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
+    named = {part: replace(figures[part], name=name) for part, name in names.items()}
+    return {stage: [named[part] for part in row] for stage, row in parts.items()}
 
 
 def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
@@ -163,5 +174,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             sent_bytes=run.source.sent_bytes(),
         )
         below = {"files" if run.on_cpu else "host": state.below}
-        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **below))
+        plans = [plan for _, plan in chunks]
+        found.append(
+            RankMemory(rank, stages, state.device, moments, plans, **below, parts={s: parts[s] for s in stages})
+        )
     return found
