@@ -14,6 +14,7 @@ from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activat
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
+from core.plan.state_bytes import is_tagged
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
 from core.transformer.transformer_config import TransformerConfig
@@ -43,6 +44,10 @@ class GptSource:
         """The stages of the planned rank, on the meta device, as a job builds them."""
         with torch.device("meta"):
             return build_gpt_stages(replace(self.config, perform_initialization=False), layout, groups)
+
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts."""
+        return is_tagged(name, param)
 
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""

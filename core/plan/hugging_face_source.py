@@ -188,6 +188,10 @@ class HuggingFaceSource:
         """For each layer the number of the first that is like it."""
         return self._whole_model.kinds
 
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts, whether or not they are spread over ranks."""
+        return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
+
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
         width = self.configuration.get_text_config().hidden_size

@@ -39,6 +39,8 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     for kind in KINDS:
         if any(memory.held.get(kind, 0) for memory in columns):
             rows.append((kind, [gib(memory.held.get(kind, 0)) for memory in columns]))
+            if any(memory.experts.get(kind, 0) for memory in columns):
+                rows.append(("  of experts", [gib(memory.experts.get(kind, 0)) for memory in columns]))
             rows += _rows_of_parts(columns) if kind == ACTIVATIONS else []
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if room is not None:

@@ -37,6 +37,9 @@ class Source(Protocol):
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device."""
 
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts, by its name in its stage."""
+
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
 
@@ -95,7 +98,8 @@ class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
     plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
-    in files and, beside a GPU, in the memory of the host. parts: the figures of the parts of its stages.
+    in files and, beside a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
+    the figures of the parts of its stages.
     """
 
     rank: int
@@ -105,6 +109,7 @@ class RankMemory:
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
     parts: StageParts = field(default_factory=dict, repr=False)
 
     @property
@@ -164,6 +169,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             on_cpu=run.on_cpu,
             one_host=run.one_host,
             user=run.user_optimizer,
+            is_expert=run.source.is_expert,
         )
         waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
@@ -173,9 +179,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
         )
-        below = {"files" if run.on_cpu else "host": state.below}
-        plans = [plan for _, plan in chunks]
-        found.append(
-            RankMemory(rank, stages, state.device, moments, plans, **below, parts={s: parts[s] for s in stages})
-        )
+        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.below, "experts": state.experts}
+        more["parts"] = {stage: parts[stage] for stage in stages}
+        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **more))
     return found
