@@ -85,7 +85,8 @@ class RunPlan:
         time = ["", time_table(self.time)] if self.device.has_figures else []
         offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
         below = [BELOW_TAKES_NO_TIME] if time and offloads else []
-        return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *below])
+        table = memory_table(self.memories, self.room)
+        return "\n".join([*self.run.notes, device, table, verdict, *unknown, *time, *below])
 
 
 def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:

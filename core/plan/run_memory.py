@@ -58,6 +58,7 @@ class Run:
     """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine.
 
     user_optimizer: makes the torch optimizer that the wrapper's masters are stepped by; None for that of `optimizer`.
+    notes: sentences on what the plan does not follow.
     """
 
     source: Source
@@ -71,6 +72,7 @@ class Run:
     on_cpu: bool = False
     one_host: bool = True
     user_optimizer: UserOptimizer | None = None
+    notes: Sequence[str] = ()
 
     @property
     def gradients_wait(self) -> bool:
