@@ -74,7 +74,7 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
 
 
 def time_table(time: StepTime) -> str:
-    """Where the seconds of a step go, and what one rank sends over which group."""
+    """Where the seconds of a step go."""
     kinds = {
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
@@ -84,15 +84,19 @@ def time_table(time: StepTime) -> str:
     }
     lines = [f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, MFU {time.mfu:.1%}"]
     lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
+    return "\n".join(lines)
+
+
+def traffic_table(time: StepTime, *, has_seconds: bool) -> str:
+    """What one rank sends over which group, and how long that takes where it is known; '' for a rank that is alone."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for row in time.travels:
         total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])
         for place, value in enumerate((row.calls, row.nbytes, row.seconds)):
             total[place] += value
-    if totals:
-        lines.append("one rank of the slowest stage sends in a step")
-    lines += [
-        f"  {group:<8}{collective:<16}{calls:>8.0f} calls{gib(nbytes):>13}{seconds:>10.3g} s {link} machines"
-        for (group, collective, link), (calls, nbytes, seconds) in totals.items()
-    ]
-    return "\n".join(lines).replace("inside machines", "inside a machine")
+    lines = ["one rank of the slowest stage sends in a step"] if totals else []
+    for (group, collective, link), (calls, nbytes, seconds) in totals.items():
+        took = f"{seconds:>10.3g} s" if has_seconds else ""
+        where = "inside a machine" if link == "inside" else "between machines"
+        lines.append(f"  {group:<8}{collective:<16}{calls:>8.0f} calls{gib(nbytes):>13}{took} {where}")
+    return "\n".join(lines)

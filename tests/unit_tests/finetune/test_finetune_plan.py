@@ -107,6 +107,14 @@ def test_a_dry_run_writes_nothing_and_a_job_that_cannot_fit_is_refused(
     assert started == [2, 2]
 
 
+def test_a_dry_run_prints_time_and_traffic_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tp", "2", "--zero", "2", "--run.ranks", "4"]
+    assert main([*flags, "--dry-run", "--device", "a100"]) == 0
+    told = capsys.readouterr().out
+    assert told == plan_run(PlannedTuning(load_config(flags)), 4, "a100").describe() + "\n"
+    assert "a step takes" in told and "dp_cp   reduce_scatter" in told
+
+
 def test_a_dry_run_needs_no_weights_and_is_told_what_the_file_says_wrongly(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
