@@ -16,6 +16,7 @@ from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.hugging_face import split_model, split_stages, stage_activations
 from core.hugging_face.parallel_loss import ParallelCausalLoss
+from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
@@ -135,7 +136,7 @@ class ModelJob(PlannedJob):
         model = AutoModelForCausalLM.from_config(told.configuration, dtype=source.dtype).train()
         model.config.use_cache = False
         if told.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_each_layer(model)
         shape = source.micro_batch_size, source.sequence_length
         self.runner = None
         if told.pp > 1:

@@ -52,11 +52,11 @@ def _run(config: TuneConfig, plan: TunePlan, launch: Launch) -> object:
     return run_tuning(config, plan, launch)
 
 
-def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, says: bool) -> int:
+def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None, says: bool) -> int:
     from core.finetune.planned import PlannedTuning
     from core.plan.dry_run import dry_run
 
-    return dry_run(PlannedTuning(config), config.run, ranks, ranks_here, says=says)
+    return dry_run(PlannedTuning(config), config.run, ranks, ranks_here, device, says=says)
 
 
 def check_fit(config: TuneConfig, ranks: int, ranks_here: int) -> None:

@@ -80,6 +80,17 @@ def check_model(config: TuneConfig) -> None:
     directory = directory_of(config)
     try:
         configuration = transformers.AutoConfig.from_pretrained(directory)
+    except Exception as error:  # whatever is wrong with a file
+        raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
+    model = check_configuration(config, configuration)
+    if not path.startswith(TINY):
+        check_weights(directory, model)
+
+
+def check_configuration(config: TuneConfig, configuration: Any) -> Any:
+    """The model without memory. ConfigError for one that cannot be made, or split or trained as asked."""
+    path = config.model.path
+    try:
         kind = causal_class(configuration, path)
         with torch.device("meta"):
             model = kind(configuration)
@@ -87,8 +98,6 @@ def check_model(config: TuneConfig) -> None:
         raise
     except Exception as error:  # whatever the values of a configuration lead to
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
-    if not path.startswith(TINY):
-        check_weights(directory, model)
     try:
         if config.parallel.tp > 1:
             read_plan(model).check_size(config.parallel.tp)
@@ -112,6 +121,7 @@ def check_model(config: TuneConfig) -> None:
         raise ConfigError(
             f"--model.sequence-length {config.model.sequence_length} is longer than the model's positions, {longest}"
         )
+    return model
 
 
 def load_tokenizer(config: TuneConfig) -> Any:

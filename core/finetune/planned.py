@@ -13,7 +13,7 @@ from torch import nn
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.dp_plugin_base import planned_world
 from core.finetune.config import TINY, TuneConfig
-from core.finetune.model import causal_class, check_model, lora_config_of, plugin_of, torch_optimizer
+from core.finetune.model import causal_class, check_configuration, lora_config_of, plugin_of, torch_optimizer
 from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
 from core.pipeline_parallel import PipelineLayout
@@ -33,19 +33,26 @@ WORDS = 8  # elements that a parameter, or a number between two operators, count
 
 @dataclass(frozen=True)
 class PlannedTuning:
-    """A fine-tuning job for `core.plan.plan_run`. Nothing is written, and a tiny model is not made."""
+    """A fine-tuning job for `core.plan.plan_run`. Nothing is written, and a tiny model is not made.
+
+    No weights are read, so that the model may be a config.json alone.
+    """
 
     config: TuneConfig
+
+    @cached_property
+    def _model(self) -> ModelRun:
+        return ModelRun(self.config.model.path, sequence_length=self.config.model.sequence_length)
 
     @cached_property
     def configuration(self) -> Any:
         """The model's configuration. ConfigError for one that the job would refuse."""
         require_installed("transformers", "fine-tuning", "transformers")
-        model = self.config.model
-        if not model.path.startswith(TINY):
-            check_model(self.config)
-        found = ModelRun(model.path, sequence_length=model.sequence_length).configuration
-        causal_class(found, model.path)
+        found = self._model.configuration
+        if self.config.model.path.startswith(TINY):
+            causal_class(found, self.config.model.path)
+        else:
+            check_configuration(self.config, found)
         return found
 
     def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
@@ -91,6 +98,7 @@ class PlannedTuning:
             on_cpu,
             one_host,
             self._optimizer,
+            self._model.notes,
         )
 
     def _source(self, plan: TunePlan) -> HuggingFaceSource:

@@ -48,6 +48,12 @@ def transformers_package() -> ModuleType:
     return transformers
 
 
+def checkpoint_each_layer(model: Any) -> None:
+    """Have each layer keep its input alone, and run again in backward. ValueError where the family does not have it."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both are
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def check_version(version: str) -> None:
     """PlanError for a version of transformers whose plans were never read."""
     first, after = VERSIONS

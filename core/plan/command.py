@@ -68,7 +68,7 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     given = {**vars(options), "micro": options.micro_batch, **_long_sizes(config, more)}
     fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
     found = advise(config, options.ranks, read_device(options.device), fixed=fixed)
-    print(found.describe())
+    print(*(config.notes if isinstance(config, ModelRun) else ()), found.describe(), sep="\n")
     return 0 if found.candidates else DOES_NOT_FIT
 
 

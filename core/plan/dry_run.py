@@ -34,7 +34,7 @@ def this_machine(options: RunOptions, ranks_here: int) -> Device:
     return replace(
         read_device("h100"),
         name="this machine",
-        about=f"{where}; python -m core.plan plans time too",
+        about=f"{where}; --device h100 plans for that one, with the time of a step",
         memory_bytes=host_memory_bytes() if of_gpu is None else of_gpu,
         is_host=of_gpu is None,
         has_figures=False,
@@ -71,9 +71,14 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
 
 
 @quietly()
-def dry_run(config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int, *, says: bool) -> int:
-    """Print what a job would hold here; the exit status: 0 if it fits, 1 if not. says: True on one rank of the job."""
-    plan = plan_run(config, ranks, this_machine(options, ranks_here))
+def dry_run(
+    config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int, device: str | None, *, says: bool
+) -> int:
+    """Print the plan of a job; the exit status: 0 if it fits, 1 if not.
+
+    device: as of `plan_run`; None for this machine. says: True on one rank of the job.
+    """
+    plan = plan_run(config, ranks, this_machine(options, ranks_here) if device is None else device)
     if says:
         print(plan.describe())
         if not plan.fits:

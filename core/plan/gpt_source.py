@@ -14,7 +14,8 @@ from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activat
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
-from core.plan.step_figures import PartFigures, watch_step
+from core.plan.state_bytes import is_tagged
+from core.plan.step_figures import PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
 from core.transformer.transformer_config import TransformerConfig
 
@@ -44,6 +45,10 @@ class GptSource:
         with torch.device("meta"):
             return build_gpt_stages(replace(self.config, perform_initialization=False), layout, groups)
 
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts."""
+        return is_tagged(name, param)
+
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
         return sum(
@@ -65,6 +70,11 @@ class GptSource:
         has_experts = self.config.is_moe_layer(number)
         first = next(n for n in range(number + 1) if self.config.is_moe_layer(n) == has_experts)
         return LayerKind(first, recomputed)
+
+    def name_of_layers(self, kind: LayerKind) -> str:
+        """Layers of a kind in words."""
+        has_experts = None if self.config.num_moe_experts is None else self.config.is_moe_layer(kind.number)
+        return layers_in_words(has_experts, kind.recomputed)
 
     def figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
         """The figures of the ends, and of the kinds of layers among `parts`."""

@@ -32,16 +32,16 @@ from core.hugging_face.split import (
 )
 from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
 from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
-from core.hugging_face.transformers_plans import read_experts, transformers_package
+from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
 from core.plan.live_memory import AFTER, BEFORE, LiveMemory
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
-from core.plan.step_figures import PartFigures, watch_step
+from core.plan.step_figures import PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
 from core.training.errors import ConfigError
 
-BETWEEN = "what comes before the layers of a later stage"
+BETWEEN = "before the layers"  # of a later stage
 NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that tell layers alike apart
 AROUND_ADAPTERS = "base_model.model."  # before the names of a model with adapters
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
@@ -92,9 +92,8 @@ class WholeModel:
             self.model = auto.from_config(self.configuration, dtype=dtype)
         self.model.config.use_cache = False
         if recompute:
-            newer = getattr(self.model, "activation_checkpointing_enable", None)  # the older name warns where both are
             with told_in_a_line(f"{name}: transformers does not run its layers again"):
-                (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+                checkpoint_each_layer(self.model)
         self.model.train()
 
     @cached_property
@@ -113,10 +112,14 @@ class WholeModel:
         ]
 
     @cached_property
+    def experts(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of experts' parameters, where they can be spread over ranks."""
+        return {name: shape for held in read_experts(self.model).values() for name, shape in held.items()}
+
+    @property
     def num_experts(self) -> int | None:
         """Of a layer, where they can be spread over ranks; None for a model without such experts."""
-        experts = read_experts(self.model)
-        return next(iter(next(iter(experts.values())).values()))[0] if experts else None
+        return next(iter(self.experts.values()))[0] if self.experts else None
 
 
 # By dtype and recomputation, of one configuration.
@@ -185,6 +188,10 @@ class HuggingFaceSource:
         """For each layer the number of the first that is like it."""
         return self._whole_model.kinds
 
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts, whether or not they are spread over ranks."""
+        return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
+
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
         width = self.configuration.get_text_config().hidden_size
@@ -195,6 +202,13 @@ class HuggingFaceSource:
         spec = layout.stage(stage)
         kinds = [self.kinds[number] for number in spec.layer_numbers]
         return [BEFORE if spec.pre_process else BETWEEN, *kinds, *[AFTER] * spec.post_process]
+
+    def name_of_layers(self, kind: int) -> str:
+        """Layers of a kind in words."""
+        experts = self._whole_model.experts
+        has_experts = any(name.startswith(f"{self.layers}.{kind}.") for name in experts) if experts else None
+        types = getattr(self.configuration.get_text_config(), "layer_types", None) or ()
+        return layers_in_words(has_experts, self.recompute, types[kind] if len({*types}) > 1 else "")
 
     # -- what a rank holds -----------------------------------------------------------------------------------------
 

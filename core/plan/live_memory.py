@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 FORWARD, BACKWARD = "forward", "backward"
-BEFORE, AFTER = "embedding", "head"  # what runs before the first layer, and after the last one
+BEFORE, AFTER = "embedding", "last norm, logits and loss"  # what runs before the first layer, and after the last one
 # Operators that torch's table of floating-point operations lists under the name of their GPU kernel.
 SAME_WORK = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",

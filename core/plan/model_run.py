@@ -13,6 +13,7 @@ from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel.schedules import plan_pipeline
+from core.plan.config_notes import config_notes
 from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, told_in_a_line, whole_model
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
@@ -59,8 +60,7 @@ class ModelRun:
                 found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
                 found.update({"_experts_implementation": None})  # as for one that is read from a directory
                 return found
-            path = Path(self.model)
-            path = path / "config.json" if path.is_dir() else path
+            path = self._file
             if not path.is_file():
                 raise LookupError(
                     f"there is no {path}; give a config.json, a directory with one, or {TINY}FAMILY for a small model"
@@ -78,6 +78,18 @@ class ModelRun:
         return found
 
     @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What the file of the configuration says that the plan does not follow, in sentences."""
+        if self.model.startswith(TINY):
+            return ()
+        return tuple(config_notes(json.loads(self._file.read_bytes()), self.configuration))
+
+    @property
+    def _file(self) -> Path:
+        path = Path(self.model)
+        return path / "config.json" if path.is_dir() else path
+
+    @cached_property
     def made(self) -> WholeModels:
         """Models without memory that plans of this run share."""
         return {}
@@ -90,7 +102,7 @@ class ModelRun:
     def in_layout(self, **options: Any) -> ModelRun:
         """With other options, none of which changes the configuration: it is not read again."""
         found = replace(self, **options)
-        vars(found).update(configuration=self.configuration, made=self.made)
+        vars(found).update(configuration=self.configuration, notes=self.notes, made=self.made)
         return found
 
 
@@ -119,7 +131,7 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
     )
     tokens = told.global_batch_size * told.sequence_length
     ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)
-    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host)
+    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host, notes=told.notes)
 
 
 def _check_object(model: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from core.plan.communicators import communicators, in_words
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
 from core.plan.model_run import ModelRun, run_of_model
-from core.plan.report import COMMUNICATORS, gib, memory_table, time_table
+from core.plan.report import COMMUNICATORS, gib, memory_table, time_table, traffic_table
 from core.plan.run_memory import RankMemory, Run, StageParts, parts_of_stages, plan_memory
 from core.plan.step_time import StepTime, plan_time
 from core.training.config import JobConfig
@@ -82,10 +82,13 @@ class RunPlan:
         )
         device = f"{self.device.name}: {self.device.about}"
         unknown = [self.not_counted] if self.not_counted else []
-        time = ["", time_table(self.time)] if self.device.has_figures else []
+        timed = self.device.has_figures
+        tables = [time_table(self.time)] * timed + [traffic_table(self.time, has_seconds=timed)]
+        time = ["", *filter(None, tables)] if any(tables) else []
         offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
-        below = [BELOW_TAKES_NO_TIME] if time and offloads else []
-        return "\n".join([device, memory_table(self.memories, self.room), verdict, *unknown, *time, *below])
+        below = [BELOW_TAKES_NO_TIME] if timed and offloads else []
+        table = memory_table(self.memories, self.room)
+        return "\n".join([*self.run.notes, device, table, verdict, *unknown, *time, *below])
 
 
 def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:

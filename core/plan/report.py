@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from core.plan.run_memory import RankMemory
 from core.plan.state_bytes import STATE_KINDS
-from core.plan.step_memory import STEP_KINDS
+from core.plan.step_memory import ACTIVATIONS, STEP_KINDS
 from core.plan.step_time import StepTime
 
 COMMUNICATORS = "communicators"
@@ -36,11 +36,12 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
     rows = [("", head)]
-    rows += [
-        (kind, [gib(memory.held.get(kind, 0)) for memory in columns])
-        for kind in KINDS
-        if any(memory.held.get(kind, 0) for memory in columns)
-    ]
+    for kind in KINDS:
+        if any(memory.held.get(kind, 0) for memory in columns):
+            rows.append((kind, [gib(memory.held.get(kind, 0)) for memory in columns]))
+            if any(memory.experts.get(kind, 0) for memory in columns):
+                rows.append(("  of experts", [gib(memory.experts.get(kind, 0)) for memory in columns]))
+            rows += _rows_of_parts(columns) if kind == ACTIVATIONS else []
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
@@ -58,8 +59,22 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     )
 
 
+def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]:
+    """What activations are of: microbatches in flight, for each stage of a rank, and copies of what each part saves."""
+    in_flight = [", ".join(map(str, memory.highest.in_flight.values())) for memory in columns]
+    counts = [{(saved.part, saved.each): saved.copies for saved in memory.activations} for memory in columns]
+    parts = dict.fromkeys(part for count in counts for part in count if part[1])
+    return [
+        ("  microbatches in flight", in_flight),
+        *(
+            (f"  {name}", [f"{count[name, each]} x {gib(each)}" if count.get((name, each)) else "" for count in counts])
+            for name, each in parts
+        ),
+    ]
+
+
 def time_table(time: StepTime) -> str:
-    """Where the seconds of a step go, and what one rank sends over which group."""
+    """Where the seconds of a step go."""
     kinds = {
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
@@ -69,15 +84,19 @@ def time_table(time: StepTime) -> str:
     }
     lines = [f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, MFU {time.mfu:.1%}"]
     lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
+    return "\n".join(lines)
+
+
+def traffic_table(time: StepTime, *, has_seconds: bool) -> str:
+    """What one rank sends over which group, and how long that takes where it is known; '' for a rank that is alone."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for row in time.travels:
         total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])
         for place, value in enumerate((row.calls, row.nbytes, row.seconds)):
             total[place] += value
-    if totals:
-        lines.append("one rank of the slowest stage sends in a step")
-    lines += [
-        f"  {group:<8}{collective:<16}{calls:>8.0f} calls{gib(nbytes):>13}{seconds:>10.3g} s {link} machines"
-        for (group, collective, link), (calls, nbytes, seconds) in totals.items()
-    ]
-    return "\n".join(lines).replace("inside machines", "inside a machine")
+    lines = ["one rank of the slowest stage sends in a step"] if totals else []
+    for (group, collective, link), (calls, nbytes, seconds) in totals.items():
+        took = f"{seconds:>10.3g} s" if has_seconds else ""
+        where = "inside a machine" if link == "inside" else "between machines"
+        lines.append(f"  {group:<8}{collective:<16}{calls:>8.0f} calls{gib(nbytes):>13}{took} {where}")
+    return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,7 +17,7 @@ from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
-from core.plan.step_memory import Moment, StageFigures, memory_along
+from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
 from core.rank_grid import RankGrid
 
 StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
@@ -37,11 +37,17 @@ class Source(Protocol):
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device."""
 
+    def is_expert(self, name: str, param: nn.Parameter) -> bool:
+        """True for a parameter of experts, by its name in its stage."""
+
     def sent_bytes(self) -> int:
         """What one stage sends the next for a microbatch."""
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
         """What runs on a stage, in order: keys of `figures`."""
+
+    def name_of_layers(self, kind: Any) -> str:
+        """Layers of a kind in words. All other keys of `figures` are words."""
 
     def figures(self, parts: Sequence[Any], groups: PlannedGroups) -> Mapping[Any, PartFigures]:
         """What a microbatch costs in each of some parts."""
@@ -52,6 +58,7 @@ class Run:
     """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine.
 
     user_optimizer: makes the torch optimizer that the wrapper's masters are stepped by; None for that of `optimizer`.
+    notes: sentences on what the plan does not follow.
     """
 
     source: Source
@@ -65,6 +72,7 @@ class Run:
     on_cpu: bool = False
     one_host: bool = True
     user_optimizer: UserOptimizer | None = None
+    notes: Sequence[str] = ()
 
     @property
     def gradients_wait(self) -> bool:
@@ -92,7 +100,8 @@ class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
     plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
-    in files and, beside a GPU, in the memory of the host.
+    in files and, beside a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
+    the figures of the parts of its stages.
     """
 
     rank: int
@@ -102,6 +111,8 @@ class RankMemory:
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+    parts: StageParts = field(default_factory=dict, repr=False)
 
     @property
     def highest(self) -> Moment:
@@ -112,6 +123,11 @@ class RankMemory:
     def held(self) -> dict[str, int]:
         """Bytes by kind at the highest point of a step."""
         return {**self.state, **self.highest.held}
+
+    @property
+    def activations(self) -> list[Saved]:
+        """The activations at the highest point of a step, by part of the model."""
+        return self.highest.saved(self.parts)
 
     @property
     def peak(self) -> int:
@@ -134,7 +150,9 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
     figures = run.source.figures(kinds, run.groups_of(0))
-    return {stage: [figures[part] for part in row] for stage, row in parts.items()}
+    names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
+    named = {part: replace(figures[part], name=name) for part, name in names.items()}
+    return {stage: [named[part] for part in row] for stage, row in parts.items()}
 
 
 def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
@@ -153,6 +171,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             on_cpu=run.on_cpu,
             one_host=run.one_host,
             user=run.user_optimizer,
+            is_expert=run.source.is_expert,
         )
         waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
@@ -162,6 +181,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
         )
-        below = {"files" if run.on_cpu else "host": state.below}
-        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **below))
+        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.below, "experts": state.experts}
+        more["parts"] = {stage: parts[stage] for stage in stages}
+        found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **more))
     return found

@@ -18,7 +18,7 @@ from torch import nn
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.buffer.grad_buffer import dtype_named
-from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.contract.gradient_contract import GradientContract, data_group_of
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places, places_of
@@ -32,6 +32,7 @@ from core.optimizer.masters.master_weights import BucketMasters, is_per_element
 from core.optimizer.masters.memory import moments_of, scratch_bytes
 from core.optimizer.masters.scratch import kept_dtype, scratch_numel
 from core.process_groups import ProcessGroups
+from core.rank_grid import DATA_KINDS
 from core.training.errors import ConfigError
 
 # Kinds of memory, in the order in which a table shows them.
@@ -58,11 +59,29 @@ class PlannedBucket:
     state_tier: None = None
 
 
+# True for a parameter of experts, by its name in its chunk.
+IsExpert = Callable[[str, nn.Parameter], bool]
+
+
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier: what lies on the device, and below it, in files or beside a GPU on the host."""
+    """Bytes by kind on each tier: what lies on the device, and below it, in files or beside a GPU on the host.
+
+    experts: of those on the device what belongs to experts; padding does not.
+    """
 
     device: Counter[str]
     below: Counter[str]
+    experts: Counter[str]
+
+    def add(self, kind: str, nbytes: int, of_experts: int = 0, *, below: bool = False) -> None:
+        """Count some bytes."""
+        (self.below if below else self.device)[kind] += nbytes
+        self.experts[kind] += 0 if below else of_experts
+
+
+def is_tagged(name: str, param: nn.Parameter) -> bool:
+    """True for a parameter that is marked as an expert's."""
+    return data_group_of(param) != DATA_KINDS[0]
 
 
 def state_bytes(
@@ -74,6 +93,7 @@ def state_bytes(
     on_cpu: bool,
     one_host: bool,
     user: UserOptimizer | None = None,
+    is_expert: IsExpert = is_tagged,
 ) -> TierBytes:
     """Bytes by kind that a rank holds between steps, of all its chunks together.
 
@@ -81,15 +101,15 @@ def state_bytes(
     each other's buffers, so that a gather of parameters copies nothing. user: makes the optimizer that steps masters,
     where it is a user's own. ConfigError for a placement that cannot be planned.
     """
-    held, below = TierBytes(Counter(), Counter())
+    found = TierBytes(Counter(), Counter(), Counter())
     _check_placement(ddp_config, on_cpu=on_cpu)
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
-        _add_buffers(held, below, plan, ddp_config, places)
+        _add_buffers(found, plan, ddp_config, groups, places, is_expert)
         mapped = on_cpu and one_host and ddp_config.share_host_memory
-        held[GATHERED] += _gathered_bytes(plan, ddp_config, places, mapped=mapped, on_cpu=on_cpu)
-    _add_optimizer(held, below, chunks, ddp_config, optimizer_config, groups, user, on_cpu=on_cpu)
-    return TierBytes(held, below)
+        found.add(GATHERED, _gathered_bytes(plan, ddp_config, places, mapped=mapped, on_cpu=on_cpu))
+    _add_optimizer(found, chunks, ddp_config, optimizer_config, groups, user, is_expert, on_cpu=on_cpu)
+    return found
 
 
 def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool) -> None:
@@ -109,28 +129,42 @@ def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool)
 
 
 def _add_buffers(
-    held: Counter[str],
-    below: Counter[str],
+    found: TierBytes,
     plan: ModelPlan,
     ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
     places: Places,
+    is_expert: IsExpert,
 ) -> None:
     """Parameters and gradients, whole or cut as the strategy says, where the placement says."""
     residency = ddp_config.residency
+    experts = {name for name, param in plan.named.items() if is_expert(name, param)}
+
+    def count(kind: str, layout: BufferLayout, bucket: BucketLayout, itemsize: int, cut: bool, below: bool) -> None:
+        rank = groups.rank(shard_and_replica(layout.key.data_group, ddp_config)[0])
+        kept = bucket.shard_of(rank) if cut else (0, bucket.numel)
+        of_experts = sum(
+            max(0, min(slot.end - bucket.start, kept[1]) - max(slot.start - bucket.start, kept[0]))
+            for slot in (bucket.slots if experts else ())
+            if slot.name in experts
+        )
+        found.add(kind, (kept[1] - kept[0]) * itemsize, of_experts * itemsize, below=below)
+
     for number, layout in enumerate(plan.layout.buffers):
         grad = dtype_named(layout.key.grad_dtype).itemsize
         for bucket in layout.buckets:
-            tier = below if (number, bucket.index) in places.grads else held
-            tier[GRADIENTS] += bucket.numel // residency.kept_by(layout.shards) * grad
+            below = (number, bucket.index) in places.grads
+            count(GRADIENTS, layout, bucket, grad, not residency.keeps_whole, below)
         if not residency.keeps_whole:
-            held[POOL] += pool_numel([bucket.numel for bucket in layout.buckets]) * grad
+            found.add(POOL, pool_numel([bucket.numel for bucket in layout.buckets]) * grad)
     for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
-        cut = not residency.keeps_params
         for bucket in layout.buckets:
-            tier = below if (number, bucket.index) in places.params else held
-            tier[PARAMETERS] += bucket.numel // (layout.shards if cut else 1) * _param_itemsize(layout)
+            below = (number, bucket.index) in places.params
+            count(PARAMETERS, layout, bucket, _param_itemsize(layout), not residency.keeps_params, below)
     in_buffers = {slot.name for layout in plan.frozen_layout.buffers for slot in layout.slots}
-    held[PARAMETERS] += sum(param.nbytes for name, param in plan.frozen.items() if name not in in_buffers)
+    for name, param in plan.frozen.items():
+        if name not in in_buffers:
+            found.add(PARAMETERS, param.nbytes, param.nbytes * (name in experts))
 
 
 def whole_gradients(plan: ModelPlan) -> int:
@@ -178,13 +212,13 @@ def _gathered_bytes(
 
 
 def _add_optimizer(
-    held: Counter[str],
-    below: Counter[str],
+    found: TierBytes,
     chunks: Sequence[tuple[nn.Module, ModelPlan]],
     ddp_config: DistributedDataParallelConfig,
     config: OptimizerConfig,
     groups: ProcessGroups,
     user: UserOptimizer | None,
+    is_expert: IsExpert,
     *,
     on_cpu: bool,
 ) -> None:
@@ -206,10 +240,10 @@ def _add_optimizer(
     device = torch.device("cpu" if on_cpu else "cuda")
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
+        experts = {id(param) for name, param in plan.params.items() if is_expert(name, param)}
         for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
             stands_in: Any = bucket
-            lies_below = (number, bucket.layout.index) in places.states
-            tier = below if lies_below else held
+            below = (number, bucket.layout.index) in places.states
             masters = BucketMasters(
                 stands_in,
                 of_groups.of,
@@ -218,19 +252,23 @@ def _add_optimizer(
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
-            tier[MASTERS] += masters.kept.nbytes
-            in_files = lies_below and on_cpu
+            kept = masters.kept.itemsize if masters.kept.numel() else 0
+            of_experts = sum(shard.numel for shard in masters.shards if id(shard.param) in experts)
+            found.add(MASTERS, masters.kept.nbytes, of_experts * kept, below=below)
+            in_files = below and on_cpu
             most = 0
             for segment in masters.segments:
                 dtypes = [kept_dtype(key, config) or masters.dtype for key in moments[segment.group]]
                 each = sum(dtype.itemsize for dtype in dtypes)
-                tier[MOMENTS] += 0 if in_files else segment.numel * each
+                of_experts = sum(shard.numel for shard in segment.shards if id(shard.param) in experts)
+                found.add(MOMENTS, 0 if in_files else segment.numel * each, of_experts * each, below=below)
                 most = max(most, each)
-            tier[MOMENTS] += masters.grad.numel() * most if in_files else 0  # there a moment has the bucket's length
-            on_host = lies_below and not on_cpu
-            is_copy = on_host and (number, bucket.layout.index) not in places.grads
-            tier[GRADIENTS] += masters.grad.nbytes if is_copy else 0  # for the step
-            place = below if on_host else held
+            # In files a moment has the bucket's length.
+            found.add(MOMENTS, masters.grad.numel() * most if in_files else 0, below=below)
+            on_host = below and not on_cpu
+            if on_host and (number, bucket.layout.index) not in places.grads:
+                found.add(GRADIENTS, masters.grad.nbytes, below=True)  # a copy, for the step
+            place = found.below if on_host else found.device
             place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or on_host))
 
 

@@ -29,6 +29,7 @@ class PartFigures:
     saved: bytes that its forward leaves for backward. forward, backward: the most bytes beside what earlier parts have
     saved, while it runs. work, sent: of both phases, by name. params: (elements on this rank, True for an expert's) of
     each trainable parameter; those before the layers are the first part's, and those behind them the last part's.
+    name: in a table.
     """
 
     saved: int
@@ -37,6 +38,13 @@ class PartFigures:
     work: Mapping[str, Counter[Work]]
     sent: Mapping[str, Sent]
     params: Params = ()
+    name: str = ""
+
+
+def layers_in_words(has_experts: bool | None, recomputed: bool, of_type: str = "") -> str:
+    """Layers of one kind. has_experts: None for a model without experts. of_type: where a model has several types."""
+    kind = {None: "", False: "dense ", True: "expert "}[has_experts]
+    return f"{kind}layers{f' ({of_type})' * bool(of_type)}{', computed again' * recomputed}"
 
 
 def watch_step(

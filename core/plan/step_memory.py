@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,21 +16,45 @@ STEP_KINDS = (ACTIVATIONS, WORKING, WHOLE, RECEIVED)
 
 
 class Highest(NamedTuple):
-    """The most bytes while a backward runs: its own, and beside it whole gradients that wait for the last backward."""
+    """The most bytes while an action runs: its own, and beside it whole gradients that wait for the last backward.
+
+    parts: so many parts of the stage, the first ones, still hold what their forward has saved.
+    """
 
     own: int
     waiting: int
+    parts: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.own + self.waiting
+
+
+class Saved(NamedTuple):
+    """What one part of a stage has saved, by name: bytes of one microbatch, and how many of these are there."""
+
+    part: str
+    each: int
+    copies: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.each * self.copies
 
 
 @dataclass(frozen=True)
 class StageFigures:
     """One stage, for one microbatch: bytes that its forward saves; the most while forward and backward run.
 
-    whole: bytes of whole gradients, which wait for the last microbatch, where a rank keeps only its shard; else 0. The
-    first backward of a step makes them, and the last one gives them away: first, last.
+    saved_by: bytes that the first n parts save, for each n from 0. whole: bytes of whole gradients, which wait for the
+    last microbatch, where a rank keeps only its shard; else 0. The first backward of a step makes them, and the last
+    one gives them away: first, last.
     """
 
     saved: int
+    saved_by: Sequence[int]
     forward: int
     backward: int
     whole: int
@@ -39,38 +64,58 @@ class StageFigures:
     @classmethod
     def of(cls, parts: Sequence[PartFigures], whole: int = 0) -> StageFigures:
         """Those of parts that run one after the other: earlier ones have saved, and later ones have freed."""
-        saved = forward = 0
+        forward = elements = 0
+        saved_by = [0]
         own, waiting = [], []  # of each part: bytes while its backward runs; elements up to its last parameter
-        elements = 0
         for part in parts:
-            forward = max(forward, saved + part.forward)
-            own.append(saved + part.backward)
-            saved += part.saved
+            before = saved_by[-1]
+            forward = max(forward, before + part.forward)
+            own.append(before + max(part.saved, part.backward))
+            saved_by.append(before + part.saved)
             elements += sum(numel for numel, _ in part.params)
             waiting.append(elements)
+        saved = saved_by[-1]
         left = [whole * reached // max(1, elements) for reached in waiting]
-        first = [Highest(most, whole - behind) for most, behind in zip(own, left, strict=True)]
-        last = [Highest(most, behind) for most, behind in zip(own, left, strict=True)]
-        most = [max([Highest(saved, begun), *rows], key=sum) for begun, rows in ((0, first), (whole, last))]
-        return cls(saved, max(forward, saved), max(saved, *own), whole, *most)
+        # Where less is held than all parts have saved, later ones have freed theirs.
+        held = [len(parts) if most >= saved else place for place, most in enumerate(own, 1)]
+        ends = [
+            max([Highest(saved, begun, len(parts)), *map(Highest, own, behind, held)], key=lambda row: row.total)
+            for begun, behind in ((0, [whole - reached for reached in left]), (whole, left))
+        ]
+        return cls(saved, saved_by, max(forward, saved), max(saved, *own), whole, *ends)
 
     def backward_of(self, done: int, microbatches: int) -> Highest:
         """The most while the backward of a microbatch runs, after `done` others in this step."""
         ends = {0: self.first, microbatches - 1: self.last}
-        return ends.get(done, Highest(self.backward, self.whole))
+        return ends.get(done, Highest(self.backward, self.whole, len(self.saved_by) - 1))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at the highest point of one action, by kind."""
+    """What is alive at the highest point of one action, by kind.
+
+    in_flight: by stage, the microbatches that activations are there of. parts: of the action's own microbatch only
+    those of so many parts are.
+    """
 
     action: Action
     held: Mapping[str, int]
+    in_flight: Mapping[int, int]
+    parts: int
 
     @property
     def total(self) -> int:
         """All kinds together."""
         return sum(self.held.values())
+
+    def saved(self, parts: Mapping[int, Sequence[PartFigures]]) -> list[Saved]:
+        """The activations by part, in the order of the model; equal layers are together. parts: by stage."""
+        counts: Counter[tuple[str, int]] = Counter()
+        for stage, count in self.in_flight.items():
+            for place, part in enumerate(parts[stage]):
+                freed = stage == self.action.stage and place >= self.parts
+                counts[part.name, part.saved] += count - freed
+        return [Saved(*key, count) for key, count in counts.items()]
 
 
 def memory_along(
@@ -88,23 +133,27 @@ def memory_along(
     """
     inner = [stage for stage in stages if stage > 0], [stage for stage in stages if stage < num_stages - 1]
     received = microbatches * sent_bytes * sum(map(len, inner))
-    alive = 0
+    in_flight = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)  # backwards that have made gradients of parameters
     moments = []
     for action in actions:
         stage = stages[action.stage]
+        in_flight[action.stage] += action.kind == "F"
+        alive = sum(count * stages[one].saved for one, count in in_flight.items())
         waiting = sum(stages[one].whole for one in stages if 0 < done[one] < microbatches)
-        before = alive - stage.saved
+        begun = stage.whole if 0 < done[action.stage] < microbatches else 0
+        parts = len(stage.saved_by) - 1
         if action.kind == "F":
-            working, before, after = stage.forward, alive, alive + stage.saved
+            highest = Highest(stage.forward, begun, parts)
         elif action.kind in ("B", "I"):
-            own = stage.backward_of(done[action.stage], microbatches)
-            working, after = own.own, before if action.kind == "B" else alive
-            waiting += own.waiting - (stage.whole if done[action.stage] else 0)
+            highest = stage.backward_of(done[action.stage], microbatches)
         else:  # weight gradients that were put off have kept what the forward saved
-            working, after = stage.saved, before
-        done[action.stage] += action.kind in ("B", "W")
-        held = {ACTIVATIONS: before + min(working, stage.saved), WORKING: max(0, working - stage.saved)}
-        moments.append(Moment(action, {**held, WHOLE: waiting, RECEIVED: received}))
-        alive = after
+            highest = Highest(stage.saved, begun, parts)
+        saved = stage.saved_by[highest.parts]
+        held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
+        held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received}
+        moments.append(Moment(action, held, dict(in_flight), highest.parts))
+        ends = action.kind in ("B", "W")
+        done[action.stage] += ends
+        in_flight[action.stage] -= ends
     return moments

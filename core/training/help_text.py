@@ -54,6 +54,8 @@ def _overview(groups: Mapping[str, Sequence[str]], config: Any, prog: str, about
         *("Groups of options, and how many there are in each:", ""),
         *(f"  --help {name:<12}{len(entries):>4}  {_title(getattr(config, name))}" for name, entries in groups.items()),
         f"  --help {EVERYTHING:<12}{sum(map(len, groups.values())):>4}  every option",
+        *("", "--dry-run prints the plan of the job on this machine, and starts nothing; for another device, with"),
+        "the time of a step, --dry-run --device h100.",
         *("", "Those that a first run changes:", ""),
     ]
     names = [f"--{name}" for name in COMMON]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ Plan = TypeVar("Plan")
 FAILURE = 1
 USAGE_ERROR = 2
 SOON_PLANNED = 256  # layers that are planned in seconds, with all changes that might help
-DRY_RUN = "--dry-run"  # plan the job, and start nothing
+DRY_RUN, DEVICE = "--dry-run", "--device"  # plan the job, and start nothing; for another device than this machine
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Command(Generic[Config, Plan]):
 
     load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
     many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part.
-    dry_run: prints what a job of so many ranks, so many of them here, would hold, and gives the exit status. check_fit:
-    refuses what so many ranks, so many of them here, cannot hold. All but `run` raise ConfigError, or MissingExtra.
+    dry_run: prints the plan of a job of so many ranks, so many of them here, for a device or None for this machine, and
+    gives the exit status. check_fit: refuses what so many ranks, so many of them here, cannot hold. All but `run` raise
+    ConfigError, or MissingExtra.
     """
 
     load: Callable[[list[str]], Config]
@@ -52,7 +54,7 @@ class Command(Generic[Config, Plan]):
     check: Callable[[Config, int], None]
     check_places: Callable[[Config], None]
     run: Callable[[Config, Plan, Launch], object]
-    dry_run: Callable[[Config, int, int, bool], int]
+    dry_run: Callable[[Config, int, int, str | None, bool], int]
     check_fit: Callable[[Config, int, int], None]
 
 
@@ -76,17 +78,17 @@ def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
 
 def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     launch: Launch | None = None
-    dry = DRY_RUN in arguments
     try:
         launch = find_launch(os.environ)
-        config = command.load([word for word in arguments if word != DRY_RUN])
+        dry, device, arguments = _take_dry_run(arguments)
+        config = command.load(arguments)
         if launch is not None and launch.restarts > 0:
             config = after_restart(config)
         ranks_here = config.run.ranks if launch is None else launch.local_world_size
         ranks = config.run.ranks if launch is None else launch.world_size
         plan = command.plan(config, ranks)
         if dry:
-            return command.dry_run(config, ranks, ranks_here, launch is None or launch.rank == 0)
+            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0)
         threads = intra_op_threads(
             os.environ,
             requested=config.run.threads_per_rank,
@@ -124,16 +126,32 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     return 0
 
 
+def _take_dry_run(arguments: Sequence[str]) -> tuple[bool, str | None, list[str]]:
+    """(True for a dry run, its device, all other arguments). ConfigError for a device without a dry run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(DRY_RUN, action="store_true")
+    parser.add_argument(DEVICE)
+    try:
+        found, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if found.device is not None and not found.dry_run:
+        raise ConfigError(
+            f"{DEVICE} {found.device} is of a plan; add {DRY_RUN} to print one, or say --run.device for a run"
+        )
+    return found.dry_run, found.device, others
+
+
 def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object:
     from core.training.job import run_job
 
     return run_job(config, plan, launch)
 
 
-def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, says: bool) -> int:
+def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, device: str | None, says: bool) -> int:
     from core.plan.dry_run import dry_run
 
-    return dry_run(config, config.run, ranks, ranks_here, says=says)
+    return dry_run(config, config.run, ranks, ranks_here, device, says=says)
 
 
 def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.hugging_face.transformers_plans import checkpoint_each_layer
+
 
 @dataclass(frozen=True)
 class GradientCheckpointConfig:
@@ -47,7 +49,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
 def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, layers: str) -> None:
     """Switch on transformers' own checkpointing in the first layers of each part of a model."""
     for part in parts:
-        part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_each_layer(part)
         held = [layer for layer in part.get_submodule(layers) if any(True for _ in layer.parameters())]
         stage = getattr(getattr(vars(part).get("forward"), "part", None), "index", 0)
         count = config.layers_of(stage, len(held))

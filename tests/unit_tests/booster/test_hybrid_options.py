@@ -13,6 +13,7 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_options import REFUSED
+from core.booster.plugin.layer_checkpointing import checkpoint_layers
 from core.hugging_face import Policy
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
@@ -239,3 +240,10 @@ def test_the_table_the_signature_the_list_and_the_page_name_the_same_parameters(
     scale = {"min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"}  # "initial ... max"
     missing = [name for name in LISTED if f"`{name}" not in rows and name not in scale]
     assert not missing
+
+
+def test_layers_are_checkpointed_without_a_name_that_transformers_gives_up(recwarn: pytest.WarningsRecorder) -> None:
+    model = small("llama")
+    checkpoint_layers([model], GradientCheckpointConfig(0.5), "model.layers")
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+    assert not [warning.message for warning in recwarn if warning.category is FutureWarning]

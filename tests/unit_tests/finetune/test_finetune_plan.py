@@ -107,11 +107,37 @@ def test_a_dry_run_writes_nothing_and_a_job_that_cannot_fit_is_refused(
     assert started == [2, 2]
 
 
+def test_a_dry_run_prints_time_and_traffic_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tp", "2", "--zero", "2", "--run.ranks", "4"]
+    assert main([*flags, "--dry-run", "--device", "a100"]) == 0
+    told = capsys.readouterr().out
+    assert told == plan_run(PlannedTuning(load_config(flags)), 4, "a100").describe() + "\n"
+    assert "a step takes" in told and "dp_cp   reduce_scatter" in told
+
+
+def test_a_dry_run_needs_no_weights_and_is_told_what_the_file_says_wrongly(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A config.json, and a directory that holds nothing else, give the plan of a whole checkpoint."""
+    tiny_of_bytes("llama", 256).save_pretrained(tmp_path)
+    plans = []
+    for model in ("tiny:llama", str(tmp_path), str(tmp_path / "config.json")):
+        assert main(["--model", model, "--run.device", "cpu", "--dry-run"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] == plans[2] and "layers" in plans[0]
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("intermediate_size", "intermediate_sise"))
+    assert main(["--model", str(file), "--run.device", "cpu", "--dry-run"]) == 0
+    assert "intermediate_sise (is it intermediate_size?)" in capsys.readouterr().out
+    assert main(["--model", str(tmp_path), "--run.device", "cpu", "--tp", "3", "--run.ranks", "3", "--dry-run"]) == 2
+    assert "--parallel.tp 3" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--tp", "3", "--run.ranks", "3", "--run.global-batch-size", "3"], "Sizes that fit this model: 1, 2, 4, 8"),
-        (["--model", "nowhere"], "--model.path nowhere holds no config.json"),
+        (["--model", "nowhere"], "there is no nowhere; give a config.json, a directory with one, or tiny:FAMILY"),
         (["--model", "tiny:vit"], "has no causal language model"),
         (["--pp", "5", "--run.ranks", "5"], "stage 4 of [1, 1, 1, 1, 0] has no layer"),
         (["--plugin", "gemini", "--pp", "2"], "gemini has dp and tp only"),

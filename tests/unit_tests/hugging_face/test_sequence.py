@@ -20,6 +20,7 @@ from core.hugging_face import PlanError, sequence, split_model
 from core.hugging_face.check import Verdict, check_on_rank
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
 from core.hugging_face.tiny import families, families_with_policy
+from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.tensor_parallel import mappings
 from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import grad_times, small, tokens, whole
@@ -180,7 +181,7 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(rank: int, world: int, s
 def test_recomputed_layers_have_the_same_gradients(rank: int, world: int, sp: str) -> None:
     tp, cp = (1, world) if sp in OVER_CONTEXT else (world, 1)
     model, reference, compare = split_over(tp, cp, sp, "gpt2", **NO_DROPOUT)
-    model.module.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_each_layer(model.module)
     ids = tokens(1, LENGTH)
     positions, _, mask = packed()
     reference(input_ids=ids, labels=ids, position_ids=positions, attention_mask=mask).loss.backward()

@@ -16,6 +16,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face import PlanError, add_lora, save_split, split_model
 from core.hugging_face.tiny import families, families_with_policy, tiny_config, tiny_model
+from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens, whole
@@ -142,7 +143,7 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(rank: int, worl
     split_model(model)
     model.config.decoder_start_token_id = 0
     other = copy.deepcopy(model)
-    other.gradient_checkpointing_enable()
+    checkpoint_each_layer(other)
     ids = tokens() % 90
     calls = [0, 0]
     for number, each in enumerate((model, other)):

@@ -68,6 +68,42 @@ def test_a_dry_run_of_the_main_job_starts_nothing(capsys: pytest.CaptureFixture[
     assert "does not fit: rank" in capsys.readouterr().out
 
 
+def test_a_dry_run_prints_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """For a device by name; and for this machine, whose speed is not known, the traffic without seconds."""
+    from core.training.main import main as train
+
+    assert main([*TINY, "--ranks", "4", "--device", "h200"]) == 0
+    planned = capsys.readouterr().out
+    assert train(["--dry-run", "--config", TINY[1], "--run.ranks", "4", "--device", "h200"]) == 0
+    assert capsys.readouterr().out == planned and "a step takes" in planned
+    assert train(["--config", TINY[1], "--run.ranks", "4", "--run.device", "cpu", "--dry-run"]) == 0
+    here = capsys.readouterr().out
+    assert "a step takes" not in here
+    assert [line.partition(" KiB")[0] for line in here.splitlines()[-5:]] == [
+        line.partition(" KiB")[0] for line in planned.splitlines()[-5:]
+    ]
+    assert here.splitlines()[-1].endswith("KiB inside a machine")
+    large = ["--model.hidden-size", "2048", "--model.num-layers", "300", "--run.ranks", "4"]
+    assert train(["--config", TINY[1], *large, "--dry-run", "--device=a100"]) == 1
+    assert "times the time of a step" in capsys.readouterr().out
+
+
+def test_a_device_is_of_a_dry_run_alone_and_other_arguments_stay_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    from core.training import main as command
+
+    words = ["--data.text", "a", "b", "--run.seed", "-5", "--logging.no-plots"]
+    assert command._take_dry_run([*words[:3], "--device", "h100", "--dry-run", *words[3:]]) == (True, "h100", words)
+    assert command._take_dry_run(words) == (False, None, words)
+    for flags, told in (
+        (["--device", "h100"], "--device h100 is of a plan; add --dry-run"),
+        (["--dry-run", "--device"], "--device: expected one argument"),
+        (["--dry-run", "--device", "b900"], "--device b900 is not known; known are a100"),
+    ):
+        assert command.main(["--config", TINY[1], *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+
+
 def test_what_cannot_fit_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from core.plan.run_memory import plan_memory
 from core.plan.schedule_order import Action
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
 from core.plan.step_figures import PartFigures
-from core.plan.step_memory import RECEIVED, WHOLE, Highest, StageFigures, memory_along
+from core.plan.step_memory import RECEIVED, WHOLE, WORKING, Highest, Saved, StageFigures, memory_along
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
@@ -197,12 +197,14 @@ def test_activations_are_planned_within_five_percent(rank: int, world: int, layo
 
 
 def test_whole_gradients_wait_from_the_first_backward_to_the_last_one() -> None:
-    parts = [PartFigures(10, 12, 15, {}, {}, [(1, False)]), PartFigures(20, 22, 40, {}, {}, [(3, True)])]
+    parts = [PartFigures(10, 12, 15, {}, {}, [(1, False)], "a"), PartFigures(20, 22, 40, {}, {}, [(3, True)], "b")]
     stage = StageFigures.of(parts, whole=400)
     # The head's backward comes first, with 10 saved before it: nothing waits yet, or all does. Then the embedding's.
-    assert (stage.first, stage.last) == (Highest(15, 300), Highest(50, 400))
+    assert (stage.first, stage.last) == (Highest(15, 300, 1), Highest(50, 400, 2))
     actions = [action for number in range(3) for action in (Action("F", 0, number), Action("B", 0, number))]
     moments = memory_along(actions, {0: stage}, num_stages=1, microbatches=3, sent_bytes=0)
     assert [moment.held[WHOLE] for moment in moments] == [0, 300, 400, 400, 400, 400]
     assert [moment.total for moment in moments] == [32, 315, 432, 450, 432, 450]
-    assert StageFigures.of(parts).first == StageFigures.of(parts).last == Highest(50, 0)
+    assert moments[1].saved({0: parts}) == [Saved("a", 10, 1), Saved("b", 20, 0)] and moments[1].held[WORKING] == 5
+    assert moments[3].saved({0: parts}) == [Saved("a", 10, 1), Saved("b", 20, 1)] and moments[3].held[WORKING] == 20
+    assert StageFigures.of(parts).first == StageFigures.of(parts).last == Highest(50, 0, 2)

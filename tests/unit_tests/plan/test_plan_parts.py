@@ -1,0 +1,201 @@
+"""What a plan's figures are of: activations by part of the model, and what belongs to experts."""
+
+import re
+from collections import Counter
+from typing import Any, Literal
+
+import pytest
+
+from benchmarks.plan_jobs import GptJob, ModelJob
+from core.plan import ModelRun, RankMemory, plan_run
+from core.plan.job_run import run_of_job
+from core.plan.live_memory import LiveMemory
+from core.plan.model_run import run_of_model
+from core.plan.run_memory import plan_memory
+from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS
+from core.plan.step_memory import ACTIVATIONS
+from core.training.config_file import load_config
+from tests.unit_tests.plan.test_plan_memory import EXPERTS, MODEL, RECOMPUTED, strategy
+from tests.unit_tests.ranks import ranks
+
+EMBEDDING, LAYERS, AGAIN, HEAD = "embedding", "layers", "layers, computed again", "last norm, logits and loss"
+
+
+def counts_of(memory: RankMemory) -> dict[str, int]:
+    """Copies by name; the parts of a table must come to its total."""
+    assert sum(saved.nbytes for saved in memory.activations) == memory.held[ACTIVATIONS] > 0
+    return {saved.part: saved.copies for saved in memory.activations if saved.nbytes}
+
+
+OURS: dict[str, tuple[str, list[dict[str, int]]]] = {
+    "plain": ("--tp 1", [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
+    "recomputed": (f"--tp 1 {' '.join(RECOMPUTED)}", [{EMBEDDING: 1, AGAIN: 4, HEAD: 1}]),
+    "tp, sequence parallel": (f"--tp 2 {' '.join(RECOMPUTED)}", [{EMBEDDING: 1, AGAIN: 4, HEAD: 1}]),
+    "cp": ("--tp 1 --cp 2", [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
+    "pp": ("--tp 1 --pp 2", [{EMBEDDING: 2, LAYERS: 4}, {LAYERS: 2, HEAD: 1}]),
+    "pp, recomputed": (f"--tp 1 --pp 2 {' '.join(RECOMPUTED)}", [{EMBEDDING: 2, AGAIN: 4}, {AGAIN: 2, HEAD: 1}]),
+    "experts": (
+        f"--tp 1 --parallel.ep 2 {' '.join(EXPERTS)}",
+        [{EMBEDDING: 1, "expert layers": 2, "dense layers": 2, HEAD: 1}],
+    ),
+    # Four microbatches of rank 0 are in its first stage of one layer and one in the second when most is held.
+    "vpp": ("--tp 1 --pp 2 --parallel.vpp 2", [{EMBEDDING: 4, LAYERS: 5}, {LAYERS: 3, HEAD: 1}]),
+    "accumulated": (
+        f"--tp 1 --run.micro-batch-size 2 {' '.join(strategy('optim_grads'))}",
+        [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", list(OURS))
+def test_parts_of_our_model_come_to_the_total(layout: str) -> None:
+    flags, expected = OURS[layout]
+    plan = plan_run(load_config([*MODEL, *flags.split()]), 2, "h100")
+    assert [counts_of(memory) for memory in plan.memories] == expected
+    assert plan.fullest.activations in [memory.activations for memory in plan.memories]
+
+
+THEIRS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
+    "llama": ({}, [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
+    "qwen3": ({"recompute": True}, [{EMBEDDING: 1, AGAIN: 4, HEAD: 1}]),
+    "llama tp": ({"tp": 2, "sequence_parallel": "split_gather"}, [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
+    "llama cp": ({"cp": 2, "sequence_parallel": "ring_attn"}, [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
+    "qwen3 pp": (
+        {"pp": 2, "micro_batch_size": 1},
+        [{EMBEDDING: 2, LAYERS: 4}, {"before the layers": 1, LAYERS: 2, HEAD: 1}],
+    ),
+    "gemma2": ({}, [{EMBEDDING: 1, "layers (sliding_attention)": 2, "layers (full_attention)": 2, HEAD: 1}]),
+    "qwen3_moe ep": ({"ep": 2}, [{EMBEDDING: 1, "expert layers": 4, HEAD: 1}]),
+}
+
+
+@pytest.mark.parametrize("layout", list(THEIRS))
+def test_parts_of_a_hugging_face_model_come_to_the_total(layout: str) -> None:
+    pytest.importorskip("transformers")
+    options, expected = THEIRS[layout]
+    told = ModelRun(f"tiny:{layout.split()[0]}", sequence_length=64, global_batch_size=4, **options)
+    plan = plan_run(told, 2, "h100")
+    assert [counts_of(memory) for memory in plan.memories] == expected
+
+
+@ranks(1, timeout_s=120)
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {}), ("qwen3", {"recompute": True}), ("qwen3_moe", {}), ("ours", {})]
+)
+@pytest.mark.in_suite(2)
+def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str, options: dict[str, Any]) -> None:
+    """Of Hugging Face models to the byte; of ours within half a percent."""
+    job: GptJob | ModelJob
+    if family == "ours":
+        config = load_config([*MODEL, "--tp", "1"])
+        run = run_of_job(config, world, on_cpu=True)
+        job = GptJob(config, world)
+    else:
+        told = ModelRun(f"tiny:{family}", sequence_length=64, global_batch_size=4, **options)
+        run = run_of_model(told, world, on_cpu=True)
+        job = ModelJob(told, run)
+    (planned,) = plan_memory(run)
+    job.step()
+    job.clear()
+    model: Any = job.chunks[0]
+    (batch,) = job.batches
+    with LiveMemory(job.known()) as live:
+        if isinstance(job, GptJob):
+            loss = model(batch, labels=batch).mean()
+        else:
+            loss = job.loss(model(**job.arguments(batch)).logits.float(), labels=batch, num_items_in_batch=1.0)
+        left = live.live
+    assert loss.item() > 0
+    assert sum(saved.nbytes for saved in planned.activations) == pytest.approx(
+        left, rel=0.005 if family == "ours" else 0, abs=0
+    )
+
+
+@pytest.mark.parametrize(("flags", "tp", "cp"), [("--tp 1", 1, 1), ("--tp 2", 2, 1), ("--tp 1 --cp 2", 1, 2)])
+def test_a_layer_that_is_computed_again_keeps_its_input_alone(flags: str, tp: int, cp: int) -> None:
+    """In fp32 [sequences, tokens, hidden] of a rank's tokens, and cosines and sines of a head for these."""
+    config = load_config([*MODEL, *RECOMPUTED, *flags.split(), "--run.micro-batch-size", "2"])
+    (again,) = (saved.each for saved in plan_run(config, 2, "h100").fullest.activations if saved.part == AGAIN)
+    assert again == 4 * (2 * (64 // cp // tp) * 64 + (64 // cp) * 2 * (64 // 4))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hugging_face_layer_that_is_computed_again_keeps_its_input_alone(
+    dtype: Literal["float32", "bfloat16"],
+) -> None:
+    pytest.importorskip("transformers")
+    told = ModelRun("tiny:llama", recompute=True, dtype=dtype, sequence_length=64, global_batch_size=4)
+    (again,) = (saved.each for saved in plan_run(told, 2, "h100").fullest.activations if saved.part == AGAIN)
+    assert again == 2 * 64 * 64 * {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def test_a_table_shows_the_parts_below_their_total() -> None:
+    flags = [*MODEL, *RECOMPUTED, "--tp", "1", "--pp", "2", "--run.micro-batch-size", "2"]
+    lines = plan_run(load_config(flags), 2, "h100").describe().splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("activations"))
+    rows = [re.split(r"\s\s+", line.strip()) for line in lines[start : start + 6]]
+    assert (
+        rows
+        == [
+            ["activations", "226.25 KiB", "274.63 KiB"],  # 2 x 33.125 + 4 x 40, 2 x 40 + 194.628
+            ["microbatches in flight", "2", "1"],
+            [EMBEDDING, "2 x 33.12 KiB"],
+            [AGAIN, "4 x 40.00 KiB", "2 x 40.00 KiB"],
+            [HEAD, "1 x 194.63 KiB"],
+            ["working memory of a layer", *rows[5][1:]],
+        ]
+    )
+
+
+KINDS = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
+
+
+@ranks(2, timeout_s=120)
+@pytest.mark.parametrize("family", ["ours", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.in_suite(2)
+def test_state_of_experts_is_that_of_a_wrapped_model(rank: int, world: int, family: str, dtype: Any) -> None:
+    job: GptJob | ModelJob
+    if family == "ours":
+        config = load_config([*MODEL, *EXPERTS, "--tp", "1", "--parallel.ep", "2", "--model.dtype", dtype])
+        run = run_of_job(config, world, on_cpu=True)
+        job = GptJob(config, world)
+    else:
+        told = ModelRun("tiny:mixtral", ep=2, dtype=dtype, sequence_length=64, global_batch_size=4)
+        run = run_of_model(told, world, on_cpu=True)
+        job = ModelJob(told, run)
+    (planned,) = plan_memory(run, [rank])
+    job.step()
+    held: Counter[str] = Counter()
+    for param in job.chunks[0].parameters():
+        if not getattr(param, "allreduce", True):
+            held[PARAMETERS] += param.nbytes
+            held[GRADIENTS] += param.main_grad.nbytes
+    for masters in job.optimizer.masters:
+        for segment in masters.segments:
+            numel = sum(shard.numel for shard in segment.shards if not getattr(shard.param, "allreduce", True))
+            state = job.optimizer.state[segment.master]
+            held[MOMENTS] += numel * sum(state[key].itemsize for key in ("exp_avg", "exp_avg_sq"))
+            held[MASTERS] += numel * (masters.kept.itemsize if dtype == "bfloat16" else 0)
+    assert {kind: planned.experts.get(kind, 0) for kind in KINDS} == {kind: held[kind] for kind in KINDS}
+    assert 0 < held[PARAMETERS] < planned.state[PARAMETERS]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_shards_of_experts_on_all_ranks_come_to_the_whole(zero: int) -> None:
+    """Experts that every rank has lie in buckets with other parameters. Four layers of four experts of 3 matrices."""
+    pytest.importorskip("transformers")
+    told = ModelRun("tiny:qwen3_moe", zero=zero, sequence_length=64, global_batch_size=4)
+    text = told.configuration
+    assert (text.num_hidden_layers, text.num_experts) == (4, 4)
+    whole = 4 * 4 * 4 * 3 * text.hidden_size * text.moe_intermediate_size
+    memories = plan_memory(run_of_model(told, 2), [0, 1])
+    found = {kind: sum(memory.experts.get(kind, 0) for memory in memories) for kind in KINDS}
+    copies = {PARAMETERS: 1 if zero == 3 else 2, GRADIENTS: 1 if zero > 1 else 2, MOMENTS: 2 if zero else 4, MASTERS: 0}
+    assert found == {kind: count * whole for kind, count in copies.items()}
+
+
+def test_a_model_without_experts_has_no_rows_of_them() -> None:
+    assert "experts" not in plan_run(load_config([*MODEL, "--tp", "1"]), 2, "h100").describe()
+    with_experts = plan_run(load_config([*MODEL, *EXPERTS, "--tp", "1"]), 2, "h100").describe()
+    assert with_experts.count("\n  of experts") == 3  # of fp32 parameters, gradients and moments
