@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from core import agree
 from core.distributed.buffer.param_unit import ParamUnit
@@ -89,7 +88,6 @@ class Budget:
         self.place = 0  # there, behind the last use
         self.saved: set[int] = set()  # addresses of what forwards have saved since the last backward
         self.saved_bytes = 0
-        self.given_up: list[tuple[StorageWeakRef, int]] = []  # buckets that a recomputation may still refer to
         self.non_model_bytes = 0  # the most that there was at once
         self.transfers = 0
         self.steps = -1  # the parameters are cut into shards first
@@ -115,7 +113,6 @@ class Budget:
         if unit.whole is not None:
             return []
         self.transfers += 1
-        self._note_given_up()
         left = [other for other in whole if other not in pinned]
         used = sum(self.nbytes[other.number] for other in whole) + self.nbytes[unit.number]
         chosen: list[ParamUnit] = []
@@ -131,10 +128,6 @@ class Budget:
                 f"the budget of {self.budget} bytes are there for whole buckets. Give a larger memory_budget_bytes, or "
                 "make smaller buckets"
             )
-        for other in chosen:
-            if other.whole is not None:
-                storage = other.whole.untyped_storage()
-                self.given_up.append((StorageWeakRef(storage), storage.nbytes()))
         return chosen
 
     def watch(self, pack: Pack) -> Pack:
@@ -150,7 +143,7 @@ class Budget:
 
     def end_backward(self) -> None:
         """What forwards have saved is freed."""
-        self.saved, self.saved_bytes, self.given_up = set(), 0, []
+        self.saved, self.saved_bytes = set(), 0
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """After the first step ranks agree on what it took, and more buckets stay from now on. Where a later one took
@@ -203,13 +196,7 @@ class Budget:
         if storage.data_ptr() not in self.saved:
             self.saved.add(storage.data_ptr())
             self.saved_bytes += storage.nbytes()
-            self._note_given_up()
-
-    def _note_given_up(self) -> None:
-        """Count what a recomputation has saved of buckets that were given up since."""
-        self.given_up = [(ref, nbytes) for ref, nbytes in self.given_up if not ref.expired()]
-        held = self.saved_bytes + sum(nbytes for _, nbytes in self.given_up)
-        self.non_model_bytes = max(self.non_model_bytes, held)
+            self.non_model_bytes = max(self.non_model_bytes, self.saved_bytes)
 
     # -- the limit ----------------------------------------------------------------------------------------------------
 

@@ -148,26 +148,6 @@ def test_a_step_that_keeps_more_than_the_first_one_is_told_and_counted_from_then
     assert 0 < watch.most <= budget.limit < whole
 
 
-def test_a_bucket_that_a_recomputation_refers_to_is_counted_when_it_is_given_up() -> None:
-    units = [SimpleNamespace(number=n, name=f"b{n}", whole=torch.ones(4), layout=SimpleNamespace(numel=4),
-                             shard=torch.ones(4)) for n in range(3)]  # fmt: skip
-    budget = Budget(units, 48, 0, warm_up=2 / 3, steady=1)  # type: ignore[arg-type]
-    pack = budget.watch(lambda tensor: (tensor, 0))
-    pack(torch.ones(2))
-    assert budget.non_model_bytes == 8
-    view, units[2].whole = units[0].whole[1:], None
-    assert budget.victims(units[:2], units[2], ()) == units[:1]  # type: ignore[arg-type,comparison-overlap]
-    units[0].whole, units[2].whole = None, torch.ones(4)
-    pack(torch.ones(1))
-    assert budget.non_model_bytes == 8 + 16 + 4
-    del view
-    pack(torch.ones(1))
-    assert budget.non_model_bytes == 28, "the bucket's memory is free again"
-    budget.end_backward()
-    pack(torch.ones(8))
-    assert budget.non_model_bytes == 32
-
-
 @ranks(2)
 def test_a_part_of_the_budget_is_left_free_in_the_first_step_and_another_in_later_ones(
     rank: int, world: int, tmp_path: Path
