@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import MODES
 from core.plan.advise import advise
 from core.plan.calibrate import calibrate
@@ -73,13 +74,17 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
 
 
 def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, int]:
-    """Sizes that flags of the main job give by their full names. A file's are not kept."""
+    """What flags of the main job give by their full names. A file's options are not kept."""
     if isinstance(config, ModelRun):
         return {}
     told = given_options([], spell_out(more))
     found = {axis: getattr(config.parallel, axis) for axis in AXIS_OPTIONS if f"parallel.{axis}" in told}
     if "run.micro_batch_size" in told:
         found["micro"] = config.run.micro_batch_size
+    if told.keys() & {"ddp.data_parallel_sharding_strategy", "ddp.use_distributed_optimizer"}:
+        found["zero"] = STRATEGIES.index(config.ddp.strategy)
+    if "model.recompute_granularity" in told and config.model.recompute_granularity == "full":
+        found["recompute"] = 1
     return {name: size for name, size in found.items() if size is not None}
 
 

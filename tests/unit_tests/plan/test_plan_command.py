@@ -1,5 +1,6 @@
 """The command: a plan on standard output, and refusals that do the arithmetic."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,3 +236,23 @@ def test_sixteen_thousand_ranks() -> None:
     in_flight = [memory.highest.held["activations"] for memory in plan.memories]
     assert in_flight == sorted(in_flight, reverse=True)  # 1F1B keeps as many microbatches as stages follow
     assert plan.fits
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("--ddp.data-parallel-sharding-strategy optim_grads", "zero 2"),
+        ("--ddp.no-use-distributed-optimizer", "zero 0"),
+        ("--model.recompute-granularity full", "recompute"),
+    ],
+)
+def test_advice_keeps_what_is_sharded_or_computed_again_if_it_is_given(
+    given: str, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, *["--seq", "64", "--global-batch", "4", "--ranks", "2", "--advise"]]
+    assert main([*flags, *given.split()]) == 0
+    layouts = [line for line in capsys.readouterr().out.splitlines() if re.match(r" *\d\. ", line)]
+    assert layouts and all(f"  {kept} " in line for line in layouts)
+    assert main(flags) == 0
+    layouts = [line for line in capsys.readouterr().out.splitlines() if re.match(r" *\d\. ", line)]
+    assert not all(f"  {kept} " in line for line in layouts)
