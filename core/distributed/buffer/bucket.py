@@ -118,7 +118,8 @@ class Bucket(BucketMemory):
         self.used_without = bytes(len(self.params)) if self.carried is None else self.kept
         self.attribute.begin(self.kept)
         self.give_back()
-        self.await_copy()
+        if self.copied is not None:
+            self.await_copy()
         self.gathered = self.spent = False
         self.pending_scale = 1.0
         self.sums = 0
@@ -255,7 +256,8 @@ class Bucket(BucketMemory):
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
         self.wait()
-        self.await_copy()
+        if self.copied is not None:
+            self.await_copy()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
         self.reductions += 1

@@ -132,7 +132,8 @@ class GradBuffer:
         """Zero all gradients, and attach them to `.grad` again."""
         self.check_memory()
         for bucket in self.buckets:
-            bucket.await_copy()
+            if bucket.copied is not None:
+                bucket.await_copy()
         for memory in (self.grad_data, *self.below):
             memory.zero_()
         for bucket in self.buckets:

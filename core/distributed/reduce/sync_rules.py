@@ -168,7 +168,8 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
         group = chunks[0].groups.require(rule.group)
         handles = []
         for first, *others in copies.values():
-            total = first.to(chunks[0].buckets[0].device)  # itself, unless it lies on the host beside that
+            device = next(bucket.device for chunk in chunks for bucket in chunk.buckets)
+            total = first.to(device)  # itself, unless it lies on the host beside that
             for other in others:
                 total.add_(other.to(total.device))
             if rule.op == "mean" and others:
