@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from core.collector_pause import collector_paused
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
 from core.plan.device import Device, read_device
@@ -116,6 +117,7 @@ class Search:
         self.shardings: dict[bool, dict[int, Sharding]] = {}  # True for ranks that hold several stages
         self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
 
+    @collector_paused()
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
         """All layouts that can be built on some ranks. smallest: True for their smallest microbatches alone."""
         built: list[tuple[Choice, Run, list[int]]] = []

@@ -6,7 +6,7 @@ Layers that are alike cost the same, so one of each kind runs. All others are ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,7 @@ from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
 from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
-from core.plan.live_memory import AFTER, BEFORE, LiveMemory
+from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step
@@ -214,13 +214,14 @@ class HuggingFaceSource:
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
-        whole = copy.deepcopy(self.whole)
-        plan = prepare(whole, None, groups)
-        chunks = [whole]
+        plan = prepare(self.whole, None, groups)
+        own = layout.stages_of(groups.rank("pp"))
+        model = self._copy([number for stage in own for number in layout.stage(stage).layer_numbers])
+        chunks = [model]
         if layout.pp > 1:
-            cut = find_cut(whole)
+            cut = find_cut(self.whole)
             check_cut(cut, layout, groups)
-            chunks = [keep_stage(copied(whole), cut, layout, n) for n in layout.stages_of(groups.rank("pp"))]
+            chunks = [keep_stage(copied(model), cut, layout, n) for n in own]
         found = self._contracts(plan, groups)
         for chunk in chunks:
             own = of_stage(plan, chunk)
@@ -310,7 +311,7 @@ class HuggingFaceSource:
                 return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
 
             try:
-                return watch_step(model, layers, run, groups.ledger)
+                return watch_step(model, layers, run, groups.ledger, mode)
             except RuntimeError as error:
                 raise PlanError(
                     f"{plan.family}: its step cannot be planned, because it asks for values that only a run has: "
@@ -328,14 +329,13 @@ class HuggingFaceSource:
             arguments = example_of(model, groups)
             if later:
                 arguments["received"] = self._hidden(*arguments["input_ids"].shape)
-            with LiveMemory(()):  # answers what the code asks of values
-                is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
-                how = Splitting(groups, None, is_local, self.sequence_parallel)
-                report = finish_split(model, plan, arguments, how)
+            is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
+            how = Splitting(groups, None, is_local, self.sequence_parallel)
+            report = finish_split(model, plan, arguments, how)
         if self.adapters is None:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
-        with self._without_values(mode), LiveMemory(()):
+        with self._without_values(mode):
             _take_values(adapted, self.dtype)
             finish_adapters(adapted, report, groups, arguments)
         return adapted, getattr(adapted, REPORT)
@@ -347,7 +347,7 @@ class HuggingFaceSource:
 
     def _thin(self, numbers: Sequence[int]) -> Any:
         """The model with some of its layers; the others pass on what they get."""
-        model = copy.deepcopy(self.whole)
+        model = self._copy(numbers)
         given: list[Any] = []
         for number, layer in enumerate(model.get_submodule(self.layers)):
             if number in numbers:
@@ -358,8 +358,18 @@ class HuggingFaceSource:
 
     def _stage_of_last(self) -> Any:
         """A stage that begins with the last layer."""
-        model = copy.deepcopy(self.whole)
-        return keep_stage(model, find_cut(model), PipelineLayout((len(self.kinds) - 1, 1), 2), 1)
+        last = len(self.kinds) - 1
+        return keep_stage(self._copy([last]), find_cut(self.whole), PipelineLayout((last, 1), 2), 1)
+
+    def _copy(self, numbers: Collection[int]) -> Any:
+        """A copy of the model with some of its layers; of the others nothing is copied but the module itself."""
+        copies: dict[int, Any] = {}
+        for number, layer in enumerate(self.whole.get_submodule(self.layers)):
+            if number not in numbers:
+                bare = copy.copy(layer)
+                vars(bare).update(_modules={}, _buffers={}, _parameters=dict.fromkeys(layer._parameters))
+                copies[id(layer)] = copy.deepcopy(bare, copies)
+        return copy.deepcopy(self.whole, copies)
 
     @contextmanager
     def _without_values(self, mode: WithoutValues) -> Iterator[None]:
