@@ -84,8 +84,13 @@ class GptSource:
         has_experts = None if self.config.num_moe_experts is None else self.config.is_moe_layer(kind.number)
         return layers_in_words(has_experts, kind.recomputed)
 
-    def figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
-        """The figures of the ends, and of the kinds of layers among `parts`."""
+    def figures(
+        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> list[dict[str | LayerKind, PartFigures]]:
+        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        return [replace(self, micro_batch_size=size)._figures(parts, groups) for size in sizes]
+
+    def _figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):

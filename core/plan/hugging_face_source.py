@@ -86,6 +86,7 @@ class WholeModel:
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
+        self.plans: dict[tuple[int, ...], Plan] = {}
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -110,6 +111,13 @@ class WholeModel:
             first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
             for number, layer in enumerate(self.model.get_submodule(self.layers))
         ]
+
+    def plan(self, groups: PlannedGroups) -> Plan:
+        """How the model is cut over some groups."""
+        sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
+        if sizes not in self.plans:
+            self.plans[sizes] = prepare(self.model, None, groups)
+        return self.plans[sizes]
 
     @cached_property
     def experts(self) -> dict[str, tuple[int, ...]]:
@@ -158,6 +166,7 @@ class HuggingFaceSource:
     splits_sequence_of_logits: bool = False
     adapters: Any = None
     made: WholeModels = field(default_factory=dict, repr=False)
+    contracts: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def config(self) -> Any:
@@ -214,7 +223,7 @@ class HuggingFaceSource:
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
-        plan = prepare(self.whole, None, groups)
+        plan = self._whole_model.plan(groups)
         own = layout.stages_of(groups.rank("pp"))
         model = self._copy([number for stage in own for number in layout.stage(stage).layer_numbers])
         chunks = [model]
@@ -222,7 +231,7 @@ class HuggingFaceSource:
             cut = find_cut(self.whole)
             check_cut(cut, layout, groups)
             chunks = [keep_stage(copied(model), cut, layout, n) for n in own]
-        found = self._contracts(plan, groups)
+        found = self._contracts(groups)
         for chunk in chunks:
             own = of_stage(plan, chunk)
             cut_parameters(chunk, own, groups)
@@ -258,73 +267,82 @@ class HuggingFaceSource:
         number, _, leaf = rest.partition(".")
         return f"{before}{of_layer}{self.kinds[int(number)]}.{leaf}"
 
-    def _contracts(self, plan: Plan, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
+    def _contracts(self, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
         """Whole parameters that were reached -> the groups over which their gradients are parts of a sum."""
-        if groups.size("tp") == 1:
-            return {}
-        model = self._thin(sorted(set(self.kinds)))
-        model, report = self._split(model, plan, groups, WithoutValues())
-        whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
-        return {name: ("tp",) if name in report.partial else () for name in whole}
+        if groups.size("tp") > 1 and not self.contracts:
+            model = self._thin(sorted(set(self.kinds)))
+            model, report = self._split(model, groups, WithoutValues())
+            whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
+            self.contracts.update({name: ("tp",) if name in report.partial else () for name in whole})
+        return self.contracts
 
     # -- what a microbatch costs -----------------------------------------------------------------------------------
 
-    def figures(self, parts: Sequence[str | int], groups: PlannedGroups) -> dict[str | int, PartFigures]:
-        """The figures of the ends, and of the kinds of layers among `parts`."""
-        numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
-        if self.recompute and numbers:  # the next layer keeps what the last one gives, and the head may keep a copy
-            numbers = sorted({*numbers, len(self.kinds) - 1})
-        plan = prepare(self.whole, None, groups)
-        figures = self._watch(numbers, plan, groups)
-        found: dict[str | int, PartFigures] = {number: figures[str(place)] for place, number in enumerate(numbers)}
-        found |= {BEFORE: figures[BEFORE], AFTER: figures[AFTER]}
+    def figures(
+        self, parts: Sequence[str | int], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> list[dict[str | int, PartFigures]]:
+        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
+        if {*parts} != {BETWEEN}:
+            numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
+            if self.recompute:  # the next layer keeps what the last one gives, and the head may keep a copy
+                numbers = sorted({*numbers, len(self.kinds) - 1})
+            for of_size, watched in zip(found, self._watch(numbers, groups, sizes), strict=True):
+                of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
+                of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
         if BETWEEN in parts:
-            found[BETWEEN] = self._watch(numbers, plan, groups, later=True)[BEFORE]
+            for of_size, watched in zip(found, self._watch([], groups, sizes, later=True), strict=True):
+                of_size[BETWEEN] = watched[BEFORE]
         return found
 
     def _watch(
-        self, numbers: Sequence[int], plan: Plan, groups: PlannedGroups, later: bool = False
-    ) -> dict[str, PartFigures]:
-        """One step of a microbatch; later: True for a stage of the last layer alone, behind others."""
-        shape = self.micro_batch_size, self.sequence_length
+        self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False
+    ) -> list[dict[str, PartFigures]]:
+        """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
         if later:
             numbers = [len(self.kinds) - 1]
         model = self._stage_of_last() if later else self._thin(numbers)
         layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
         mode = WithoutValues()
-        model, _ = self._split(model, plan, groups, mode, later)
-        with self._without_values(mode):
-            tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
-            given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-            if self.has_documents:
-                given["position_ids"] = positions
-            if later:
-                given["received"] = self._hidden(*shape)
-            loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+        model, _ = self._split(model, groups, mode, later)
+        try:
+            with self._without_values(mode):
+                runs = [self._run(model, groups, size, later) for size in sizes]
+                return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
+        except RuntimeError as error:
+            raise PlanError(
+                f"{self._whole_model.plan(groups).family}: its step cannot be planned, because it asks for values that "
+                f"only a run has: {str(error).strip().splitlines()[0]}"
+            ) from error
 
-            def run() -> Tensor:
-                if self.whole_loss is not None:
-                    return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
-                if self.sequence_parallel is not None:
-                    own: Tensor = model(**given, labels=labels).loss
-                    return own
-                return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+    def _run(self, model: Any, groups: PlannedGroups, size: int, later: bool) -> Callable[[], Tensor]:
+        """The forward of a microbatch, which gives the loss."""
+        shape = size, self.sequence_length
+        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if self.has_documents:
+            given["position_ids"] = positions
+        if later:
+            given["received"] = self._hidden(*shape)
+        loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
 
-            try:
-                return watch_step(model, layers, run, groups.ledger, mode)
-            except RuntimeError as error:
-                raise PlanError(
-                    f"{plan.family}: its step cannot be planned, because it asks for values that only a run has: "
-                    f"{str(error).strip().splitlines()[0]}"
-                ) from error
+        def run() -> Tensor:
+            if self.whole_loss is not None:
+                return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+            if self.sequence_parallel is not None:
+                own: Tensor = model(**given, labels=labels).loss
+                return own
+            return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+
+        return run
 
     def _split(
-        self, model: Any, plan: Plan, groups: PlannedGroups, mode: WithoutValues, later: bool = False
+        self, model: Any, groups: PlannedGroups, mode: WithoutValues, later: bool = False
     ) -> tuple[Any, SplitReport]:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode):
             _take_values(model)
-            plan = of_stage(plan, model)
+            plan = of_stage(self._whole_model.plan(groups), model)
             cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
             if later:

@@ -27,6 +27,10 @@ class Source(Protocol):
     """A model to plan."""
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a microbatch."""
+
+    @property
     def config(self) -> Any:
         """The model's configuration, for contracts; None for a model without one."""
 
@@ -49,8 +53,10 @@ class Source(Protocol):
     def name_of_layers(self, kind: Any) -> str:
         """Layers of a kind in words. All other keys of `figures` are words."""
 
-    def figures(self, parts: Sequence[Any], groups: PlannedGroups) -> Mapping[Any, PartFigures]:
-        """What a microbatch costs in each of some parts."""
+    def figures(
+        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> Sequence[Mapping[Any, PartFigures]]:
+        """For each size of a microbatch, in sequences, what it costs in each of some parts."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     """The figures of the parts of each stage of the pipeline."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
-    figures = run.source.figures(kinds, run.groups_of(0))
+    (figures,) = run.source.figures(kinds, run.groups_of(0), [run.source.micro_batch_size])
     names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
     named = {part: replace(figures[part], name=name) for part, name in names.items()}
     return {stage: [named[part] for part in row] for stage, row in parts.items()}

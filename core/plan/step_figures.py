@@ -62,6 +62,7 @@ def watch_step(
             parameter.grad = torch.zeros_like(parameter)
             known.append(parameter.grad)
     live = LiveMemory(known)
+    ledger.sent.clear()  # of a step that was watched before
 
     def enter(phase: str, part: str) -> None:
         live.enter(phase, part)
