@@ -86,7 +86,7 @@ class WholeModel:
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
-        self.plans: dict[tuple[int, ...], Plan] = {}
+        self.plans: dict[tuple[int, ...], Plan | PlanError] = {}
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -113,11 +113,17 @@ class WholeModel:
         ]
 
     def plan(self, groups: PlannedGroups) -> Plan:
-        """How the model is cut over some groups."""
+        """How the model is cut over some groups. PlanError for what the family refuses."""
         sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
         if sizes not in self.plans:
-            self.plans[sizes] = prepare(self.model, None, groups)
-        return self.plans[sizes]
+            try:
+                self.plans[sizes] = prepare(self.model, None, groups)
+            except PlanError as error:
+                self.plans[sizes] = error
+        found = self.plans[sizes]
+        if isinstance(found, PlanError):
+            raise found
+        return found
 
     @cached_property
     def experts(self) -> dict[str, tuple[int, ...]]:
@@ -230,7 +236,8 @@ class HuggingFaceSource:
         if layout.pp > 1:
             cut = find_cut(self.whole)
             check_cut(cut, layout, groups)
-            chunks = [keep_stage(copied(model), cut, layout, n) for n in own]
+            copies = [copied(model) for _ in own] if len(own) > 1 else [model]
+            chunks = [keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, own, strict=True)]
         found = self._contracts(groups)
         for chunk in chunks:
             own = of_stage(plan, chunk)
@@ -299,6 +306,7 @@ class HuggingFaceSource:
         self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False
     ) -> list[dict[str, PartFigures]]:
         """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
+        family = self._whole_model.plan(groups).family
         if later:
             numbers = [len(self.kinds) - 1]
         model = self._stage_of_last() if later else self._thin(numbers)
@@ -311,8 +319,8 @@ class HuggingFaceSource:
                 return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
         except RuntimeError as error:
             raise PlanError(
-                f"{self._whole_model.plan(groups).family}: its step cannot be planned, because it asks for values that "
-                f"only a run has: {str(error).strip().splitlines()[0]}"
+                f"{family}: its step cannot be planned, because it asks for values that only a run has: "
+                f"{str(error).strip().splitlines()[0]}"
             ) from error
 
     def _run(self, model: Any, groups: PlannedGroups, size: int, later: bool) -> Callable[[], Tensor]:
@@ -384,9 +392,9 @@ class HuggingFaceSource:
         copies: dict[int, Any] = {}
         for number, layer in enumerate(self.whole.get_submodule(self.layers)):
             if number not in numbers:
-                bare = copy.copy(layer)
-                vars(bare).update(_modules={}, _buffers={}, _parameters=dict.fromkeys(layer._parameters))
-                copies[id(layer)] = copy.deepcopy(bare, copies)
+                copies[id(layer)] = bare = type(layer).__new__(type(layer))
+                nn.Module.__init__(bare)
+                vars(bare).update({name: value for name, value in vars(layer).items() if name not in vars(bare)})
         return copy.deepcopy(self.whole, copies)
 
     @contextmanager
