@@ -87,6 +87,7 @@ class WholeModel:
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
         self.plans: dict[tuple[int, ...], Plan | PlanError] = {}
+        self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # by what else it depends on, and size
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -298,9 +299,20 @@ class HuggingFaceSource:
                 of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
                 of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
         if BETWEEN in parts:
-            for of_size, watched in zip(found, self._watch([], groups, sizes, later=True), strict=True):
-                of_size[BETWEEN] = watched[BEFORE]
+            for of_size, figures in zip(found, self._between(groups, sizes), strict=True):
+                of_size[BETWEEN] = figures
         return found
+
+    def _between(self, groups: PlannedGroups, sizes: Sequence[int]) -> list[PartFigures]:
+        """What comes before the layers of a later stage; it is the same over any ranks of experts."""
+        known = self._whole_model.between.setdefault(
+            (groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents), {}
+        )
+        new = [size for size in sizes if size not in known]
+        if new:
+            watched = self._watch([], groups, new, later=True)
+            known |= {size: figures[BEFORE] for size, figures in zip(new, watched, strict=True)}
+        return [known[size] for size in sizes]
 
     def _watch(
         self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False

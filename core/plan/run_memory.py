@@ -15,7 +15,7 @@ from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
-from core.plan.state_bytes import UserOptimizer, state_bytes, whole_gradients
+from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
 from core.rank_grid import RankGrid
@@ -167,18 +167,23 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
+    wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # positions alike hold as much
     for rank in ranks:
         groups = run.groups_of(rank)
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
-        chunks = wrapped_plans(run, groups)
-        state = state_bytes(
-            *(chunks, run.ddp, run.optimizer, groups),
-            on_cpu=run.on_cpu,
-            one_host=run.one_host,
-            user=run.user_optimizer,
-            is_expert=run.source.is_expert,
-        )
+        kind = place == 0, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
+        if kind not in wrapped:
+            chunks = wrapped_plans(run, groups)
+            state = state_bytes(
+                *(chunks, run.ddp, run.optimizer, groups),
+                on_cpu=run.on_cpu,
+                one_host=run.one_host,
+                user=run.user_optimizer,
+                is_expert=run.source.is_expert,
+            )
+            wrapped[kind] = chunks, state
+        chunks, state = wrapped[kind]
         waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
             orders[place],
