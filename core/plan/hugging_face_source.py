@@ -86,7 +86,7 @@ class WholeModel:
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
-        self.plans: dict[tuple[int, ...], Plan | PlanError] = {}
+        self.plans: dict[tuple[int, ...], Plan | str] = {}  # by sizes of groups; why there is none
         self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # by what else it depends on, and size
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
@@ -120,10 +120,10 @@ class WholeModel:
             try:
                 self.plans[sizes] = prepare(self.model, None, groups)
             except PlanError as error:
-                self.plans[sizes] = error
+                self.plans[sizes] = str(error)
         found = self.plans[sizes]
-        if isinstance(found, PlanError):
-            raise found
+        if isinstance(found, str):
+            raise PlanError(found)
         return found
 
     @cached_property
@@ -231,14 +231,14 @@ class HuggingFaceSource:
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
         plan = self._whole_model.plan(groups)
-        own = layout.stages_of(groups.rank("pp"))
-        model = self._copy([number for stage in own for number in layout.stage(stage).layer_numbers])
+        indices = layout.stages_of(groups.rank("pp"))
+        model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
         chunks = [model]
         if layout.pp > 1:
             cut = find_cut(self.whole)
             check_cut(cut, layout, groups)
-            copies = [copied(model) for _ in own] if len(own) > 1 else [model]
-            chunks = [keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, own, strict=True)]
+            copies = [copied(model) for _ in indices] if len(indices) > 1 else [model]
+            chunks = [keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, indices, strict=True)]
         found = self._contracts(groups)
         for chunk in chunks:
             own = of_stage(plan, chunk)
@@ -404,7 +404,8 @@ class HuggingFaceSource:
         copies: dict[int, Any] = {}
         for number, layer in enumerate(self.whole.get_submodule(self.layers)):
             if number not in numbers:
-                copies[id(layer)] = bare = type(layer).__new__(type(layer))
+                kind: Any = type(layer)
+                copies[id(layer)] = bare = kind.__new__(kind)
                 nn.Module.__init__(bare)
                 vars(bare).update({name: value for name, value in vars(layer).items() if name not in vars(bare)})
         return copy.deepcopy(self.whole, copies)

@@ -60,9 +60,9 @@ class Work(NamedTuple):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed: of tensors with values while it is entered, and of
-    those without by `WithoutValues.followed_by`.
+    """Follows every storage that an operator makes until it is freed.
 
+    Tensors with values are followed while it is entered, those without inside `WithoutValues.followed_by`.
     known: tensors that were there before, whose memory is not counted.
     """
 

@@ -20,8 +20,7 @@ from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from core.plan.live_memory import BEFORE, LiveMemory, Work
 
 META = torch.device("meta")
-aten = torch.ops.aten
-ASKING = {aten._local_scalar_dense.default, aten.nonzero.default}  # operators that ask for values
+A_VALUE, PLACES = "aten::_local_scalar_dense", "aten::nonzero"  # operators that ask for values
 # By an operator and its arguments what makes its results, and its work: layers run the same ones again and again.
 KNOWN: dict[Any, tuple[Any, Work | None]] = {}
 MOST_KNOWN = 100_000
@@ -70,7 +69,7 @@ class WithoutValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ASKING and isinstance(args[0], Hollow):
+        if func.name() in (A_VALUE, PLACES) and isinstance(args[0], Hollow):
             result = self._asked(func, args[0])
             work = Work.of(func, args, kwargs, result)
         else:
@@ -81,7 +80,7 @@ class WithoutValues(TorchDispatchMode):
 
     def _asked(self, func: Any, tensor: Hollow) -> Any:
         """What operators give that ask for values: a check of values passes, a count is 0."""
-        if func is aten._local_scalar_dense.default:
+        if func.name() == A_VALUE:
             return False if tensor.dtype == torch.bool else 0
         if self.live is None or self.live.place.part in ("", BEFORE):  # a check of masks: nothing is found
             return tensor.new_empty(0, tensor.dim(), dtype=torch.int64)
@@ -129,7 +128,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     shadows, named = mapped(args, shadow_of), mapped(kwargs, shadow_of)
     base: Any = args[0].shadow if args and isinstance(args[0], Hollow) else None
     before = None if base is None else (id(base.untyped_storage()), base.storage_offset())
-    is_grouped = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+    is_grouped = func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
     result = (_grouped_product if is_grouped else func)(*shadows, **named)
 
     def maker(one: Any) -> Any:
@@ -174,7 +173,7 @@ def described(values: Iterable[Any]) -> tuple[Any, ...]:
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            found += value.shape, value.stride(), value.dtype, value.requires_grad
+            found += type(value), value.shape, value.stride(), value.dtype, value.requires_grad
         elif isinstance(value, (tuple, list)):
             found.append(described(value))
         else:
