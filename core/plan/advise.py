@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from core.collector_pause import collector_paused
 from core.pipeline_parallel.schedules import find_schedule
+from core.plan.changes import MOST_RANKS
 from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
 from core.plan.device import Device, read_device
 from core.plan.estimates import Estimate, Estimates, Sharding
@@ -20,6 +22,7 @@ from core.plan.plan_run import RunPlan, plan_run, run_of
 from core.plan.report import gib
 from core.plan.run_memory import Run
 from core.plan.shared_figures import SharedFigures
+from core.plan.state_bytes import SCRATCH
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
@@ -27,6 +30,7 @@ from core.training.errors import ConfigError
 SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
 PLANNED = 4  # times as many layouts as are asked for are planned exactly at most; as many that do not fit are borne
 LEAST = 5  # layouts that hold least are planned where no other is found
+STEPS = 16  # at most so many numbers of ranks are tried up to the next power of two
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """candidates: planned exactly, the best first, each with other sizes of the axes. considered: number of layouts
-    that can be built. fitting: number of those that fit, by estimate. fewest: the smallest number of ranks on which
-    some layout fits; None if there is none up to the ranks asked for.
+    """candidates: planned exactly, the best first, each with other sizes of the axes; none if no layout fits.
+    considered: number of layouts that can be built. fitting: number of those that fit, by estimate. fewest: the
+    smallest number of ranks on which some layout fits, as `Search.fewest` looks for it.
     """
 
     candidates: Sequence[Candidate]
@@ -61,7 +65,7 @@ class Advice:
 
     def describe(self) -> str:
         """The advice in words."""
-        lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit"]
+        lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit by estimate"]
         rows = [(c.choice.words(has_experts=Sizes.of(c.config).experts is not None), c) for c in self.candidates]
         width = max((len(words) for words, _ in rows), default=0)
         for place, (words, found) in enumerate(rows, 1):
@@ -70,8 +74,12 @@ class Advice:
         if self.candidates:
             first = self.candidates[0]
             lines.append(f"the first by options: {first.flags}")
+        else:
+            lines.append("no layout fits on so many ranks")
         if self.fewest is not None:
             lines.append(f"the smallest number of ranks that fits is {self.fewest}")
+        elif not self.candidates:
+            lines.append(f"and none on any number of ranks that was tried up to {MOST_RANKS:,}")
         return "\n".join(lines)
 
 
@@ -89,7 +97,8 @@ def advise(
     sharding, microbatch and recomputation are left out of account; all else stays. most: so many layouts are returned.
     fixed: sizes that are given: axes by name (`tp`, `dp`, ...), `micro` and `zero`; and `recompute`, which is 1.
 
-    Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks.
+    Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks. Where no
+    layout fits, none is returned, and the fewest ranks are looked for above.
     """
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
@@ -116,6 +125,7 @@ class Search:
         self.shardings: dict[bool, dict[int, Sharding]] = {}  # True for ranks that hold several stages
         self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
 
+    @collector_paused()
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
         """All layouts that can be built on some ranks. smallest: True for their smallest microbatches alone."""
         built: list[tuple[Choice, Run, list[int]]] = []
@@ -207,18 +217,43 @@ class Search:
         return sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
 
     def fewest(self, ranks: int) -> int | None:
-        """The smallest number of ranks, up to `ranks`, on which some layout fits; those that hold least are planned."""
-        least = 2 * self.sizes.nbytes  # parameters and gradients
-        for count in range(1, ranks + 1):
-            room = self.device.room(count)
-            if least > count * room:
-                continue
-            for estimate in sorted(self.estimates(count, smallest=True), key=lambda one: one.peak)[:LEAST]:
-                if estimate.peak > SURE * room:
-                    break
-                if self.exactly(estimate.choice, count) is not None:
-                    return count
-        return None
+        """The smallest number of ranks on which some layout fits: of all up to `ranks`, or else of some above.
+
+        Above, powers of two are tried up to MOST_RANKS, and whole machines between the first that fits and the one
+        before. None if none of these fits.
+        """
+        found = next(filter(self.fits_on, range(1, ranks + 1)), None)
+        few, many = ranks, 1 << ranks.bit_length()
+        while found is None and many <= MOST_RANKS:
+            if self.fits_on(many):
+                found = next(filter(self.fits_on, self._between(few, many)), many)
+            few, many = many, 2 * many
+        return found
+
+    def _between(self, few: int, many: int) -> range:
+        """Numbers of whole machines between two numbers of ranks, a sixteenth of the larger one apart or more."""
+        machine = self.device.ranks_per_machine
+        step = -(-many // STEPS // machine) * machine
+        return range(few // step * step + step, many, step)
+
+    def fits_on(self, ranks: int) -> bool:
+        """True if some layout fits on some ranks; those that hold least are planned."""
+        room = self.device.room(ranks)
+        if self.least > ranks * room:
+            return False
+        for estimate in sorted(self.estimates(ranks, smallest=True), key=lambda one: one.peak)[:LEAST]:
+            if estimate.peak > SURE * room:
+                return False
+            if self.exactly(estimate.choice, ranks) is not None:
+                return True
+        return False
+
+    @property
+    def least(self) -> float:
+        """Bytes that all ranks hold together at least: parameters and gradients, masters and moments once."""
+        shardings = [sharding for known in self.shardings.values() for sharding in known.values()]
+        kept = [sum(size for kind, size in one.each.items() if kind != SCRATCH) for one in shardings]
+        return self.sizes.numel * min(kept, default=0)
 
 
 def _is_legal(run: Run, micro: int) -> bool:

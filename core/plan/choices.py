@@ -11,7 +11,6 @@ from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR
 from core.plan.model_run import ModelRun
 from core.training.config import JobConfig
-from core.training.model_config import DTYPES
 from core.training.sizes import count_parameters, divisors
 
 FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
@@ -23,7 +22,7 @@ class Sizes(NamedTuple):
     """What arithmetic rules layouts out by, of a model and a batch.
 
     of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
-    expert_width: what etp has to divide; None for experts that tp splits. nbytes: of all parameters.
+    expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters.
     """
 
     batch: int
@@ -32,21 +31,22 @@ class Sizes(NamedTuple):
     of_tp: tuple[int, ...]
     experts: int | None
     expert_width: int | None
-    nbytes: int
+    numel: int
 
     @classmethod
     def of(cls, told: JobConfig | ModelRun) -> Sizes:
         """Of the main job's model, or of a Hugging Face model."""
         if isinstance(told, ModelRun):
             text, whole = told.configuration.get_text_config(), told.whole
-            nbytes = sum(parameter.nbytes for parameter in whole.model.parameters())
+            numel = sum(parameter.numel() for parameter in whole.model.parameters())
             batch, length = told.global_batch_size, told.sequence_length
-            return cls(batch, text.num_hidden_layers, length, (), whole.num_experts, None, nbytes)
+            return cls(batch, text.num_hidden_layers, length, (), whole.num_experts, None, numel)
         model, batch = told.model, told.run.global_batch_size
         of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
-        nbytes = DTYPES[model.dtype].itemsize * count_parameters(model)
         width = None if model.num_experts is None else model.expert_width
-        return cls(batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, nbytes)
+        return cls(
+            batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, count_parameters(model)
+        )
 
 
 class Choice(NamedTuple):

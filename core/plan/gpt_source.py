@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ class LayerKind(NamedTuple):
 
     number: int
     recomputed: bool
+
+
+class PassOn(nn.Module):
+    """Stands in a layer of which only what surrounds attention and MLP is to run."""
+
+    def forward(self, hidden: Tensor, *_: Any) -> Tensor:
+        """What it was given."""
+        return hidden
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,13 @@ class GptSource:
         has_experts = None if self.config.num_moe_experts is None else self.config.is_moe_layer(kind.number)
         return layers_in_words(has_experts, kind.recomputed)
 
-    def figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
-        """The figures of the ends, and of the kinds of layers among `parts`."""
+    def figures(
+        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> list[dict[str | LayerKind, PartFigures]]:
+        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        return [replace(self, micro_batch_size=size)._figures(parts, groups) for size in sizes]
+
+    def _figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):
@@ -100,18 +113,18 @@ class GptSource:
         shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
         experts = config.num_moe_experts
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
-        with WithoutValues(), stand_ins(chosen):
+        with WithoutValues() as mode, stand_ins(chosen):
             numbers = [kind.number for kind in kinds]
+            model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * recomputed])
             if recomputed:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
-                numbers += numbers[-1:]
-            model = GPTModel(config, groups, layer_numbers=numbers)
+                model.decoder.layers[-1].self_attention = model.decoder.layers[-1].mlp = PassOn()
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
 
             def run() -> Tensor:
                 loss: Tensor = model(tokens, labels=labels).mean()
                 return loss
 
-            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger)
+            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger, mode)
         return {
             BEFORE: figures[BEFORE],
             AFTER: figures[AFTER],

@@ -6,7 +6,7 @@ Layers that are alike cost the same, so one of each kind runs. All others are ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,7 @@ from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
 from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
-from core.plan.live_memory import AFTER, BEFORE, LiveMemory
+from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step
@@ -86,6 +86,8 @@ class WholeModel:
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
+        self.plans: dict[tuple[int, ...], Plan | str] = {}  # by sizes of groups; why there is none
+        self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # by what else it depends on, and size
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -110,6 +112,19 @@ class WholeModel:
             first.setdefault((_signature(layer), kinds[number] if kinds else None), number)
             for number, layer in enumerate(self.model.get_submodule(self.layers))
         ]
+
+    def plan(self, groups: PlannedGroups) -> Plan:
+        """How the model is cut over some groups. PlanError for what the family refuses."""
+        sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
+        if sizes not in self.plans:
+            try:
+                self.plans[sizes] = prepare(self.model, None, groups)
+            except PlanError as error:
+                self.plans[sizes] = str(error)
+        found = self.plans[sizes]
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
 
     @cached_property
     def experts(self) -> dict[str, tuple[int, ...]]:
@@ -158,6 +173,7 @@ class HuggingFaceSource:
     splits_sequence_of_logits: bool = False
     adapters: Any = None
     made: WholeModels = field(default_factory=dict, repr=False)
+    contracts: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def config(self) -> Any:
@@ -214,14 +230,16 @@ class HuggingFaceSource:
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
-        whole = copy.deepcopy(self.whole)
-        plan = prepare(whole, None, groups)
-        chunks = [whole]
+        plan = self._whole_model.plan(groups)
+        indices = layout.stages_of(groups.rank("pp"))
+        model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
+        chunks = [model]
         if layout.pp > 1:
-            cut = find_cut(whole)
+            cut = find_cut(self.whole)
             check_cut(cut, layout, groups)
-            chunks = [keep_stage(copied(whole), cut, layout, n) for n in layout.stages_of(groups.rank("pp"))]
-        found = self._contracts(plan, groups)
+            copies = [copied(model) for _ in indices] if len(indices) > 1 else [model]
+            chunks = [keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, indices, strict=True)]
+        found = self._contracts(groups)
         for chunk in chunks:
             own = of_stage(plan, chunk)
             cut_parameters(chunk, own, groups)
@@ -257,85 +275,105 @@ class HuggingFaceSource:
         number, _, leaf = rest.partition(".")
         return f"{before}{of_layer}{self.kinds[int(number)]}.{leaf}"
 
-    def _contracts(self, plan: Plan, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
+    def _contracts(self, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
         """Whole parameters that were reached -> the groups over which their gradients are parts of a sum."""
-        if groups.size("tp") == 1:
-            return {}
-        model = self._thin(sorted(set(self.kinds)))
-        model, report = self._split(model, plan, groups, WithoutValues())
-        whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
-        return {name: ("tp",) if name in report.partial else () for name in whole}
+        if groups.size("tp") > 1 and not self.contracts:
+            model = self._thin(sorted(set(self.kinds)))
+            model, report = self._split(model, groups, WithoutValues())
+            whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
+            self.contracts.update({name: ("tp",) if name in report.partial else () for name in whole})
+        return self.contracts
 
     # -- what a microbatch costs -----------------------------------------------------------------------------------
 
-    def figures(self, parts: Sequence[str | int], groups: PlannedGroups) -> dict[str | int, PartFigures]:
-        """The figures of the ends, and of the kinds of layers among `parts`."""
-        numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
-        if self.recompute and numbers:  # the next layer keeps what the last one gives, and the head may keep a copy
-            numbers = sorted({*numbers, len(self.kinds) - 1})
-        plan = prepare(self.whole, None, groups)
-        figures = self._watch(numbers, plan, groups)
-        found: dict[str | int, PartFigures] = {number: figures[str(place)] for place, number in enumerate(numbers)}
-        found |= {BEFORE: figures[BEFORE], AFTER: figures[AFTER]}
+    def figures(
+        self, parts: Sequence[str | int], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> list[dict[str | int, PartFigures]]:
+        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
+        if {*parts} != {BETWEEN}:
+            numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
+            if self.recompute:  # the next layer keeps what the last one gives, and the head may keep a copy
+                numbers = sorted({*numbers, len(self.kinds) - 1})
+            for of_size, watched in zip(found, self._watch(numbers, groups, sizes), strict=True):
+                of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
+                of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
         if BETWEEN in parts:
-            found[BETWEEN] = self._watch(numbers, plan, groups, later=True)[BEFORE]
+            for of_size, figures in zip(found, self._between(groups, sizes), strict=True):
+                of_size[BETWEEN] = figures
         return found
 
+    def _between(self, groups: PlannedGroups, sizes: Sequence[int]) -> list[PartFigures]:
+        """What comes before the layers of a later stage; it is the same over any ranks of experts."""
+        known = self._whole_model.between.setdefault(
+            (groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents), {}
+        )
+        new = [size for size in sizes if size not in known]
+        if new:
+            watched = self._watch([], groups, new, later=True)
+            known |= {size: figures[BEFORE] for size, figures in zip(new, watched, strict=True)}
+        return [known[size] for size in sizes]
+
     def _watch(
-        self, numbers: Sequence[int], plan: Plan, groups: PlannedGroups, later: bool = False
-    ) -> dict[str, PartFigures]:
-        """One step of a microbatch; later: True for a stage of the last layer alone, behind others."""
-        shape = self.micro_batch_size, self.sequence_length
+        self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False
+    ) -> list[dict[str, PartFigures]]:
+        """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
+        family = self._whole_model.plan(groups).family
         if later:
             numbers = [len(self.kinds) - 1]
         model = self._stage_of_last() if later else self._thin(numbers)
         layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
         mode = WithoutValues()
-        model, _ = self._split(model, plan, groups, mode, later)
-        with self._without_values(mode):
-            tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
-            given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-            if self.has_documents:
-                given["position_ids"] = positions
-            if later:
-                given["received"] = self._hidden(*shape)
-            loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+        model, _ = self._split(model, groups, mode, later)
+        try:
+            with self._without_values(mode):
+                runs = [self._run(model, groups, size, later) for size in sizes]
+                return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
+        except RuntimeError as error:
+            raise PlanError(
+                f"{family}: its step cannot be planned, because it asks for values that only a run has: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
 
-            def run() -> Tensor:
-                if self.whole_loss is not None:
-                    return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
-                if self.sequence_parallel is not None:
-                    own: Tensor = model(**given, labels=labels).loss
-                    return own
-                return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+    def _run(self, model: Any, groups: PlannedGroups, size: int, later: bool) -> Callable[[], Tensor]:
+        """The forward of a microbatch, which gives the loss."""
+        shape = size, self.sequence_length
+        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if self.has_documents:
+            given["position_ids"] = positions
+        if later:
+            given["received"] = self._hidden(*shape)
+        loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
 
-            try:
-                return watch_step(model, layers, run, groups.ledger)
-            except RuntimeError as error:
-                raise PlanError(
-                    f"{plan.family}: its step cannot be planned, because it asks for values that only a run has: "
-                    f"{str(error).strip().splitlines()[0]}"
-                ) from error
+        def run() -> Tensor:
+            if self.whole_loss is not None:
+                return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+            if self.sequence_parallel is not None:
+                own: Tensor = model(**given, labels=labels).loss
+                return own
+            return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+
+        return run
 
     def _split(
-        self, model: Any, plan: Plan, groups: PlannedGroups, mode: WithoutValues, later: bool = False
+        self, model: Any, groups: PlannedGroups, mode: WithoutValues, later: bool = False
     ) -> tuple[Any, SplitReport]:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode):
             _take_values(model)
-            plan = of_stage(plan, model)
+            plan = of_stage(self._whole_model.plan(groups), model)
             cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
             if later:
                 arguments["received"] = self._hidden(*arguments["input_ids"].shape)
-            with LiveMemory(()):  # answers what the code asks of values
-                is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
-                how = Splitting(groups, None, is_local, self.sequence_parallel)
-                report = finish_split(model, plan, arguments, how)
+            is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
+            how = Splitting(groups, None, is_local, self.sequence_parallel)
+            report = finish_split(model, plan, arguments, how)
         if self.adapters is None:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
-        with self._without_values(mode), LiveMemory(()):
+        with self._without_values(mode):
             _take_values(adapted, self.dtype)
             finish_adapters(adapted, report, groups, arguments)
         return adapted, getattr(adapted, REPORT)
@@ -347,7 +385,7 @@ class HuggingFaceSource:
 
     def _thin(self, numbers: Sequence[int]) -> Any:
         """The model with some of its layers; the others pass on what they get."""
-        model = copy.deepcopy(self.whole)
+        model = self._copy(numbers)
         given: list[Any] = []
         for number, layer in enumerate(model.get_submodule(self.layers)):
             if number in numbers:
@@ -358,8 +396,19 @@ class HuggingFaceSource:
 
     def _stage_of_last(self) -> Any:
         """A stage that begins with the last layer."""
-        model = copy.deepcopy(self.whole)
-        return keep_stage(model, find_cut(model), PipelineLayout((len(self.kinds) - 1, 1), 2), 1)
+        last = len(self.kinds) - 1
+        return keep_stage(self._copy([last]), find_cut(self.whole), PipelineLayout((last, 1), 2), 1)
+
+    def _copy(self, numbers: Collection[int]) -> Any:
+        """A copy of the model with some of its layers; of the others nothing is copied but the module itself."""
+        copies: dict[int, Any] = {}
+        for number, layer in enumerate(self.whole.get_submodule(self.layers)):
+            if number not in numbers:
+                kind: Any = type(layer)
+                copies[id(layer)] = bare = kind.__new__(kind)
+                nn.Module.__init__(bare)
+                vars(bare).update({name: value for name, value in vars(layer).items() if name not in vars(bare)})
+        return copy.deepcopy(self.whole, copies)
 
     @contextmanager
     def _without_values(self, mode: WithoutValues) -> Iterator[None]:

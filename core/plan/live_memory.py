@@ -60,8 +60,9 @@ class Work(NamedTuple):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed. Enter it inside `WithoutValues`.
+    """Follows every storage that an operator makes until it is freed.
 
+    Tensors with values are followed while it is entered, those without inside `WithoutValues.followed_by`.
     known: tensors that were there before, whose memory is not counted.
     """
 
@@ -82,27 +83,18 @@ class LiveMemory(TorchDispatchMode):
         self.peak[self.place] = max(self.peak[self.place], self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = self._without_values(func.name(), args, kwargs or {})
-        (result,) = (func(*args, **(kwargs or {})),) if answer is None else answer
-        for tensor in _tensors(result):
-            self._follow(tensor)
-        self.peak[self.place] = max(self.peak[self.place], self.live)
-        work = Work.of(func, args, kwargs or {}, result)
-        if work is not None:
-            self.work[self.place][work] += 1
+        result = func(*args, **(kwargs or {}))
+        self.note(result, Work.of(func, args, kwargs or {}, result))
         return result
 
-    def _without_values(self, name: str, args: Any, kwargs: Any) -> tuple[Any] | None:
-        """What some operators give for tensors without values, which torch cannot say; None for all others."""
-        if not args or not isinstance(args[0], Tensor) or args[0].untyped_storage().device.type != "meta":
-            return None
-        if name == "aten::_local_scalar_dense":  # a check of values passes, a count is 0
-            return (False if args[0].dtype == torch.bool else 0,)
-        if name == "aten::nonzero" and self.place.part in ("", BEFORE):  # a check of masks: nothing is found
-            return (args[0].new_empty(0, args[0].dim(), dtype=torch.int64),)
-        if name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
-            return (_grouped_product(*args, **kwargs),)
-        return None
+    def note(self, result: Any, work: Work | None) -> None:
+        """An operator of the part that runs gave a result."""
+        for tensor in _tensors(result):
+            self._follow(tensor)
+        if self.live > self.peak[self.place]:
+            self.peak[self.place] = self.live
+        if work is not None:
+            self.work[self.place][work] += 1
 
     def _follow(self, tensor: Tensor, counted: bool = True) -> None:
         storage = tensor.untyped_storage()
@@ -119,14 +111,6 @@ class LiveMemory(TorchDispatchMode):
         self._followed[key] = weakref.ref(storage, forget)
         self.live += nbytes
         self.live_of[part] += nbytes
-
-
-def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What a product of groups of rows would give: [rows, n], or of a gradient of weights [groups, k, n]."""
-    if first.dim() == second.dim() == 2:
-        assert offs is not None, "two matrices are cut into groups by offsets"
-        return first.new_empty(len(offs), first.shape[0], second.shape[1])
-    return first.new_empty(*first.shape[:-1], second.shape[-1])
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
-from core.plan.state_bytes import UserOptimizer, state_bytes, whole_gradients
+from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
 from core.rank_grid import RankGrid
@@ -25,6 +25,10 @@ StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its 
 
 class Source(Protocol):
     """A model to plan."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a microbatch."""
 
     @property
     def config(self) -> Any:
@@ -49,8 +53,10 @@ class Source(Protocol):
     def name_of_layers(self, kind: Any) -> str:
         """Layers of a kind in words. All other keys of `figures` are words."""
 
-    def figures(self, parts: Sequence[Any], groups: PlannedGroups) -> Mapping[Any, PartFigures]:
-        """What a microbatch costs in each of some parts."""
+    def figures(
+        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int]
+    ) -> Sequence[Mapping[Any, PartFigures]]:
+        """For each size of a microbatch, in sequences, what it costs in each of some parts."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     """The figures of the parts of each stage of the pipeline."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
-    figures = run.source.figures(kinds, run.groups_of(0))
+    (figures,) = run.source.figures(kinds, run.groups_of(0), [run.source.micro_batch_size])
     names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
     named = {part: replace(figures[part], name=name) for part, name in names.items()}
     return {stage: [named[part] for part in row] for stage, row in parts.items()}
@@ -161,18 +167,23 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
+    wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # positions alike hold as much
     for rank in ranks:
         groups = run.groups_of(rank)
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
-        chunks = wrapped_plans(run, groups)
-        state = state_bytes(
-            *(chunks, run.ddp, run.optimizer, groups),
-            on_cpu=run.on_cpu,
-            one_host=run.one_host,
-            user=run.user_optimizer,
-            is_expert=run.source.is_expert,
-        )
+        kind = place == 0, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
+        if kind not in wrapped:
+            chunks = wrapped_plans(run, groups)
+            state = state_bytes(
+                *(chunks, run.ddp, run.optimizer, groups),
+                on_cpu=run.on_cpu,
+                one_host=run.one_host,
+                user=run.user_optimizer,
+                is_expert=run.source.is_expert,
+            )
+            wrapped[kind] = chunks, state
+        chunks, state = wrapped[kind]
         waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
             orders[place],

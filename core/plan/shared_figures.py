@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from core.plan.live_memory import Work
@@ -25,7 +24,7 @@ class SharedFigures:
 
     def __init__(self, most: int) -> None:
         self.high = max(most, LEAST_HIGH) | 1
-        self._watched: dict[tuple[Hashable, int], Parts] = {}
+        self._watched: dict[Hashable, tuple[Parts, Parts]] = {}  # of a microbatch of LOW and of `high` sequences
         self._between: dict[tuple[Hashable, int], Parts] = {}
 
     def at(self, split: Hashable, run: Run, micro: int, parts: Sequence[Any]) -> Parts:
@@ -33,23 +32,23 @@ class SharedFigures:
         found = self._between.setdefault((split, micro), {})
         missing = [part for part in dict.fromkeys(parts) if part not in found]
         if missing:
-            low, high = (self._watch(split, run, size, missing) for size in (LOW, self.high))
+            low, high = self._watch(split, run, missing)
             share = (micro - LOW) / (self.high - LOW)
             for part in missing:
                 figures = between(low[part], high[part], share)
                 if figures is None:  # not the same operators
-                    figures = self._watch(split, run, micro, missing)[part]
+                    figures = run.source.figures(missing, run.groups_of(0), [micro])[0][part]
                 found[part] = figures
         return found
 
-    def _watch(self, split: Hashable, run: Run, micro: int, parts: Sequence[Any]) -> Parts:
-        known = self._watched.setdefault((split, micro), {})
-        missing = [part for part in parts if part not in known]
-        if missing:
-            source: Any = run.source
-            # Groups of its own, because they count what is sent.
-            found = replace(source, micro_batch_size=micro).figures(missing, run.groups_of(0))
-            known |= {part: found[part] for part in missing}
+    def _watch(self, split: Hashable, run: Run, parts: Sequence[Any]) -> tuple[Parts, Parts]:
+        known = self._watched.setdefault(split, ({}, {}))
+        missing = [part for part in parts if part not in known[0]]
+        if missing:  # groups of its own, because they count what is sent
+            for of_size, found in zip(
+                known, run.source.figures(missing, run.groups_of(0), (LOW, self.high)), strict=True
+            ):
+                of_size.update((part, found[part]) for part in missing)
         return known
 
 

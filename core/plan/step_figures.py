@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Place, Work
 from core.plan.planned_groups import Ledger
+from core.plan.without_values import WithoutValues
 
 Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (calls, bytes that this rank sends)
 
@@ -48,9 +49,9 @@ def layers_in_words(has_experts: bool | None, recomputed: bool, of_type: str = "
 
 
 def watch_step(
-    module: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], ledger: Ledger
+    module: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], ledger: Ledger, mode: WithoutValues
 ) -> dict[str, PartFigures]:
-    """Forward and backward of a model whose tensors are fake, part by part; call it under `WithoutValues`.
+    """Forward and backward of a model whose tensors are fake, part by part; call it inside `mode`.
 
     layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
     Gradients of parameters are added to `.grad`, which is made here as a wrapper would.
@@ -61,6 +62,7 @@ def watch_step(
             parameter.grad = torch.zeros_like(parameter)
             known.append(parameter.grad)
     live = LiveMemory(known)
+    ledger.sent.clear()  # of a step that was watched before
 
     def enter(phase: str, part: str) -> None:
         live.enter(phase, part)
@@ -86,7 +88,7 @@ def watch_step(
 
         handles += [layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end)]
     try:
-        with live:
+        with mode.followed_by(live):
             enter(FORWARD, BEFORE if layers else AFTER)
             output = run()
             saved = dict(live.live_of)

@@ -54,7 +54,7 @@ def work_seconds(work: Mapping[Work, int], device: Device) -> float:
     seconds = 0.0
     for operator, count in work.items():
         name = dtype_name(operator.dtype)
-        measured = device.operator_s(operator_key(operator), work_size(operator))
+        measured = device.operator_s(operator_key(operator), work_size(operator)) if device.operators else None
         if measured is None:
             arithmetic = operator.flops / device.matmul_rate(name, operator.flops) if operator.flops else 0.0
             measured = max(arithmetic, operator.nbytes / device.memory_rate(operator.nbytes))

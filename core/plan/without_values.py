@@ -6,7 +6,8 @@ strange layouts and symbolic sizes, which no plan needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch import Tensor
 # A public module of torch that has the class; the module that defines it has a private name.
 from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 
+from core.plan.live_memory import BEFORE, LiveMemory, Work
+
 META = torch.device("meta")
+A_VALUE, PLACES = "aten::_local_scalar_dense", "aten::nonzero"  # operators that ask for values
+# By an operator and its arguments what makes its results, and its work: layers run the same ones again and again.
+KNOWN: dict[Any, tuple[Any, Work | None]] = {}
+MOST_KNOWN = 100_000
 
 
 class Hollow(Tensor):
@@ -49,56 +56,129 @@ class WithoutValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # What operators gave that make new tensors, by their arguments: experts run the same ones again and again.
-        self._made: dict[Any, Any] = {}
+        self.live: LiveMemory | None = None
+
+    @contextmanager
+    def followed_by(self, live: LiveMemory) -> Iterator[None]:
+        """Inside, all results are noted there."""
+        self.live = live
+        try:
+            yield
+        finally:
+            self.live = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = func, described(args), described(kwargs)
-        made = self._made.get(asked)
-        if made is not None:
-            return mapped(made, lambda make: Hollow(make()))
-        given: dict[int, Hollow] = {}
-        storages: set[int] = set()  # of the arguments
+        kwargs = kwargs or {}
+        if func.name() in (A_VALUE, PLACES) and isinstance(args[0], Hollow):
+            result = self._asked(func, args[0])
+            work = Work.of(func, args, kwargs, result)
+        else:
+            result, work = _answered(func, args, kwargs)
+        if self.live is not None:
+            self.live.note(result, work)
+        return result
 
-        def shadow_of(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return META if isinstance(value, torch.device) else value
-            shadow = value.shadow if isinstance(value, Hollow) else value.to(META)
-            storages.add(id(shadow.untyped_storage()))
-            if isinstance(value, Hollow):
-                given[id(shadow)] = value
-            return shadow
-
-        def hollow(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            value = value.to(META)  # a few operators that take no tensor make one of the CPU
-            known = given.get(id(value))
-            if known is not None and known.shape != value.shape:
-                raise RuntimeError(f"{func} changes a tensor's shape from {tuple(known.shape)} to {tuple(value.shape)}")
-            return Hollow(value) if known is None else known
-
-        named = mapped(kwargs or {}, shadow_of)
-        result = func(*mapped(args, shadow_of), **named)
-        tensors = [result] if isinstance(result, Tensor) else result
-        if isinstance(tensors, (tuple, list)) and all(
-            isinstance(one, Tensor) and id(one.untyped_storage()) not in storages for one in tensors
-        ):
-            self._made[asked] = mapped(
-                result, lambda one: partial(torch.empty_strided, one.shape, one.stride(), dtype=one.dtype, device=META)
-            )
-        return mapped(result, hollow)
+    def _asked(self, func: Any, tensor: Hollow) -> Any:
+        """What operators give that ask for values: a check of values passes, a count is 0."""
+        if func.name() == A_VALUE:
+            return False if tensor.dtype == torch.bool else 0
+        if self.live is None or self.live.place.part in ("", BEFORE):  # a check of masks: nothing is found
+            return tensor.new_empty(0, tensor.dim(), dtype=torch.int64)
+        return func(tensor.shadow)  # torch says that it cannot
 
 
-def described(value: Any) -> Any:
+def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
+    """What an operator gives, and its work."""
+    asked = func, described(args), described(kwargs.items()) if kwargs else (), torch.get_default_dtype()
+    if asked in KNOWN:
+        makers, work = KNOWN[asked]
+        return makers(args) if callable(makers) else mapped(makers, lambda make: make(args)), work
+    result, makers = _computed(func, args, kwargs)
+    work = Work.of(func, args, kwargs, result)
+    if makers is not None:
+        if len(KNOWN) >= MOST_KNOWN:
+            KNOWN.clear()
+        KNOWN[asked] = makers, work
+    return result, work
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What an operator gives, and what makes the same of arguments alike; None where nothing does."""
+    given: dict[int, Hollow] = {}
+    storages: set[int] = set()  # of the arguments
+
+    def shadow_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return META if isinstance(value, torch.device) else value
+        shadow = value.shadow if isinstance(value, Hollow) else value.to(META)
+        storages.add(id(shadow.untyped_storage()))
+        if isinstance(value, Hollow):
+            given[id(shadow)] = value
+        return shadow
+
+    def hollow(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.to(META)  # a few operators that take no tensor make one of the CPU
+        known = given.get(id(value))
+        if known is not None and known.shape != value.shape:
+            raise RuntimeError(f"{func} changes a tensor's shape from {tuple(known.shape)} to {tuple(value.shape)}")
+        return Hollow(value) if known is None else known
+
+    shadows, named = mapped(args, shadow_of), mapped(kwargs, shadow_of)
+    base: Any = args[0].shadow if args and isinstance(args[0], Hollow) else None
+    before = None if base is None else (id(base.untyped_storage()), base.storage_offset())
+    is_grouped = func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
+    result = (_grouped_product if is_grouped else func)(*shadows, **named)
+
+    def maker(one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return None
+        storage, offset = id(one.untyped_storage()), one.storage_offset()
+        if storage not in storages:
+            return partial(_new, one.shape, one.stride(), one.dtype)
+        if before is None or storage != before[0] or one.dtype != base.dtype:
+            return None
+        return _same if one is base else partial(_view, one.shape, one.stride(), offset - before[1])
+
+    made = [result] if isinstance(result, Tensor) else result
+    makers = mapped(result, maker)
+    is_told = isinstance(made, (tuple, list)) and all(map(maker, made))
+    return mapped(result, hollow), makers if is_told else None
+
+
+def _new(shape: Any, strides: Any, dtype: torch.dtype, args: Any) -> Hollow:
+    return Hollow(torch.empty_strided(shape, strides, dtype=dtype, device=META))
+
+
+def _view(shape: Any, strides: Any, offset: int, args: Any) -> Hollow:
+    base = args[0].shadow
+    return Hollow(base.as_strided(shape, strides, base.storage_offset() + offset))
+
+
+def _same(args: Any) -> Any:
+    return args[0]
+
+
+def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What a product of groups of rows would give: [rows, n], or of a gradient of weights [groups, k, n]."""
+    if first.dim() == second.dim() == 2:
+        assert offs is not None, "two matrices are cut into groups by offsets"
+        return first.new_empty(len(offs), first.shape[0], second.shape[1])
+    return first.new_empty(*first.shape[:-1], second.shape[-1])
+
+
+def described(values: Iterable[Any]) -> tuple[Any, ...]:
     """Equal for arguments for which an operator gives tensors of the same shapes."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.requires_grad
-    if isinstance(value, (tuple, list)):
-        return tuple(map(described, value))
-    if isinstance(value, dict):
-        return tuple((key, described(item)) for key, item in value.items())
-    return type(value), value
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found += type(value), value.shape, value.stride(), value.dtype, value.requires_grad
+        elif isinstance(value, (tuple, list)):
+            found.append(described(value))
+        else:
+            found += type(value), value
+    return tuple(found)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -109,18 +109,49 @@ def test_layouts_that_do_not_fit_after_all_hide_none_that_does(monkeypatch: pyte
 
 
 def test_the_fewest_ranks_are_those_of_all_plans() -> None:
-    config = small(batch=4)
-    device = read_device("h100")
+    """Up to the ranks asked for, and above them at powers of two and whole machines."""
+    config = small("--model.num-layers 6 --model.hidden-size 256 --model.ffn-hidden-size 1024", batch=12)
+    device = replace(read_device("h100"), ranks_per_machine=2)
 
     def least(ranks: int) -> int:
         found = [one.choice for one in Search(config, device, {"micro": 1}).estimates(ranks)]
         return min(plan_run(with_choice(config, choice), ranks, device).fullest.peak for choice in found)
 
-    of_one, of_two = least(1), least(2)
-    assert of_two < of_one
-    for room, fewest in ((of_one, 1), (of_one - 1, 2), (of_two, 2)):
-        assert Search(config, replace(device, memory_bytes=room), {}).fewest(2) == fewest
-    assert Search(config, replace(device, memory_bytes=of_two // 2), {}).fewest(2) is None
+    of = {ranks: least(ranks) for ranks in (1, 2, 4, 6)}
+    assert of[6] < of[4] < of[2] < of[1]
+    for room, ranks, fewest in (
+        (of[1], 2, 1),
+        (of[1] - 1, 2, 2),
+        (of[2], 4, 2),
+        (of[2], 1, 2),
+        (of[6], 1, 6),
+        (of[6], 4, 6),
+    ):
+        search = Search(config, replace(device, memory_bytes=room), {"micro": 1})
+        search.estimates(ranks)
+        assert search.fewest(ranks) == fewest
+    assert Search(config, replace(device, memory_bytes=1), {}).fewest(2) is None
+
+
+def test_where_nothing_fits_the_fewest_ranks_are_told() -> None:
+    config = small(batch=4)
+    device = read_device("h100")
+    least = min(
+        plan_run(with_choice(config, estimate.choice), 2, device).fullest.peak
+        for estimate in Search(config, device, {"micro": 1}).estimates(2)
+    )
+    found = advise(config, 1, replace(device, memory_bytes=least))
+    assert (list(found.candidates), found.fitting, found.fewest) == ([], 0, 2)
+    assert found.describe().splitlines()[1:] == [
+        "no layout fits on so many ranks",
+        "the smallest number of ranks that fits is 2",
+    ]
+    found = advise(config, 2, replace(device, memory_bytes=1))
+    assert found.fewest is None
+    assert found.describe().splitlines()[1:] == [
+        "no layout fits on so many ranks",
+        "and none on any number of ranks that was tried up to 16,384",
+    ]
 
 
 def test_the_command_advises(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.plan_jobs import ModelJob, peak_of
+from core.plan import plan_run
 from core.plan.command import main
+from core.plan.live_memory import BACKWARD, FORWARD
 from core.plan.model_run import ModelRun, run_of_model
 from core.plan.run_memory import plan_memory
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
@@ -140,3 +143,28 @@ def test_layers_that_run_again_are_planned_without_a_warning(capsys: pytest.Capt
         warnings.simplefilter("error", FutureWarning)
         assert main(["--model", "tiny:llama", "--ranks", "1", "--seq", "32", "--recompute"]) == 0
     assert "FutureWarning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ModelRun("tiny:llama", tp=2, pp=2, recompute=True, **SHAPE),
+        ModelRun("tiny:qwen3_moe", ep=2, cp=2, pp=2, sequence_parallel="ring_attn", **SHAPE),
+    ],
+)
+def test_figures_of_several_sizes_are_those_of_each(told: ModelRun) -> None:
+    """Though one model runs for all of them."""
+    found = []
+    for sizes in ([1, 3], [1], [3]):
+        run = run_of_model(replace(told), told.tp * told.pp * told.cp * told.ep)
+        parts = [part for stage in (0, 1) for part in run.source.parts_of_stage(run.layout, stage)]
+        found += run.source.figures(parts, run.groups_of(0), sizes)
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+def test_a_later_stage_does_not_send_what_the_embedding_does() -> None:
+    plan = plan_run(ModelRun("tiny:llama", tp=2, pp=2, **SHAPE), 4)
+    first, later = (plan.parts[stage][0].sent for stage in (0, 1))
+    assert first[FORWARD].keys() == {("tp", "all_reduce")}
+    assert later == {FORWARD: {}, BACKWARD: {}}
