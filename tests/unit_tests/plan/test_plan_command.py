@@ -1,6 +1,8 @@
 """The command: a plan on standard output, and refusals that do the arithmetic."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,17 +227,37 @@ def test_sizes_below_one_are_refused_by_name(
         assert "error: --run.global-batch-size must be" in capsys.readouterr().err
 
 
+SIXTEEN_THOUSAND = (
+    "--model.num-layers 16 --model.hidden-size 1024 --model.num-attention-heads 16 --model.num-experts 64 "
+    "--model.moe-layer-freq 1 --model.dtype bfloat16 --tp 8 --pp 16 --parallel.ep 64 --parallel.etp 1 "
+    "--run.global-batch-size 4096 --run.micro-batch-size 1 --model.vocab-size 4096"
+)
+
+
 def test_sixteen_thousand_ranks() -> None:
     """A mixture of experts over all axes, and no rank of it runs."""
-
-    flags = "--model.num-layers 16 --model.hidden-size 1024 --model.num-attention-heads 16 --model.num-experts 64"
-    flags += " --model.moe-layer-freq 1 --model.dtype bfloat16 --tp 8 --pp 16 --parallel.ep 64 --parallel.etp 1"
-    flags += " --run.global-batch-size 4096 --run.micro-batch-size 1 --model.vocab-size 4096"
-    plan = plan_run(load_config(flags.split()), 16384, "h200")
+    plan = plan_run(load_config(SIXTEEN_THOUSAND.split()), 16384, "h200")
     assert [memory.rank for memory in plan.memories] == [1024 * place for place in range(16)]
     in_flight = [memory.highest.held["activations"] for memory in plan.memories]
     assert in_flight == sorted(in_flight, reverse=True)  # 1F1B keeps as many microbatches as stages follow
     assert plan.fits
+
+
+def test_a_plan_of_sixteen_thousand_ranks_takes_seconds_and_little_memory() -> None:
+    """By a process of its own, which tells its processor time and its peak in KiB."""
+    program = (
+        "import resource, sys, torch; torch.set_num_threads(1); from core.plan.command import main; "
+        "status = main(sys.argv[1:]); used = resource.getrusage(resource.RUSAGE_SELF); "
+        "print(status, used.ru_utime + used.ru_stime, used.ru_maxrss)"
+    )
+    flags = [*SIXTEEN_THOUSAND.split(), "--ranks", "16384", "--device", "h200"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    status, seconds, peak_kib = done.stdout.splitlines()[-1].split()
+    assert status == "0"
+    assert float(seconds) < 30
+    assert int(peak_kib) < 2 * 2**20
 
 
 @pytest.mark.parametrize(
