@@ -165,11 +165,12 @@ def _asks_for_edge(func: Any, args: Any) -> bool:
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for a conversion, such as `param.to(device)`, to what the parameter is already."""
+    """True for a conversion of a tensor to what it is already, such as `param.to(device)` and `x.to(param)`."""
     if getattr(func, "__name__", "") not in CONVERSIONS or "memory_format" in kwargs:
         return False
-    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-    return func(like, *args[1:], **kwargs) is like
+    with attributes_alone():
+        like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return func(like, *args[1:], **kwargs) is like
 
 
 def _written(func: Any, args: Any) -> Any:

@@ -681,6 +681,30 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(rank: int, world: in
     assert [reference() for reference in kept] == [None]
 
 
+class ByWeight(nn.Module):
+    """Takes its input to its weight's dtype, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x.to(self.linear.weight))
+        return found
+
+
+@ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_an_input_is_converted_to_what_a_weight_is(rank: int, world: int, share: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    alone = ByWeight()
+    ddp = sharded(copy.deepcopy(alone), share_host_memory=share)
+    for dtype in (torch.float32, torch.float64):
+        inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+        assert torch.equal(ddp(inputs), alone(inputs))
+
+
 class TwoOrders(nn.Module):
     """Two layers of one size, in an order that a rank chooses."""
 
