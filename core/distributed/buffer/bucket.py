@@ -22,7 +22,7 @@ from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups, BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
-from core.distributed.buffer.memory_tier import HostTier, MemoryTier
+from core.distributed.buffer.memory_tier import HostTier, MemoryTier, copy_to_host
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.wire.collective_events import CollectiveEvent
@@ -232,8 +232,7 @@ class Bucket(BucketMemory):
             return
         if adds:  # on the device, so that the host waits for nothing
             shard = self.owned_grad.to(self.device, non_blocking=True).add_(shard)
-        self.owned_grad.copy_(shard, non_blocking=True)
-        self.copied = torch.accelerator.current_stream(self.device).record_event()
+        self.copied = copy_to_host(self.owned_grad, shard)
 
     def await_copy(self) -> None:
         """Have the host find its shard, if it lies there: it is read, or is going to be written."""

@@ -30,6 +30,12 @@ class MemoryTier:
         """Wait until no copy reads the memory any more, since it is going to be written."""
 
 
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Event:
+    """Begin to copy from a device; the host finds the values once it has synchronized with the event."""
+    target.copy_(source, non_blocking=True)
+    return torch.accelerator.current_stream(source.device).record_event()
+
+
 class HostTier(MemoryTier):
     """The host's memory beside a device that copies by itself: a GPU.
 

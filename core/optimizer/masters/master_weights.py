@@ -24,7 +24,7 @@ from torch import nn
 from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.file_tier import FileTier
-from core.distributed.buffer.memory_tier import HostTier
+from core.distributed.buffer.memory_tier import HostTier, copy_to_host
 from core.optimizer.algorithms.backends import choose
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
@@ -177,8 +177,7 @@ class BucketMasters:
         """Begin to copy reduced gradients to where they are stepped, if that is the host."""
         reduced = self.bucket.owned_grad
         if self.grad is not reduced and self.copied is None:
-            self.grad.copy_(reduced, non_blocking=True)
-            self.copied = torch.accelerator.current_stream(reduced.device).record_event()
+            self.copied = copy_to_host(self.grad, reduced)
 
     def await_grads(self) -> None:
         """Have the gradients where they are stepped."""
