@@ -141,9 +141,9 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return None
         return _same if one is base else partial(_view, one.shape, one.stride(), offset - before[1])
 
-    made = [result] if isinstance(result, Tensor) else result
     makers = mapped(result, maker)
-    is_told = isinstance(made, (tuple, list)) and all(map(maker, made))
+    of_each = (makers,) if isinstance(result, Tensor) else makers
+    is_told = isinstance(of_each, (tuple, list)) and all(map(callable, of_each))
     return mapped(result, hollow), makers if is_told else None
 
 
