@@ -30,7 +30,7 @@ class ReplicaDriftError(RuntimeError):
 class NonFiniteWatch:
     """Remembers for each parameter in which microbatch its gradient stopped being finite.
 
-    The hook of every parameter calls `look`: a few small operations on the device, and no synchronisation with it.
+    The hook of every parameter calls `look`: one small operation on the device, and no synchronisation with it.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -38,9 +38,10 @@ class NonFiniteWatch:
         self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(buckets))}
         self.names = [bucket.contracts[i].name for bucket, i in _all_params(buckets)]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
-        self.first_bad = torch.full((len(self.names),), UNSEEN, dtype=torch.int64, device=device)
-        self.arrivals = [0] * len(self.names)
+        self.nothing = (torch.zeros((), device=device),) * 2
+        self.first_bad = torch.empty(len(self.names), dtype=torch.int64, device=device)
         self.backwards = 0
+        self.reset()
 
     def look(self, bucket: Bucket, index: int) -> None:
         """Check the accumulated gradient of `bucket.params[index]`."""
@@ -49,21 +50,29 @@ class NonFiniteWatch:
         if isinstance(grad, GradPlaceholder):  # the bucket has left: this gradient came late
             grad = grad.added
         self.arrivals[n] += 1
-        self.backwards = max(self.backwards, self.arrivals[n])  # not every backward uses every parameter
-        microbatch = self.backwards - 1
-        if grad is None:
-            return
-        finite = _all_finite(grad.coalesce().values() if grad.is_sparse else grad)
-        self.first_bad[n].clamp_(max=torch.where(finite, UNSEEN, microbatch))
+        if self.arrivals[n] > self.backwards:  # not every backward uses every parameter
+            self._note()
+            self.backwards = self.arrivals[n]
+        if grad is not None:
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            self.ends[n] = torch.aminmax(values) if values.numel() else self.nothing
+
+    def _note(self) -> None:
+        """Note what the last backward left. What is not finite stays so in later ones."""
+        if self.backwards:
+            low, high = map(torch.stack, zip(*self.ends, strict=True))
+            self.first_bad.clamp_(max=torch.where(_are_finite(low, high), UNSEEN, self.backwards - 1))
 
     def reset(self) -> None:
         """Begin a new step."""
         self.first_bad.fill_(UNSEEN)
+        self.ends = [self.nothing] * len(self.names)  # of each gradient the smallest and the largest value
         self.arrivals = [0] * len(self.names)
         self.backwards = 0
 
     def first(self) -> tuple[str, int] | None:
         """(parameter, microbatch) of this rank's earliest non-finite gradient; None when all were finite."""
+        self._note()
         if not self.names or int(self.first_bad.min()) == UNSEEN:
             return None
         n = int(self.first_bad.argmin())
@@ -115,7 +124,11 @@ def _all_finite(values: torch.Tensor) -> torch.Tensor:
     """0-dim bool on the device of the values. One pass over them, and no synchronisation with the device."""
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
-    low, high = torch.aminmax(values)  # NaN, if one value is; on a CPU 20 times as fast as a norm with ord=inf
+    return _are_finite(*torch.aminmax(values))  # on a CPU 20 times as fast as a norm with ord=inf
+
+
+def _are_finite(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """True where the smallest and the largest of some values are finite: then all are. NaN is both ends of its own."""
     return low * 0 == high * 0  # inf times 0 is NaN, and NaN equals nothing
 
 
