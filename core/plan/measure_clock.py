@@ -28,8 +28,8 @@ class Clock:
         if self.device.type == "cuda":
             return self.seconds(run)
         run()
-        calls = max(1, min(1000, int(self.round_s / max(self._processor(run, 1), 1e-7))))
-        own = statistics.median(self._processor(run, calls) / calls for _ in range(ROUNDS))
+        calls = max(1, min(1000, int(self.round_s / max(self.processor(run, 1), 1e-7))))
+        own = statistics.median(self.processor(run, calls) / calls for _ in range(ROUNDS))
         return statistics.median(of_all(own))
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -44,7 +44,8 @@ class Clock:
         """Seconds of a single call on the slowest rank. Collective over all ranks."""
         return max(of_all(self._time(run, 1)))
 
-    def _processor(self, run: Callable[[], object], calls: int) -> float:
+    def processor(self, run: Callable[[], object], calls: int) -> float:
+        """Processor seconds of this thread for some calls."""
         start = time.thread_time()
         for _ in range(calls):
             run()

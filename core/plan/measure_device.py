@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.plan.device import Device
 from core.plan.live_memory import LiveMemory
@@ -27,11 +28,13 @@ from core.plan.measure_links import collective_lines, communicator_bytes, wire
 from core.plan.operator_times import TimedOperators, sample_sizes, sample_step
 from core.training.memory import host_memory_bytes
 from core.training.threads import available_cores
+from core.transformer.transformer_config import TransformerConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # of products; True on a GPU
 MOVED = {True: (2**16, 2**20, 2**24, 2**28), False: (2**12, 2**16, 2**20, 2**23)}  # bytes
 MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, a bucket a layer: what a step, a bucket and a byte cost
+GPTS = ((1, 8, 16), (1, 64, 128), (2, 128, 256))  # rows, tokens, width: what surrounds operators of several sizes
 
 
 def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
@@ -45,10 +48,14 @@ def measure(name: str, seconds: float, links: Device | None, *, command: str) ->
     matmul = {str(dtype).removeprefix("torch."): matmul_rates(clock, dtype) for dtype in DTYPES}
     best = {dtype: max(rate for _, rate in points) for dtype, points in matmul.items()}
     memory = memory_rates(clock)
-    overhead = operator_seconds(clock)
     inside = {"latency_s": links.inside.latency_s, "bytes_per_s": links.inside.bytes_per_s} if links else wire(clock)
     between = {"latency_s": links.between.latency_s, "bytes_per_s": links.between.bytes_per_s} if links else inside
-    costs, gradients = step_costs(clock)
+    parallel_state.initialize_model_parallel()
+    try:
+        costs, gradients = step_costs(clock)
+        overhead, on_top = operator_costs(clock)
+    finally:
+        parallel_state.destroy_model_parallel()
     cores = available_cores()
     what = torch.cuda.get_device_name() if on_gpu else f"{cores} CPU cores"
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -66,7 +73,7 @@ def measure(name: str, seconds: float, links: Device | None, *, command: str) ->
         "matmul_sizes": matmul,
         "memory_sizes": memory,
         **costs,
-        **({} if on_gpu else {"operators": operator_times(clock)}),
+        **({} if on_gpu else {"operators": operator_times(clock, on_top)}),
         **({} if links else {"collectives": collective_lines(clock), "communicator_bytes": communicator_bytes(clock)}),
         "cores": 0 if on_gpu else cores,
         "ranks": ranks,
@@ -107,35 +114,66 @@ def memory_rates(clock: Clock) -> list[list[float]]:
     return points
 
 
-def operator_seconds(clock: Clock) -> float:
-    """What an operator takes beside its work, on a CPU; on a GPU the least that one takes.
+def operator_costs(clock: Clock) -> tuple[float, float]:
+    """(seconds of an operator beside its own, share of its own that comes on top), of a GPT in its wrapper.
 
-    Both from the forward and backward of a tiny model.
+    Modules, hooks and autograd cost something for each operator. What they free, and what the caches have lost when
+    they go on, costs by its size. On a GPU: (the least that an operator takes, 0).
     """
-    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))))
-    model.to(clock.device)
-    values = torch.ones(4, 8, device=clock.device)
-
-    def run() -> None:
-        model(values).sum().backward()
-
-    run()
-    with LiveMemory([*model.parameters()]) as watched:
-        run()
-    count = sum(sum(counter.values()) for counter in watched.work.values())
-    whole = clock.alone(run)
     if clock.device.type == "cuda":
-        return whole / count
-    timed = TimedOperators()
-    with timed:
-        for _ in range(ROUNDS):
-            run()
-    inside = statistics.median(of_all(timed.total() / ROUNDS))
-    return max(whole - inside, 0.0) / count
+        count, _, run = _gpt_in_wrapper(clock, *GPTS[0])
+        return clock.alone(run) / count, 0.0
+    (own_small, beside_small), (own_large, beside_large) = (
+        _own_and_beside(clock, *size) for size in (GPTS[0], GPTS[1 if clock.share <= 0.1 else 2])
+    )
+    share = max(0.0, (beside_large - beside_small) / (own_large - own_small))
+    return max(0.0, beside_small - share * own_small), share
 
 
-def operator_times(clock: Clock) -> dict[str, list[list[float]]]:
-    """By name and dtype, [size, processor seconds of a call]: of layers that run forward and backward."""
+def _own_and_beside(clock: Clock, rows: int, tokens: int, width: int) -> tuple[float, float]:
+    """Seconds of an operator of a GPT, and beside it, in turns so that a machine that slows down slows both."""
+    count, bare, wrapped = _gpt_in_wrapper(clock, rows, tokens, width)
+    own, beside = [], []
+    for _ in range(ROUNDS):
+        timed = TimedOperators()
+        with timed:
+            bare()
+        own.append(timed.total() / count)
+        beside.append(clock.processor(wrapped, 1) / count - own[-1])
+    return statistics.median(of_all(statistics.median(own))), statistics.median(of_all(statistics.median(beside)))
+
+
+def _gpt_in_wrapper(
+    clock: Clock, rows: int, tokens: int, width: int
+) -> tuple[int, Callable[[], None], Callable[[], None]]:
+    """(operators, forward and backward of a GPT, the same of one in its wrapper)."""
+    sizes = TransformerConfig(
+        num_layers=4, hidden_size=width, num_attention_heads=8, vocab_size=256, max_sequence_length=tokens
+    )
+    models = [GPTModel(sizes, parallel_state.get_process_groups()).to(clock.device) for _ in range(2)]
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True, initial_weights="broadcast")
+    wrapper = DistributedDataParallel(None, config, models[1])
+    ids = torch.zeros(rows, tokens, dtype=torch.long, device=clock.device)
+
+    def bare() -> None:
+        models[0](ids, labels=ids).mean().backward()
+
+    def wrapped() -> None:
+        with wrapper.no_sync():
+            wrapper(ids, labels=ids).mean().backward()
+
+    bare()
+    wrapped()
+    with LiveMemory([*models[0].parameters()]) as watched:
+        bare()
+    return sum(sum(counter.values()) for counter in watched.work.values()), bare, wrapped
+
+
+def operator_times(clock: Clock, on_top: float) -> dict[str, list[list[float]]]:
+    """By name and dtype, [size, processor seconds of a call]: of layers that run forward and backward.
+
+    on_top: share of these seconds that is added.
+    """
     timed = TimedOperators()
     for dtype, rounds in ((torch.float32, 2), (torch.bfloat16, 1)):
         for rows, tokens, width in sample_sizes(clock.share):
@@ -147,7 +185,8 @@ def operator_times(clock: Clock) -> dict[str, list[list[float]]]:
     tables = of_all(timed.table())
     return {
         name: [
-            [size, statistics.median(table[name][place][1] for table in tables)] for place, (size, _) in enumerate(own)
+            [size, (1 + on_top) * statistics.median(table[name][place][1] for table in tables)]
+            for place, (size, _) in enumerate(own)
         ]
         for name, own in tables[0].items()
     }
@@ -158,12 +197,8 @@ def step_costs(clock: Clock) -> tuple[dict[str, Any], dict[str, dict[str, float]
 
     Three models give the cost of a step, of a bucket, and of a byte.
     """
-    parallel_state.initialize_model_parallel()
     ranks = dist.get_world_size()
-    try:
-        finalized, updated = zip(*(_finalize_and_update(clock, *sizes) for sizes in MODELS), strict=True)
-    finally:
-        parallel_state.destroy_model_parallel()
+    finalized, updated = zip(*(_finalize_and_update(clock, *sizes) for sizes in MODELS), strict=True)
     nbytes = 4 * (MODELS[2][1] ** 2 - MODELS[0][1] ** 2)
     reduce, update = (_cost(taken) for taken in (finalized, updated))
     sent = 2 * nbytes * (ranks - 1) / ranks
