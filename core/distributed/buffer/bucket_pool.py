@@ -52,8 +52,8 @@ class BucketPool:
 
     def has_room(self, numel: int) -> bool:
         """True if `acquire` would not wait."""
-        taken = sum(0 if memory is None else memory.numel() for memory in self.held)
-        return None in self.held and taken + numel <= self.memory.numel()
+        taken = [memory.numel() for memory in self.held if memory is not None]
+        return len(taken) < POOL_BUCKETS and sum(taken) + numel <= self.memory.numel()
 
     def acquire(self, numel: int) -> torch.Tensor:
         """[numel], undefined. Waits for the oldest reductions in flight while there is no room."""
@@ -61,7 +61,7 @@ class BucketPool:
             self.in_flight[0].wait()
         if not self.has_room(numel):  # at the end of a step whole gradients may be asked for of more buckets
             return self.memory.new_empty(numel)
-        end = self.held.index(None)
+        end = 0 if self.held[0] is None else 1
         memory = self.held[end] = self.memory[self.memory.numel() - numel :] if end else self.memory[:numel]
         return memory
 
