@@ -7,16 +7,19 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from core.plan import Link, plan_run, read_device
+from core.plan import Link, measure_device, plan_run, read_device
 from core.plan.command import main
 from core.plan.device import FILES, known_devices, rate_at
 from core.plan.live_memory import Work
+from core.plan.measure_clock import Clock
+from core.plan.measure_device import GPTS, operator_costs
 from core.plan.measure_links import line
 from core.plan.step_time import work_seconds
 
@@ -74,6 +77,31 @@ def test_a_rate_lies_between_those_of_the_sizes_around_it() -> None:
 def test_a_line_finds_latency_and_speed() -> None:
     found = line([(n, 2e-4 + n / 5e8) for n in (1e3, 1e5, 1e7)])
     assert found == pytest.approx({"latency_s": 2e-4, "bytes_per_s": 5e8})
+
+
+def test_what_surrounds_an_operator_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1.0)
+    monkeypatch.setattr(clock, "device", torch.device("cpu"))
+    own_and_beside = {size: pair for size, pair in zip(GPTS[::2], ((1e-5, 6e-6), (1.1e-4, 1.6e-5)), strict=True)}
+    monkeypatch.setattr(measure_device, "_own_and_beside", lambda clock, *size: own_and_beside[size])
+    assert operator_costs(clock) == pytest.approx((5e-6, 0.1))  # 5 us each, and a tenth of its own time
+    own_and_beside[GPTS[2]] = 1.1e-4, 5e-6  # noise: what surrounds the large ones would take less
+    assert operator_costs(clock) == pytest.approx((6e-6, 0.0))
+
+
+def test_a_barrier_that_ranks_leave_late_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = []
+    monkeypatch.setattr("torch.distributed.barrier", lambda: late.append(True))
+    monkeypatch.setattr("core.plan.measure_clock.of_all", lambda value: [value])
+
+    def run() -> None:
+        if late:
+            late.clear()
+            time.sleep(0.05)  # for a rank that is still in the barrier
+
+    clock = Clock(0.01)
+    monkeypatch.setattr(clock, "device", torch.device("cpu"))
+    assert clock.seconds(run) < 1e-3
 
 
 def test_ranks_beyond_the_cores_take_turns() -> None:
