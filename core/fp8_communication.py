@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 BLOCK = 256  # numbers that share a scale: 4 bytes in 260
-RELATIVE_ERROR = 1 / 16  # of one rounding; half of the last of 3 bits of mantissa
 LARGEST = 448.0
 FP8 = torch.float8_e4m3fn
 

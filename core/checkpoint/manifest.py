@@ -262,11 +262,6 @@ def _check_boxes(manifest: Manifest) -> None:
         raise ValueError(f"the parts of {odd[0]!r} are not all of it")
 
 
-def _tensor_from(shape: Any, dtype: Any) -> TensorRecord:
-    _itemsize(dtype)
-    return TensorRecord(_whole_numbers(shape), dtype)
-
-
 def _itemsize(dtype: str) -> int:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):

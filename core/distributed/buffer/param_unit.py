@@ -28,7 +28,6 @@ from core.distributed.wire.shared_memory import HostChannel, HostMemory
 Lanes = dict[dist.ProcessGroup | tuple[int, ...], dist.ProcessGroup]  # by group, or by some ranks of one
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what can be NaN while it is not gathered
 
 
 class Stays(Enum):

@@ -158,13 +158,6 @@ def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
     )
 
 
-def read_contract(
-    name: str, param: nn.Parameter, groups: ProcessGroups, config: Any, rules: Sequence[GradSyncRule]
-) -> GradientContract:
-    """Translate one parameter's attributes into its contract. Raises ContractError, naming the parameter."""
-    return _with_rules(_without_rules(name, read_tags(param, {}), groups, config), rules, groups)
-
-
 def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) -> GradientContract:
     """The contract but for the sync rules that serve it."""
     tp = groups.size("tp")

@@ -24,7 +24,6 @@ from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
     declare_gradient,
-    read_contract,
     read_contracts,
 )
 from core.distributed.guard import replicas as weight_copies
@@ -220,7 +219,7 @@ def test_contracts_worked_out_once_are_those_read_one_by_one() -> None:
     for chosen in (DEFAULT_RULES, (*DEFAULT_RULES, *rules)):
         found = read_contracts(named, module.modules(), Groups(), Config(), chosen)
         for name, param in named:
-            assert found[name] == read_contract(name, param, Groups(), Config(), chosen)
+            assert found[name] == read_contracts([(name, param)], module.modules(), Groups(), Config(), chosen)[name]
         assert len({contract[1:] for contract in found.values()}) > 6
     served = [name for name, contract in found.items() if any("odd ones" in rule for rule in contract.rules)]
     assert served == [name for name, _ in named if name.endswith("1.weight")]

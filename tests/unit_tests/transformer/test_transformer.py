@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import parallel_state
-from core.distributed.contract.gradient_contract import DEFAULT_RULES, read_contract
+from core.distributed.contract.gradient_contract import read_contracts
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
@@ -109,7 +109,7 @@ def test_gradients_of_norms_over_split_heads_are_partial_whatever_the_modules_na
     norms = [*attention.q_layernorm.named_parameters(), *attention.k_layernorm.named_parameters()]
     assert len(norms) == 4
     for name, param in norms:
-        contract = read_contract(name, param, parallel_state.get_process_groups(), others, DEFAULT_RULES)
+        contract = read_contracts([(name, param)], [], parallel_state.get_process_groups(), others)[name]
         assert contract.partial_over == ("tp",)
         assert not hasattr(param, "sequence_parallel"), "their partial gradients have nothing to do with the sequence"
 

@@ -12,7 +12,6 @@ from core.distributed.contract.gradient_contract import (
     ContractError,
     GradSyncRule,
     declare_gradient,
-    read_contract,
     read_contracts,
 )
 
@@ -52,8 +51,8 @@ def tagged(**tags: Any) -> nn.Parameter:
     return param
 
 
-def read(param: nn.Parameter, known: dict[str, tuple[int, int]], config: Any = None, **flags: Any):
-    return read_contract("w", param, Sizes(known), config, DEFAULT_RULES, **flags)
+def read(param: nn.Parameter, known: dict[str, tuple[int, int]], config: Any = None, name: str = "w", **flags: Any):
+    return read_contracts([(name, param)], [], Sizes(known), config, **flags)[name]
 
 
 def test_an_untagged_parameter_is_a_mean_over_data_parallelism():
@@ -123,7 +122,7 @@ def test_average_over_tp_is_a_mean_rule():
 
 def test_qk_layernorm_is_partial_by_its_config_and_name_as_users_know_it():
     param = tagged()
-    contract = read_contract("layers.0.q_layernorm.weight", param, Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES)
+    contract = read(param, TP4, Config(qk_layernorm=True), "layers.0.q_layernorm.weight")
     assert contract.partial_over == ("tp",)
     assert read(param, TP4, Config(qk_layernorm=True)).partial_over == ()
 
@@ -162,7 +161,7 @@ def test_a_declared_axis_that_no_rule_reduces_is_refused():
 def test_a_registered_rule_serves_what_it_says():
     rule = GradSyncRule("mine", "ep", "mean", lambda contract: "ep" in contract.averaged_over)
     param = declare_gradient(tagged(), averaged_over=("ep",))
-    contract = read_contract("w", param, Sizes({"dp_cp": (1, 0), "ep": (2, 0)}), None, (*DEFAULT_RULES, rule))
+    contract = read(param, {"dp_cp": (1, 0), "ep": (2, 0)}, rules=(*DEFAULT_RULES, rule))
     assert contract.rules == ("mean over ep (mine)",)
 
 
@@ -200,15 +199,15 @@ def test_an_experts_sequence_parallel_tag_means_its_own_tensor_parallel_group():
 
 
 def test_qk_layernorm_asks_for_no_tensor_parallel_group_where_there_is_none():
-    contract = read_contract("k_layernorm.weight", tagged(), Sizes({"dp_cp": (2, 0)}), Config(qk_layernorm=True), ())
+    contract = read(tagged(), {"dp_cp": (2, 0)}, Config(qk_layernorm=True), "k_layernorm.weight", rules=())
     assert contract.partial_over == ()
 
 
 def test_a_norm_whose_name_only_contains_the_words_is_left_alone():
     for name in ("block_layernorm.weight", "seq_layernorm.weight"):
-        assert read_contract(name, tagged(), Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES).partial_over == ()
+        assert read(tagged(), TP4, Config(qk_layernorm=True), name).partial_over == ()
     declared = declare_gradient(tagged())
-    contract = read_contract("q_layernorm.weight", declared, Sizes(TP4), Config(qk_layernorm=True), DEFAULT_RULES)
+    contract = read(declared, TP4, Config(qk_layernorm=True), "q_layernorm.weight")
     assert contract.partial_over == ()
 
 
