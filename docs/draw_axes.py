@@ -5,7 +5,7 @@
 Each picture is there twice, for light and for dark pages, on a transparent ground.
 
 Nothing in the pictures is drawn by hand: the groups come from RankGrid, the reductions and the divisor from the
-contract that `read_contract` reads off a parameter tagged as our layers tag it, and what a box holds from carrying
+contract that `read_contracts` reads off a parameter tagged as our layers tag it, and what a box holds from carrying
 these out on sets of contributions. A test draws the pictures anew, and compares the contracts with a wrapped GPT's.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.distributed.contract.gradient_contract import DEFAULT_RULES, GradientContract, GradSyncRule, read_contract
+from core.distributed.contract.gradient_contract import DEFAULT_RULES, GradientContract, GradSyncRule, read_contracts
 from core.model_parallel_config import ModelParallelConfig
 from core.process_groups import ProcessGroups
 from core.rank_grid import RankGrid, group_ranks
@@ -110,7 +110,7 @@ def contract_of(picture: Picture, lane: Lane, rank: int, rules: Sequence[GradSyn
         pipeline_model_parallel_size=grid.pp,
         expert_model_parallel_size=grid.ep,
     )
-    return read_contract(lane.name, parameter, GridGroups(grid, rank), config, rules)
+    return read_contracts([(lane.name, parameter)], [], GridGroups(grid, rank), config, rules)[lane.name]
 
 
 def stages_of(picture: Picture, lane: Lane, rules: Sequence[GradSyncRule] = DEFAULT_RULES) -> tuple[list[Stage], int]:
