@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks.report import add_json, circumstances, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.distributed_data_parallel_config import Strategy
 from core.model_parallel_config import ModelParallelConfig
 
 NUMEL = 61_440  # of a large parameter: a multiple of 128, 3 and 4, so that the shards of 2, 3 and 4 ranks are even
@@ -46,7 +47,7 @@ class Case:
 
     name: str
     worlds: tuple[int, ...] = (2, 3, 4)
-    strategy: str = "no_shard"
+    strategy: Strategy = "no_shard"
     microbatches: int = 1
     every: bool = False  # reduce every microbatch
     instances: int = 1
@@ -221,18 +222,18 @@ def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None
         finalize_model_grads([ddp])
         ddp.start_param_sync(force_sync=True)
         after = written_bytes()
+    wrote = None if before is None or after is None else after - before
     report = ddp.step_report()
-    known = before is not None and after is not None
     mine = [
         report.bytes_sent + gathers.bytes_sent,
         report.collectives + gathers.collectives,
-        after - before if known else 0,
+        wrote or 0,
     ]
     total = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(total)
     parallel_state.destroy_model_parallel()
     nbytes, collectives, written = total.tolist()
-    return Count(nbytes, collectives / dist.get_world_size()), written if known else None
+    return Count(nbytes, collectives / dist.get_world_size()), None if wrote is None else written
 
 
 def off_by(found: float, expected: float) -> float:

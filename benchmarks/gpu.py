@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def wrapper(run: Run) -> Found:
         want = want or found
         gpu_steps.check(name, found, want, TIMED_TOLERANCE)
         steps[name] = step
-    seconds = run.timed({name: lambda step=step: step(batches[0]) for name, step in steps.items()})
+    seconds = run.timed({name: partial(step, batches[0]) for name, step in steps.items()})
     flops = gpu_steps.step_flops(gpu_steps.matrix_numel(setting.workload.model()), setting.workload)
     extra = {name: rates(flops, spread(flat(rounds)).median, run.peak) for name, rounds in seconds.items()}
     rows = rows_of(seconds, PLAIN, extra)

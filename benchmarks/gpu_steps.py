@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def arms_of(setting: Setting) -> dict[str, Callable[[], Step]]:
     for strategy in STRATEGIES:
         for overlap in (False, True):
             name = f"core {strategy}" + (" overlapped" if overlap else "")
-            arms[name] = lambda strategy=strategy, overlap=overlap: wrapped(setting, strategy, overlap=overlap)
+            arms[name] = partial(wrapped, setting, strategy, overlap=overlap)
     return arms
 
 

@@ -26,6 +26,7 @@ from benchmarks.arms_torch import ADAM
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.distributed_data_parallel_config import Strategy
 from core.hugging_face import load_split, read_plan, split_model
 from core.models import transformers_layouts
 from core.models.gpt import GPTModel
@@ -66,7 +67,7 @@ def groups_of(world: int, tp: int) -> ProcessGroups:
 # -- the arms of a step ---------------------------------------------------------------------------------------------
 
 
-def ours(shape: str, directory: Path, tp: int, strategy: str, *, parallel_output: bool = False) -> Step:
+def ours(shape: str, directory: Path, tp: int, strategy: Strategy, *, parallel_output: bool = False) -> Step:
     """A model split by its plan, or over data ranks alone, and our optimizer."""
     groups = groups_of(dist.get_world_size(), tp)
     model = llama(shape)
@@ -97,7 +98,9 @@ def our_gpt(shape: str, directory: Path) -> Step:
     )
 
 
-def _ours_wrapped(model: Any, groups: ProcessGroups, strategy: str, loss_of: Callable[[Any, Tensor], Tensor]) -> Step:
+def _ours_wrapped(
+    model: Any, groups: ProcessGroups, strategy: Strategy, loss_of: Callable[[Any, Tensor], Tensor]
+) -> Step:
     sharded = strategy != "no_shard"
     options = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=strategy, use_distributed_optimizer=sharded, average_in_collective=True

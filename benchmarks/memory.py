@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.distributed_data_parallel_config import Strategy
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.masters.memory import bytes_per_parameter
 
@@ -62,7 +63,7 @@ PRECISIONS: dict[str, Precision] = {
     "the same, bf16 moments": Precision(BF16, BF16, _aware(BF16, **HALVES)),
     "bf16 throughout, no masters": Precision(BF16, BF16, _aware(BF16, main_params_dtype=BF16, **HALVES)),
 }
-STRATEGIES = ("no_shard", "optim", "optim_grads")
+STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -86,7 +87,7 @@ def mapped_from_peers(ddp: DistributedDataParallel) -> set[int]:
     }
 
 
-def measure(precision: Precision, strategy: str, numel: int) -> tuple[float, int]:
+def measure(precision: Precision, strategy: Strategy, numel: int) -> tuple[float, int]:
     """(bytes a parameter that this rank holds after two steps, bytes of scratch among them, not counted)."""
     gc.collect()
     before = storages()
@@ -116,7 +117,7 @@ def measure(precision: Precision, strategy: str, numel: int) -> tuple[float, int
     return (held - optimizer.scratch.nbytes) / params, optimizer.scratch.nbytes
 
 
-def formula(precision: Precision, strategy: str, ranks: int) -> float:
+def formula(precision: Precision, strategy: Strategy, ranks: int) -> float:
     """What the docs' formula says of the same row, with the two buckets of eight that 'optim_grads' passes through."""
     row = bytes_per_parameter(
         precision.config(),

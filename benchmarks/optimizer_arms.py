@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from benchmarks.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from core.distributed.distributed_data_parallel_config import Strategy
 
 BF16, FP32, INT16 = torch.bfloat16, torch.float32, torch.int16
 LR, BETAS, EPS, WEIGHT_DECAY = 0.1, (0.9, 0.999), 1e-8, 0.1
@@ -173,7 +176,7 @@ class CoreArm(StepArm):
     would be communication, and is in the figures of `python -m benchmarks steps`.
     """
 
-    def __init__(self, problem: Problem, *, strategy: str, clipped: bool) -> None:
+    def __init__(self, problem: Problem, *, strategy: Strategy, clipped: bool) -> None:
         from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -223,7 +226,7 @@ def _torch(name: str, *, flat: bool, clipped: bool) -> StepArmSpec:
     return StepArmSpec(name, clipped, lambda problem: TorchArm(problem, flat=flat, clipped=clipped))
 
 
-def _core(name: str, *, strategy: str, clipped: bool) -> StepArmSpec:
+def _core(name: str, *, strategy: Strategy, clipped: bool) -> StepArmSpec:
     return StepArmSpec(name, clipped, lambda problem: CoreArm(problem, strategy=strategy, clipped=clipped))
 
 

@@ -194,8 +194,8 @@ def state_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
             held[PARAMETERS] += sum(unit.shard.nbytes for unit in unsharder.units if unit.tier is None)
             held[GATHERED] += 0
         else:
-            mapped = [buffer for buffer in chunk.engine.buffers if buffer.param_data is not None]
-            held[PARAMETERS] += sum(buffer.param_data.nbytes for buffer in mapped)
+            mapped = [buffer.param_data for buffer in chunk.engine.buffers if buffer.param_data is not None]
+            held[PARAMETERS] += sum(values.nbytes for values in mapped)
             others = chunk.engine.plan.frozen if mapped else dict(chunk.named_parameters())
             storages = {param.untyped_storage().data_ptr(): param.untyped_storage() for param in others.values()}
             held[PARAMETERS] += sum(storage.nbytes() for storage in storages.values())

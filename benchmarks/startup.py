@@ -27,10 +27,11 @@ from benchmarks import groups
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.distributed.distributed_data_parallel_config import Strategy
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
-STRATEGIES = ("no_shard", "optim")
+STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim")
 GROUPS_WORLD = 16_384
 LARGE = 10_000  # growth is fitted from here on; below, what every wrap costs counts too
 Seconds = dict[str, float]
@@ -51,7 +52,7 @@ class TinyTensors(nn.Module):
         return torch.cat([param.view(-1) for param in self.parameters()]).square().sum()
 
 
-def time_ours(count: int, strategy: str) -> Seconds:
+def time_ours(count: int, strategy: Strategy) -> Seconds:
     """Seconds of each phase on this rank."""
     model = TinyTensors(count)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, data_parallel_sharding_strategy=strategy)
@@ -69,7 +70,7 @@ def time_ours(count: int, strategy: str) -> Seconds:
     return laps.seconds
 
 
-def time_torch(count: int, _strategy: str = "") -> Seconds:
+def time_torch(count: int) -> Seconds:
     """The same with torch DDP and torch's AdamW."""
     model = TinyTensors(count)
     laps = Laps()
@@ -104,26 +105,25 @@ def worker(rank: int, world: int, directory: str, sizes: Sequence[int], repeat: 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel()
-    for strategy in STRATEGIES:  # torch imports some of itself on the first use
-        time_ours(100, strategy)
+    for warm in STRATEGIES:  # torch imports some of itself on the first use
+        time_ours(100, warm)
     time_torch(100)
     rows: list[dict[str, Any]] = []
     known: list[tuple[int, float]] = []
     for count in sizes:
-        arms = [("core", strategy) for strategy in STRATEGIES]
+        arms: list[tuple[str, Strategy | None]] = [("core", strategy) for strategy in STRATEGIES]
         if expected(known, count) <= limit_s:
-            arms.append(("torch DDP", ""))
-        turns: dict[tuple[str, str], list[Seconds]] = {arm: [] for arm in arms}
+            arms.append(("torch DDP", None))
+        turns: dict[tuple[str, Strategy | None], list[Seconds]] = {arm: [] for arm in arms}
         for _ in range(repeat):
-            for arm in arms:
-                mine = (time_torch if arm[0] == "torch DDP" else time_ours)(count, arm[1])
-                turns[arm].append(slowest(mine))
+            for name, strategy in arms:
+                mine = time_torch(count) if strategy is None else time_ours(count, strategy)
+                turns[name, strategy].append(slowest(mine))
         for (name, strategy), taken in turns.items():
             row = {phase: statistics.median(turn[phase] for turn in taken) for phase in taken[0]}
             spread = max(turn["wrap"] for turn in taken) - min(turn["wrap"] for turn in taken)
-            rows.append(
-                {"ranks": world, "parameters": count, "arm": name, "strategy": strategy, **row, "wrap spread": spread}
-            )
+            about = {"ranks": world, "parameters": count, "arm": name, "strategy": strategy or ""}
+            rows.append({**about, **row, "wrap spread": spread})
             if name == "torch DDP":
                 known.append((count, row["wrap"]))
     if rank == 0:

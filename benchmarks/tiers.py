@@ -30,7 +30,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 IN_RAM = "nothing"
 CLOCKS = ("wall_s", "cpu_s")
 MODULES = ("benchmarks.arms_torch", "benchmarks.tiers")
-FRACTIONS: dict[str, dict[str, float]] = {  # what lies in files -> core.distributed.Placement
+FRACTIONS: dict[str, dict[str, Any]] = {  # what lies in files -> core.distributed.Placement
     IN_RAM: {},
     "moments": {"offload_optim_frac": 1.0},
     "moments, parameters": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
@@ -43,7 +43,7 @@ FRACTIONS: dict[str, dict[str, float]] = {  # what lies in files -> core.distrib
 }
 
 
-def _build(workload: Workload, ranks: int, accumulation: int, **fractions: float) -> Step:
+def _build(workload: Workload, ranks: int, accumulation: int, **fractions: Any) -> Step:
     from core.distributed import Placement
 
     placement = Placement(**fractions, directory=tempfile.gettempdir()) if fractions else None

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import matplotlib.image
 import numpy as np
 from numpy.typing import NDArray
 
-Pixels = NDArray[np.float32]  # [height, width, channels], from 0 to 1
+Pixels: TypeAlias = NDArray[np.float32]  # [height, width, channels], from 0 to 1
 
 
 def light(picture: Pixels) -> Pixels:
