@@ -44,7 +44,8 @@ class GeminiPlugin(ZeroPluginBase):
     (pinned with pin_memory) beside a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
     as many chunks whole on the device as memory_budget_bytes of a rank allow (None: all that a GPU has): in the first
     step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for
-    backward. memstats: what GeminiModel.memstats of an earlier run has said.
+    backward. memstats: what GeminiModel.memstats of an earlier run under 'auto' has said: 'auto' needs no warm-up then,
+    and 'static' takes chunks in the order in which that run has used them, not in that of registration.
     enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
     `no_sync` keeps whole gradients, which travel once.
     precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
@@ -154,7 +155,6 @@ class GeminiPlugin(ZeroPluginBase):
                 "warmup_non_model_data_ratio": (warmup_non_model_data_ratio, 0.8),
                 "steady_cuda_cap_ratio": (steady_cuda_cap_ratio, 0.9),
                 "gpu_margin_mem_ratio": (gpu_margin_mem_ratio, 0.0),
-                "memstats": (memstats, None),
                 "memory_budget_bytes": (memory_budget_bytes, None),
             },
         )
@@ -172,7 +172,6 @@ class GeminiPlugin(ZeroPluginBase):
                 "memory_budget_bytes": self._budget(gpu_margin_mem_ratio, directory, memory_budget_bytes),
                 "warmup_non_model_data_ratio": warmup_non_model_data_ratio,
                 "steady_cap_ratio": steady_cuda_cap_ratio,
-                "memstats": memstats,
             }
         self._check_offload(*offloaded, directory, pin_memory)
         self.placement = Placement(
@@ -183,6 +182,7 @@ class GeminiPlugin(ZeroPluginBase):
             # In the place of parameters that lie below the device; on a host only where they are stepped.
             offload_grad_frac=min(offloaded) if directory is None else offloaded[0],
             pin_memory=pin_memory,
+            memstats=memstats,
             **of_budget,
         )
         self.chunk_config_dict = chunk_config_dict

@@ -23,7 +23,7 @@ class MemStats:
 class Placement:
     """Fractions of the bytes of buckets. A bucket counts once, and is taken or left as a whole.
 
-    Buckets are ordered as a forward uses them. What is taken is within half a bucket of what was asked.
+    Buckets are ordered as a forward uses them (see memstats). What is taken is within half a bucket of what was asked.
 
     shard_param_frac: of parameters, under 'optim_grads_params', what is given up after its use. The rest, which is used
         first, stays whole from its first use to the next step.
@@ -42,7 +42,9 @@ class Placement:
         and what forwards keep for backward, which is counted. The bucket whose next use is farthest is
         given up.
     warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
-        later. memstats: what the first step of an earlier run has found; the first step of this one is as the others.
+        later.
+    memstats: what the first step of an earlier run under a budget has found. Under a budget the first step is as the
+        others then. With fractions it is the order in which a forward uses buckets; None is that of registration.
     """
 
     shard_param_frac: float = 1.0
@@ -64,6 +66,7 @@ class Placement:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it is a fraction of the bytes of buckets, between 0 and 1")
+        self._check_memstats()
         if self.prefetch not in (None, 0, 1):
             raise ValueError(f"prefetch is {self.prefetch!r}; one bucket is gathered ahead, or none: set it to 0 or 1")
         if self.offload_param_frac > self.shard_param_frac:
@@ -77,6 +80,18 @@ class Placement:
                 "offload_optim_frac or offload_grad_frac, or leave it None"
             )
 
+    def _check_memstats(self) -> None:
+        stats = self.memstats
+        if stats is not None and not isinstance(stats, MemStats):
+            raise ValueError(
+                f"memstats is {stats!r}; it is the MemStats that the first step of an earlier run has found"
+            )
+        if stats is not None and self.shard_param_frac == 1 and not self.offloads:
+            raise ValueError(
+                f"memstats is {stats!r}, and nothing reads it where all buckets lie alike; set a budget or a "
+                "fraction, or leave it None"
+            )
+
     def _check_budget(self) -> None:
         budget = self.memory_budget_bytes
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
@@ -86,7 +101,7 @@ class Placement:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; it is a part of the budget, between 0 and 1")
         if budget is None:
-            for name in ("warmup_non_model_data_ratio", "steady_cap_ratio", "memstats"):
+            for name in ("warmup_non_model_data_ratio", "steady_cap_ratio"):
                 value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
                 if value != default:
                     raise ValueError(
@@ -98,10 +113,6 @@ class Placement:
             raise ValueError(
                 f"prefetch is {self.prefetch}, and a budget of {budget} bytes has no room for a bucket that nobody "
                 "uses yet; set it to 0"
-            )
-        if self.memstats is not None and not isinstance(self.memstats, MemStats):
-            raise ValueError(
-                f"memstats is {self.memstats!r}; it is the MemStats that the first step of an earlier run has found"
             )
         if self.shard_param_frac != 1 or self.offload_param_frac != 1 or self.offload_optim_frac != 1:
             raise ValueError(

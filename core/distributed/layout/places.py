@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from core.distributed.contract.placement import first_of, last_of
+from core.distributed.contract.placement import MemStats, first_of, last_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.layout.param_layout import BucketLayout
@@ -30,7 +31,10 @@ class Places:
 
 
 def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
-    """Where the buckets of a model lie by its placement. Buckets are ordered as their parameters are registered."""
+    """Where the buckets of a model lie by its placement. ValueError for the memstats of another model.
+
+    Buckets are ordered as an earlier run has used them, and then as their parameters are registered.
+    """
     placement = ddp_config.placement
     if placement is None:
         return Places()
@@ -40,9 +44,14 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
     ]
     position = {name: place for place, name in enumerate(plan.named)}
     keys = [layout.key for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers)]
+    used = _first_uses(placement.memstats, [(number, bucket.index) for number, bucket in every])
+
+    def turn(item: tuple[int, BucketLayout]) -> tuple[float, int]:
+        number, bucket = item
+        return used.get((number, bucket.index), math.inf), min(position[slot.name] for slot in bucket.slots)
 
     def chosen(buckets: Sequence[tuple[int, BucketLayout]], kind: str, fraction: float, last: bool) -> frozenset[Where]:
-        order = sorted(buckets, key=lambda item: min(position[slot.name] for slot in item[1].slots))
+        order = sorted(buckets, key=turn)
         nbytes = [bucket.numel * _itemsize(getattr(keys[number], kind)) for number, bucket in order]
         found = (last_of if last else first_of)(nbytes, fraction)
         return frozenset((order[place][0], order[place][1].index) for place in found)
@@ -54,6 +63,18 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
         chosen(trained, "grad_dtype", placement.offload_grad_frac, True),
         chosen(trained, "grad_dtype", placement.offload_optim_frac, True),
     )
+
+
+def _first_uses(stats: MemStats | None, buckets: Sequence[Where]) -> dict[Where, int]:
+    """Of each bucket that was used, its place in the order; buckets are in the order of their numbers."""
+    uses = () if stats is None else stats.uses
+    unknown = sorted(set(uses) - set(range(len(buckets))))
+    if unknown:
+        raise ValueError(
+            f"memstats has a bucket of number {unknown[0]}, and the model has {len(buckets)}; they are of another "
+            "model, or of other sizes of buckets. Leave them out"
+        )
+    return {buckets[number]: place for place, number in enumerate(dict.fromkeys(uses))}
 
 
 def _itemsize(dtype: str) -> int:

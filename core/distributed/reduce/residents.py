@@ -93,12 +93,6 @@ class Budget:
         self.steps = -1  # the parameters are cut into shards first
         self.limit = max(int(budget * warm_up) - always, 0)
         if stats is not None:
-            unknown = sorted(set(stats.uses) - self.units.keys())
-            if unknown:
-                raise ValueError(
-                    f"memstats has a bucket of number {unknown[0]}, and the model has {len(self.units)}; they are of "
-                    "another model, or of other sizes of buckets. Leave them out"
-                )
             self._settle(stats)
         else:
             order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration

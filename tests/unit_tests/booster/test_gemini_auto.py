@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
 from core.distributed import MemStats, Placement
+from core.distributed.buffer.param_unit import Stays
 from core.distributed.reduce.residents import Budget
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
-from tests.unit_tests.booster.test_gemini_placement import boosted
+from tests.unit_tests.booster.test_gemini_placement import Files, boosted, layers, losses_of
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.ranks import ranks
 
@@ -267,3 +270,67 @@ def test_the_bucket_whose_next_use_is_farthest_is_given_up() -> None:
         uses = [one for place, one in enumerate(uses) if place == 0 or uses[place - 1] != one]
         for room in (2, 3, 4):
             assert transfers(uses, room, 2) == fewest(uses * 2, room)
+
+
+# -- fractions in the order of an earlier run --------------------------------------------------------------------------
+
+
+class Backwards(nn.Module):
+    """Uses its blocks from the last one registered to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(list(self.blocks)):
+            x = block(x)
+        return x
+
+
+def first_use(bucket: Any, *, backwards: bool) -> tuple[int, str, bool]:
+    """Of the parameter of a bucket that `Backwards` uses first, or registers first: block, layer, weight or bias."""
+    names = [slot.name.split(".") for slot in bucket.layout.slots]
+    return min((-int(block) if backwards else int(block), layer, kind == "bias") for _, block, layer, kind in names)
+
+
+@ranks(2)
+@over_sockets
+def test_fractions_are_taken_in_the_order_in_which_an_earlier_run_has_used_chunks(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    folder = shared(tmp_path)
+    booster, model, optimizer = auto("fp32", folder, 10**9, model=Backwards())
+    wanted = losses_of(booster, model, optimizer, rank)
+    stats, taken = model.memstats, []
+    for given in (None, stats):
+        options = {"shard_param_frac": 0.6, "offload_param_frac": 0.5, "offload_optim_frac": 0.3}
+        booster, model, optimizer = boosted(
+            "fp32", Backwards(), **options, offload_directory=folder, memstats=given, placement_policy="static"
+        )
+        assert losses_of(booster, model, optimizer, rank) == wanted, "the same training, to the bit"
+        files, units, buckets = Files(folder), model.module.engine.unsharder.units, model.module.reducer.buckets
+        for all_of, which, from_end, fraction in (
+            (units, [unit.stays is Stays.STEP for unit in units], False, 0.4),
+            (units, [files.bytes_of([unit.shard]) > 0 for unit in units], True, 0.5),
+            (buckets, [bucket.state_tier is not None for bucket in buckets], True, 0.3),
+            (buckets, [files.bytes_of([bucket.owned_grad]) > 0 for bucket in buckets], True, 0.5),
+        ):
+            order = sorted(range(len(all_of)), key=lambda n: first_use(all_of[n], backwards=given is not None))
+            chosen = [which[number] for number in order]
+            assert chosen == sorted(chosen, reverse=not from_end), (given, fraction)
+            nbytes = [all_of[number].layout.numel for number in order]
+            found = sum(itertools.compress(nbytes, chosen))
+            assert abs(found - fraction * sum(nbytes)) <= max(nbytes) / 2
+        taken.append([unit.layout.slots[0].name for unit in units if files.bytes_of([unit.shard])])
+    assert not set(taken[0]) & set(taken[1]), "what is registered last is used first"
+
+
+@ranks(2)
+def test_what_an_earlier_run_of_another_model_has_found_is_refused(rank: int, world: int, tmp_path: Path) -> None:
+    of_another = MemStats((1, 0, 700), 0)
+    words = "memstats has a bucket of number 700, and the model has .*; they are of another model, or of other sizes"
+    with pytest.raises(ValueError, match=words):
+        boosted("fp32", shard_param_frac=0.5, memstats=of_another)
+    with pytest.raises(ValueError, match=words):
+        auto("fp32", shared(tmp_path), 10**9, memstats=of_another)

@@ -16,6 +16,7 @@ from core.booster import Booster
 from core.booster.mixed_precision.fp8 import why_not
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.booster.plugin.chunk_search import search_chunk_size
+from core.distributed import MemStats
 from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, whole_weights
 from tests.unit_tests.booster.test_gemini import SCALE, TINY_CHUNKS, check
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
@@ -327,7 +328,8 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"warmup_non_model_data_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.8"),
         ({"steady_cuda_cap_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.9"),
         ({"gpu_margin_mem_ratio": 0.5}, "only placement_policy='auto' reads it; leave it 0.0"),
-        ({"memstats": object()}, "only placement_policy='auto' reads it; leave it None"),
+        ({"memstats": object()}, "memstats is <object.*; it is the MemStats that the first step of an earlier run has"),
+        ({"memstats": MemStats((0,), 0)}, "memstats is MemStats.*, and nothing reads it where all buckets lie alike"),
         ({"search_range_m": -1}, "search_range_m is -1"),
         ({"min_chunk_size_m": math.inf}, "min_chunk_size_m inf"),
         ({"hidden_dim": 0}, "hidden_dim is 0"),

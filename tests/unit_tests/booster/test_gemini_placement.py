@@ -46,9 +46,9 @@ def layers() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in (8, 40, 16, 8, 24, 8)))
 
 
-def boosted(precision: str, **options: Any) -> tuple[Booster, Any, Any]:
+def boosted(precision: str, model: nn.Module | None = None, **options: Any) -> tuple[Booster, Any, Any]:
     booster = Booster(plugin=GeminiPlugin(precision=precision, initial_scale=2.0**8, **{**TINY_CHUNKS, **options}))
-    model = layers()
+    model = layers() if model is None else model
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
     model, optimizer, *_ = booster.boost(model, optimizer)
     return booster, model, optimizer

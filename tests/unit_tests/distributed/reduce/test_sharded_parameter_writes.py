@@ -18,7 +18,6 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement, SyncError, finalize_model_grads
-from core.distributed.reduce.residents import Budget
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.distributed.reduce.test_sharded_parameters import ADAM, Model, loss_of, sharded, unsharder_of
@@ -230,7 +229,10 @@ def test_options_of_a_placement_that_nothing_reads_are_refused() -> None:
     everything: dict[str, Any] = {"shard_param_frac": 1, "offload_param_frac": 1, "offload_optim_frac": 1}
     budget = {**everything, "directory": "/tmp", "memory_budget_bytes": 5}
     for options, words in (
-        ({"memstats": stats}, "memstats is MemStats.*, and without memory_budget_bytes nothing reads it"),
+        (
+            {"memstats": stats},
+            "memstats is MemStats.*, and nothing reads it where all buckets lie alike; set a budget",
+        ),
         ({"warmup_non_model_data_ratio": 0.5}, "warmup_non_model_data_ratio is 0.5, and without memory_budget_bytes"),
         ({"steady_cap_ratio": 0.5}, "steady_cap_ratio is 0.5, and without memory_budget_bytes nothing reads it"),
         ({**budget, "prefetch": 1}, "prefetch is 1, and a budget of 5 bytes has no room"),
@@ -243,5 +245,3 @@ def test_options_of_a_placement_that_nothing_reads_are_refused() -> None:
         DistributedDataParallelConfig(**sharded_all, reshard_after_forward=False, placement=Placement(**budget))
     with pytest.raises(ValueError, match="prefetch 0, and strategy 'optim' keeps all parameters whole"):
         DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", placement=Placement(prefetch=0))
-    with pytest.raises(ValueError, match="memstats has a bucket of number 0, and the model has 0; they are of another"):
-        Budget([], 10, 0, warm_up=1, steady=1, stats=stats)
