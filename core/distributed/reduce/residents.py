@@ -13,6 +13,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,22 @@ from core.distributed.contract.placement import MemStats
 
 WINDOW = 2  # buckets: parameters of one layer often lie in two
 
-Pack = Callable[[torch.Tensor], object]
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class Kept:
+    """Bytes of memory that is kept, each storage counted once."""
+
+    def __init__(self) -> None:
+        self.parts: set[tuple[int, int]] = set()  # what it is known by, bytes
+        self.nbytes = 0
+
+    def add(self, part: tuple[int, int]) -> None:
+        """Count memory, unless it is."""
+        if part not in self.parts:
+            self.parts.add(part)
+            self.nbytes += part[1]
 
 
 class Window:
@@ -40,9 +56,12 @@ class Window:
         others = [other for other in whole if other not in pinned]
         return others[: max(0, len(whole) + 1 - WINDOW)]
 
-    def watch(self, pack: Pack) -> Pack:
-        """The function that a forward, which begins now, saves tensors for backward with."""
-        return pack
+    def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack] | None:
+        """What a forward that begins now saves tensors for backward with; None for what it does anyway.
+
+        again: it is run again in a backward. by_value: inside the saved-tensor hooks of who runs it.
+        """
+        return None if by_value else (pack, unpack)
 
     def end_backward(self) -> None:
         """What forwards have saved is freed."""
@@ -86,8 +105,8 @@ class Budget:
         self.uses: list[int] = []  # of the step that is learned from
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
         self.place = 0  # there, behind the last use
-        self.saved: set[int] = set()  # addresses of what forwards have saved since the last backward
-        self.saved_bytes = 0
+        self.saved = Kept()  # what forwards have saved since the last backward
+        self.recomputed = Kept()  # what a layer that is run again in it has
         self.non_model_bytes = 0  # the most that there was at once
         self.transfers = 0
         self.steps = -1  # the parameters are cut into shards first
@@ -124,20 +143,32 @@ class Budget:
             )
         return chosen
 
-    def watch(self, pack: Pack) -> Pack:
-        """`pack`, which counts the bytes that are saved for backward."""
+    def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack]:
+        """`pack` and `unpack`, or those of who runs a forward again, which count the bytes that are kept."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False) if by_value else None
+        kept = self.recomputed if again else self.saved
 
         def count(tensor: torch.Tensor) -> object:
             packed = pack(tensor)
-            if type(packed) is tuple:  # a weight is saved as its place
-                self._note_saved(tensor)
-            return packed
+            if type(packed) is tuple:
+                storage = tensor.untyped_storage()
+                part = storage.data_ptr(), storage.nbytes()
+                if part not in self.saved.parts:
+                    kept.add(part)
+            elif by_value:  # a weight, which `pack` would save by its place; this keeps its bucket
+                kept.add((-packed.unit.number, self.nbytes[packed.unit.number]))
+            self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
+            return packed if outer is None else outer[0](tensor)
 
-        return count
+        def forget(saved: Any) -> torch.Tensor:  # backward goes on, so what was run again before is freed, or will be
+            self.recomputed = Kept()
+            return unpack(saved)
+
+        return count, forget if outer is None else outer[1]
 
     def end_backward(self) -> None:
         """What forwards have saved is freed."""
-        self.saved, self.saved_bytes = set(), 0
+        self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """After the first step ranks agree on what it took, and more buckets stay from now on. Where a later one took
@@ -184,13 +215,6 @@ class Budget:
             return count
         following = bisect_left(places, self.place)
         return (places[following] if following < len(places) else places[0] + count) - self.place
-
-    def _note_saved(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.saved:
-            self.saved.add(storage.data_ptr())
-            self.saved_bytes += storage.nbytes()
-            self.non_model_bytes = max(self.non_model_bytes, self.saved_bytes)
 
     # -- the limit ----------------------------------------------------------------------------------------------------
 

@@ -120,15 +120,19 @@ class Unsharder:
         self.depth += 1
         if self.hooks is not None or not self.saves_by_place:
             return
-        if not _hooks_are_active():
-            self.hooks = saved_tensors_hooks(self.residents.watch(self._pack), self._unpack)
-            self.hooks.__enter__()
-        elif not runs:  # what they keep may be a parameter itself, which has no values when backward comes
+        by_value = _hooks_are_active()
+        if by_value and not runs:  # what they keep may be a parameter itself, which has no values when backward comes
             raise SyncError(
                 f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside somebody's "
                 "saved-tensor hooks: save_on_cpu, checkpoint(use_reentrant=False), or another model with sharded "
                 "parameters. Use them around modules inside this model, and wrap one model around the other"
             )
+        if by_value and not self.in_backward:
+            return
+        watched = self.residents.watch(self._pack, self._unpack, again=self.in_backward, by_value=by_value)
+        if watched is not None:
+            self.hooks = saved_tensors_hooks(*watched)
+            self.hooks.__enter__()
 
     def leave(self) -> None:
         """The forward has ended, or failed."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
@@ -270,6 +271,49 @@ def test_the_bucket_whose_next_use_is_farthest_is_given_up() -> None:
         uses = [one for place, one in enumerate(uses) if place == 0 or uses[place - 1] != one]
         for room in (2, 3, 4):
             assert transfers(uses, room, 2) == fewest(uses * 2, room)
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+
+class Recomputed(nn.Module):
+    """Forgets what its blocks compute, and runs each again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = layers()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@ranks(2, nightly=(1, 3))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_layer_that_runs_again_keeps_is_in_the_budget(
+    rank: int, world: int, tmp_path: Path, reentrant: bool
+) -> None:
+    folder, itemsize, rows = shared(tmp_path), 4, 4
+    booster, model, optimizer = boosted("fp32", Recomputed(reentrant))
+    wanted = losses_of(booster, model, optimizer, rank)
+    booster, model, optimizer = auto("fp32", folder, 10**9, model=Recomputed(reentrant))
+    assert losses_of(booster, model, optimizer, rank) == wanted
+    # The inputs of six blocks; and of the longest, while it has been run again, 40 activations a row, and its weights,
+    # which torch's newer checkpoint keeps as they are: all of the buckets they lie in.
+    inputs, activations = rows * 6 * 8 * itemsize, rows * 40 * itemsize
+    units = model.module.engine.unsharder.units
+    of_longest = [unit for unit in units if {"blocks.1.0.weight", "blocks.1.2.weight"} & set(unit.names)]
+    weights = 0 if reentrant else sum(unit.layout.numel * itemsize for unit in of_longest)
+    assert model.memstats.non_model_bytes == inputs + activations + weights
+    always, whole = sizes(model)
+    budget = always + inputs + activations + weights + whole // 2
+    booster, model, optimizer = auto("fp32", folder, budget, model=Recomputed(reentrant))
+    watch = Watch(model)
+    assert losses_of(booster, model, optimizer, rank) == wanted
+    assert 0 < watch.most <= whole // 2
 
 
 # -- fractions in the order of an earlier run --------------------------------------------------------------------------
