@@ -32,14 +32,14 @@ class Kept:
     """Bytes of memory that is kept, each storage counted once."""
 
     def __init__(self) -> None:
-        self.parts: set[tuple[int, int]] = set()  # what it is known by, bytes
+        self.keys: set[int] = set()
         self.nbytes = 0
 
-    def add(self, part: tuple[int, int]) -> None:
+    def add(self, key: int, nbytes: int) -> None:
         """Count memory, unless it is."""
-        if part not in self.parts:
-            self.parts.add(part)
-            self.nbytes += part[1]
+        if key not in self.keys:
+            self.keys.add(key)
+            self.nbytes += nbytes
 
 
 class Window:
@@ -106,7 +106,7 @@ class Budget:
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
         self.place = 0  # there, behind the last use
         self.saved = Kept()  # what forwards have saved since the last backward
-        self.recomputed = Kept()  # what a layer that is run again in it has
+        self.recomputed = Kept()  # what a layer that is run again in it has, its inputs once more
         self.non_model_bytes = 0  # the most that there was at once
         self.transfers = 0
         self.steps = -1  # the parameters are cut into shards first
@@ -152,11 +152,9 @@ class Budget:
             packed = pack(tensor)
             if type(packed) is tuple:
                 storage = tensor.untyped_storage()
-                part = storage.data_ptr(), storage.nbytes()
-                if part not in self.saved.parts:
-                    kept.add(part)
+                kept.add(storage.data_ptr(), storage.nbytes())
             elif by_value:  # a weight, which `pack` would save by its place; this keeps its bucket
-                kept.add((-packed.unit.number, self.nbytes[packed.unit.number]))
+                kept.add(-packed.unit.number, self.nbytes[packed.unit.number])
             self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
             return packed if outer is None else outer[0](tensor)
 

@@ -301,9 +301,9 @@ def test_what_a_layer_that_runs_again_keeps_is_in_the_budget(
     wanted = losses_of(booster, model, optimizer, rank)
     booster, model, optimizer = auto("fp32", folder, 10**9, model=Recomputed(reentrant))
     assert losses_of(booster, model, optimizer, rank) == wanted
-    # The inputs of six blocks; and of the longest, while it has been run again, 40 activations a row, and its weights,
-    # which torch's newer checkpoint keeps as they are: all of the buckets they lie in.
-    inputs, activations = rows * 6 * 8 * itemsize, rows * 40 * itemsize
+    # The inputs of six blocks; and of the longest, while it has been run again, the inputs once more, 40 activations a
+    # row, and its weights, which torch's newer checkpoint keeps as they are: all of the buckets they lie in.
+    inputs, activations = rows * 6 * 8 * itemsize, rows * (8 + 40) * itemsize
     units = model.module.engine.unsharder.units
     of_longest = [unit for unit in units if {"blocks.1.0.weight", "blocks.1.2.weight"} & set(unit.names)]
     weights = 0 if reentrant else sum(unit.layout.numel * itemsize for unit in of_longest)
