@@ -229,7 +229,9 @@ class Plan:
         cut = [split for split in self.splits.values() if not split.groups]
         lengths = [split.length // split.blocks for split in cut if not split.padded]
         largest = math.gcd(*lengths, *(split.heads for split in cut if split.heads), *self.numbers.values()) or 1
-        return [size for size in range(1, largest + 1) if not self._misfits(size)]
+        alike = {replace(split, parameter="", groups=split.groups and "groups"): split for split in self.splits.values()}
+        few = replace(self, splits=dict(enumerate(alike.values())), numbers=dict(enumerate({*self.numbers.values()})))
+        return [size for size in range(1, largest + 1) if not few._misfits(size)]
 
     def table(self, tp: int) -> str:
         """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
