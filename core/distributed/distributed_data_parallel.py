@@ -19,6 +19,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.buffer.where import where
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.contract.placement import MemStats
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
@@ -322,6 +323,11 @@ class DistributedDataParallel(nn.Module):
             return describe_model(self.plan, self.all_buffers, self.groups, chosen)
         table = describe_model(self.plan, self.all_buffers, self.groups, chosen, unsharder.units)
         return f"{table}{unsharder.residents.describe()}"
+
+    @property
+    def memstats(self) -> MemStats | None:
+        """What the first step under `Placement(memory_budget_bytes=...)` has found, for the next run; else None."""
+        return None if self.engine.unsharder is None else self.engine.unsharder.residents.stats
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.

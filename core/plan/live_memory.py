@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 
 def _with_all_heads(args: Any) -> list[Any]:
-    """The arguments of an attention, in the place of [batch, heads, sequence, width] such a shape with heads of queries.
+    """The arguments of an attention, with the heads of queries in each shape [batch, heads, sequence, width].
 
     torch 2.11 does not count attention with fewer heads of keys than of queries; newer ones count so.
     """

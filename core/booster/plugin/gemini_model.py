@@ -38,8 +38,7 @@ class GeminiModel(LowLevelZeroModel):
     @property
     def memstats(self) -> MemStats | None:
         """What the first step under placement_policy='auto' has found, for `memstats` of the next run; else None."""
-        unsharder = self.module.engine.unsharder if isinstance(self.module, DistributedDataParallel) else None
-        return None if unsharder is None else unsharder.residents.stats
+        return self.module.memstats if isinstance(self.module, DistributedDataParallel) else None
 
 
 def _to_fp32(value: torch.Tensor) -> torch.Tensor:

@@ -196,6 +196,12 @@ class ZeroPluginBase(DPPluginBase):
         if optimizer is not None:
             self.complete_optimizer(model, optimizer)
             needs_shapes(optimizer)  # refuses one that cannot be told of
+        empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
+        if empty is not None:
+            raise ValueError(
+                f"parameter {empty!r} is on the meta device and has no values; give the model to "
+                "core.distributed.materialize before its optimizer is made"
+            )
         model = self._cast(model.to(self.device()))
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         if optimizer is None:

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import tempfile
+import warnings
 import weakref
 
 import torch
@@ -40,6 +41,12 @@ class FileTier(MemoryTier):
         self.refused: OSError | None = None  # why `new_shared` has failed
         weakref.finalize(self, _close, self.files)
         os.close(self._nameless())
+        if _lies_in_ram(self.directory):
+            warnings.warn(
+                f"{self.directory} is a tmpfs, whose files are RAM, so nothing is saved by what lies below it; name a "
+                "directory on a disk",
+                stacklevel=2,
+            )
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of zeros in a file. OSError where there is no room."""
@@ -119,6 +126,19 @@ class FileTier(MemoryTier):
                 f"no file for shards below the device can be made in {self.directory} "
                 f"({os.strerror(error.errno or 0)}). Name a directory that exists and can be written on every rank",
             ) from None
+
+
+def _lies_in_ram(directory: str) -> bool:
+    """True for a directory of a tmpfs, where the kernel tells."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8") as mounts:
+            kinds = {row.split(" ")[1]: row.split(" ")[2] for row in mounts}  # of what lies over another, the last
+    except OSError:
+        return False
+    path = os.path.realpath(directory)
+    while path not in kinds and path != "/":
+        path = os.path.dirname(path)
+    return kinds.get(path) in ("tmpfs", "ramfs")
 
 
 def _pages(nbytes: int) -> int:

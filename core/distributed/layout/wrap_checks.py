@@ -37,7 +37,9 @@ def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter])
             "parts as two parameters (torch.view_as_complex in the forward)"
         )
     if param.is_meta:
-        raise ValueError(f"parameter {name!r} is on the meta device; give it storage (module.to_empty) before wrapping")
+        raise ValueError(
+            f"parameter {name!r} is on the meta device; give the module to core.distributed.materialize before wrapping"
+        )
     if param.layout is not torch.strided:
         raise ValueError(
             f"parameter {name!r} is {param.layout}; gradient buffers hold dense tensors: make it one (to_dense())"

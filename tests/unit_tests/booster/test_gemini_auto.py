@@ -78,6 +78,7 @@ def check_budgets(rank: int, folder: Path, precision: str) -> None:
     grads, whole = sizes(model)
     steps(booster, model, optimizer, rank, range(1))
     stats = model.memstats
+    assert stats is not None and model.module.memstats is stats
     # Of each of six blocks the input of the first layer, and of the second, which is what tanh saves as well.
     assert stats.non_model_bytes == 4 * (6 * 8 + 104) * (4 if precision == "fp32" else 2)
     counts = []

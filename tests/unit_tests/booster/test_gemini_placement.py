@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,17 @@ def test_files_without_a_temporary_kind_have_no_name_either(rank: int, world: in
             os.kill(os.getpid(), signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not list(tmp_path.iterdir()) and Files(tmp_path).bytes_of(states(optimizer)) > 0
+
+
+def test_a_directory_in_ram_is_warned_of(tmp_path: Path) -> None:
+    mounts = f"disk / ext4 rw 0 0\nnone {tmp_path.parent} tmpfs rw 0 0\n"
+    with mock.patch("builtins.open", mock.mock_open(read_data=mounts)):
+        with pytest.warns(UserWarning, match=f"{tmp_path} is a tmpfs, whose files are RAM"):
+            FileTier(tmp_path)
+        mounts_of_disk = mounts + f"disk {tmp_path} ext4 rw 0 0\n"
+    with mock.patch("builtins.open", mock.mock_open(read_data=mounts_of_disk)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FileTier(tmp_path)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -202,6 +202,14 @@ def test_a_model_on_the_meta_device_is_made_shard_by_shard(rank: int, world: int
             assert not torch.equal(weight, dict(start.named_parameters())[name])
 
 
+@ranks(1)
+def test_a_model_on_the_meta_device_without_values_is_refused_with_what_to_do(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="'weight' is on the meta device .* give the model to core.distributed.materi"):
+        new_booster("bf16").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 class Most:
     """The most elements that parameters with values have at a time, while weights are made and cut."""
 
