@@ -100,6 +100,7 @@ class ShardedParameter(GatheredParameter):
     """A parameter whose values are not here; each owner has a subclass of its own."""
 
     @classmethod
+    @torch.compiler.disable  # a gather changes classes, and torch 2.11 fails where it traces that
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
