@@ -326,8 +326,11 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def memstats(self) -> MemStats | None:
-        """What the first step under `Placement(memory_budget_bytes=...)` has found, for the next run; else None."""
-        return None if self.engine.unsharder is None else self.engine.unsharder.residents.stats
+        """What the first step under `Placement(memory_budget_bytes=...)` has found, for the next run; else None.
+
+        None too where ranks have used different modules.
+        """
+        return None if self.engine.unsharder is None else self.engine.unsharder.residents.memstats
 
     def where(self, name: str) -> str:
         """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.

@@ -80,10 +80,12 @@ ROOMS = ("contract", "wire", "layout", "buffer", "guard", "reduce", "measure", "
 ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
 MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 25, 7, 4
 # May only become shorter, but for what the promises need and torch tells nowhere else. The last was
-# _top_saved_tensors_default_hooks: without it a budget of memory does not see what a checkpoint keeps.
+# _top_saved_tensors_default_hooks, without which a budget of memory does not see what a checkpoint keeps, and
+# _DisableTorchDispatch, without which a selective checkpoint meets gathers.
 PRIVATE_TORCH_NAMES = frozenset(
     {
         "_C",
+        "_DisableTorchDispatch",
         "_StorageInfo",
         "_active_ddp_module",
         "_autograd",

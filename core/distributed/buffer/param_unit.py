@@ -300,6 +300,9 @@ class ParamUnit:
 
     def accept_writes(self) -> None:
         """What was written while the parameters were shown is not refused when they are hidden."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                DATA.__set__(param, view)
         self.versions = [param._version for param in self.params]
         self.data_of = []
 

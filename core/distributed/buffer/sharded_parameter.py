@@ -78,6 +78,11 @@ class GatheredParameter(nn.Parameter):
         if values is not self:  # as of `model.to(device)` where it is already
             DATA.__set__(self, values)
 
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A copy, or on a CPU another tensor in the same memory: torch's save_on_cpu keeps it for backward."""
+        found = super().cpu(*args, **kwargs)
+        return found.view_as(found) if found is self and not isinstance(self, ShardedParameter) else found
+
 
 class LentParameter(GatheredParameter):
     """A frozen parameter whose values are here for a recomputation within a backward.
@@ -115,7 +120,7 @@ class ShardedParameter(GatheredParameter):
         if _changes_nothing(func, args, kwargs):
             return args[0]
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
-            return func(*_with_edges(args), **_with_edges(kwargs))
+            return _differentiated(func, args, kwargs)
         for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
             if type(written) is cls:
                 if getattr(func, "__name__", "") == "copy_" and owner.take(written, args[1]):
@@ -180,6 +185,23 @@ def _written(func: Any, args: Any) -> Any:
     in_place = name.endswith("_") and not name.endswith("__")
     assigns = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in ("__int__", "__index__"))
     return args[0] if args and (in_place or (assigns and name != "__invert__")) else ()
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `torch.autograd.grad` or `backward` gives for sharded parameters; torch does not make zeros for an edge."""
+    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    if not kwargs.get("materialize_grads") or isinstance(inputs, dict):
+        return func(*_with_edges(args), **_with_edges(kwargs))
+    found = func(*_with_edges(args), **{**_with_edges(kwargs), "materialize_grads": False, "allow_unused": True})
+    of_each = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    return tuple(
+        torch.zeros(
+            value.shape, dtype=value.dtype, device=value.device, requires_grad=kwargs.get("create_graph", False)
+        )
+        if grad is None
+        else grad
+        for value, grad in zip(of_each, found, strict=True)
+    )
 
 
 def _with_edges(value: Any) -> Any:

@@ -45,7 +45,7 @@ class Kept:
 class Window:
     """As many buckets are whole as parameters of one layer may lie in, and those that one operation takes."""
 
-    stats: MemStats | None = None
+    memstats: MemStats | None = None
 
     def __init__(self, prefetch: int | None = None) -> None:
         """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0, or 1 (None)."""
@@ -103,6 +103,7 @@ class Budget:
         self.steady = steady
         self.stats = stats
         self.uses: list[int] = []  # of the step that is learned from
+        self.is_told = True  # the same on all ranks
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
         self.place = 0  # there, behind the last use
         self.saved = Kept()  # what forwards have saved since the last backward
@@ -150,10 +151,12 @@ class Budget:
 
         def count(tensor: torch.Tensor) -> object:
             packed = pack(tensor)
-            if type(packed) is tuple:
+            if type(packed) is tuple and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 kept.add(storage.data_ptr(), storage.nbytes())
-            elif by_value:  # a weight, which `pack` would save by its place; this keeps its bucket
+            elif (
+                type(packed) is not tuple and by_value
+            ):  # a weight, which `pack` would save by its place; this keeps its bucket
                 kept.add(-packed.unit.number, self.nbytes[packed.unit.number])
             self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
             return packed if outer is None else outer[0](tensor)
@@ -178,7 +181,13 @@ class Budget:
             return
         _, (most,) = agree.bounds([self.non_model_bytes], groups, "the memory beside the model")
         if self.stats is None:
-            self._settle(MemStats(tuple(self.uses), most))
+            error = None
+            try:
+                self._settle(MemStats(tuple(self.uses), most))
+            except ValueError as caught:  # ranks that map one memory may use different modules
+                error = caught
+            agree.refuse(error, groups, "the budget of memory", ValueError)
+            self.is_told = agree.equal(self.uses, groups, "the order of uses")
         elif most > self.stats.non_model_bytes:
             warnings.warn(
                 f"a step has kept {most} bytes for backward on some rank, and the budget of {self.budget} bytes counts "
@@ -187,6 +196,11 @@ class Budget:
                 stacklevel=2,
             )
             self._settle(replace(self.stats, non_model_bytes=most))
+
+    @property
+    def memstats(self) -> MemStats | None:
+        """What the first step has found; None before its end, and where ranks have used different buckets."""
+        return self.stats if self.is_told else None
 
     def describe(self) -> str:
         """The budget, as a line behind the table of buckets."""

@@ -195,10 +195,11 @@ class Unsharder:
             )
         units = list(dict.fromkeys(self.unit_of[id(param)] for param in missing))
         pinned = {*units, *(self.unit_of[id(param)] for param in others if id(param) in self.unit_of)}
-        for unit in units:
-            first = next(param for param in missing if self.unit_of[id(param)] is unit)
-            self._obtain(unit, pinned, used_by=self._name_of(first))
-            unit.show(in_backward=self.in_backward)
+        with torch._C._DisableTorchDispatch():  # a selective checkpoint counts what the model itself computes
+            for unit in units:
+                first = next(param for param in missing if self.unit_of[id(param)] is unit)
+                self._obtain(unit, pinned, used_by=self._name_of(first))
+                unit.show(in_backward=self.in_backward)
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Somebody may write `values`, a gathered parameter's `.data`, which torch does not count as a write to it."""
@@ -290,7 +291,9 @@ class Unsharder:
             number = bisect_right(self.addresses, address) - 1  # the address of a storage takes 40 us to find
             unit = self.at[self.addresses[number]] if number >= 0 else None
             offset = -1 if unit is None else (address - self.addresses[number]) // unit.shard.itemsize
-            if unit is not None and offset < unit.layout.numel and tensor.dtype is unit.shard.dtype:
+            # A view may have a sign beside its place (`conj().imag`), and is saved as it is then.
+            is_place = unit is not None and offset < unit.layout.numel and tensor.dtype is unit.shard.dtype
+            if unit is not None and is_place and not tensor.is_neg():
                 index = bisect_right(unit.starts, offset) - 1
                 version = version_of(unit.params[index])
                 return SavedWeight(unit, index, offset, tensor.shape, tensor.stride(), version)
