@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,7 @@ class PlannedJob:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     batches: Sequence[Tensor]
+    runner: PipelineRunner | None
 
     def compute(self) -> None:
         """Forwards and backwards of a step."""
@@ -58,8 +60,12 @@ class PlannedJob:
         self.optimizer.step()
 
     def known(self) -> list[Tensor]:
-        """What is there between steps: parameters, gradients, pools, batches, and what other ranks of the host map."""
+        """What is there between steps: parameters, gradients, pools, batches, pipelines' buffers, peers' memory."""
         found = [*self.batches]
+        for stage in self.runner._built[2] if self.runner is not None and self.runner._built else ():
+            infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            buffers = (getattr(info, "buffer", None) for info in infos)
+            found += [buffer for buffer in buffers if isinstance(buffer, Tensor)]
         for chunk in self.chunks:
             engine = chunk.engine
             channels = [*engine.collectives.channels]

@@ -14,7 +14,7 @@ from typing import Any
 from core.collector_pause import collector_paused
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.changes import MOST_RANKS
-from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
+from core.plan.choices import AXES, Choice, Sizes, axes, choices, flags_of, with_choice
 from core.plan.device import Device, read_device
 from core.plan.estimates import Estimate, Estimates, Sharding
 from core.plan.model_run import ModelRun
@@ -105,8 +105,7 @@ def advise(
     search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {})
     found = sorted(search.estimates(ranks), key=_by_time)
     if not found:
-        plan_run(config, ranks, search.device)  # says why
-        raise ConfigError(f"no layout of {ranks} ranks can be built; use another --global-batch, or other ranks")
+        raise ConfigError(search.why_none(ranks))
     room = search.device.room(ranks)
     best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
     told = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
@@ -178,6 +177,25 @@ class Search:
             return run_of(with_choice(self.config, choice), ranks, self.device)
         except (ValueError, RuntimeError):
             return None
+
+    def why_none(self, ranks: int) -> str:
+        """Why no layout of some ranks can be built, and how many ranks have one. ConfigError where a plan says it."""
+        dps = sorted({dp for *_, dp in axes(self.sizes, ranks, self.fixed)})
+        near = (n for step in range(1, ranks + 1) for n in (ranks - step, ranks + step) if n > 0)
+        built = next((n for n in near if next(choices(self.sizes, n, self.fixed), None) is not None), None)
+        other = "" if built is None else f", or {built} ranks"
+        if not dps:
+            given = "".join(f", of which {axis} {size} is given," for axis, size in self.fixed.items() if axis in AXES)
+            return f"no sizes of tp, pp and cp that the model allows{given} divide {ranks} ranks; use others{other}"
+        if all(self.sizes.batch % dp for dp in dps):
+            words = ", ".join(map(str, dps))
+            return (
+                f"no layout of {ranks} ranks can be built: they leave {words} data ranks, by which a batch of "
+                f"{self.sizes.batch} sequences is not divisible; use another --global-batch{other}"
+            )
+        chosen = next((choice for choice, _ in choices(self.sizes, ranks, self.fixed)), None)
+        plan_run(self.config if chosen is None else with_choice(self.config, chosen), ranks, self.device)
+        return f"no layout of {ranks} ranks can be built with these options; use others{other}"
 
     def exactly(self, choice: Choice, ranks: int) -> Candidate | None:
         """A layout with its plan; None for one that cannot be built after all, or does not fit."""

@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
     def of(cls, told: JobConfig | ModelRun) -> Sizes:
         """Of the main job's model, or of a Hugging Face model."""
         if isinstance(told, ModelRun):
-            text, whole = told.configuration.get_text_config(), told.whole
+            whole = told.whole
             numel = sum(parameter.numel() for parameter in whole.model.parameters())
             batch, length = told.global_batch_size, told.sequence_length
-            return cls(batch, text.num_hidden_layers, length, (), whole.num_experts, None, numel)
+            return cls(batch, told.num_layers, length, (), whole.num_experts, None, numel)
         model, batch = told.model, told.run.global_batch_size
         of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
         width = None if model.num_experts is None else model.expert_width
@@ -83,18 +83,25 @@ def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tupl
 
     fixed: sizes of axes, `dp` or `micro`, that are given. What is sharded and computed again is left to the caller.
     """
-    sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
-    for tp, pp, cp in itertools.product(*sizes.values()):
-        if ranks % (tp * pp * cp) or pp > model.layers:
-            continue
-        dp = ranks // (tp * pp * cp)
-        if model.batch % dp or dp != fixed.get("dp", dp) or any(size % tp for size in model.of_tp):
-            continue
-        if cp > 1 and "cp" not in fixed and model.sequence < cp * FEWEST_TOKENS:
+    for tp, pp, cp, dp in axes(model, ranks, fixed):
+        if model.batch % dp:
             continue
         micros = [micro for micro in divisors(model.batch // dp) if micro == fixed.get("micro", micro)]
         for ep, etp in _expert_sizes(model, ranks // pp, tp, fixed) if micros else ():
             yield Choice(tp, pp, cp, ep, etp), micros
+
+
+def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
+    """(tp, pp, cp, dp) that the model has room for, whatever the batch."""
+    sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
+    for tp, pp, cp in itertools.product(*sizes.values()):
+        if ranks % (tp * pp * cp) or pp > model.layers or any(size % tp for size in model.of_tp):
+            continue
+        if cp > 1 and "cp" not in fixed and model.sequence < cp * FEWEST_TOKENS:
+            continue
+        dp = ranks // (tp * pp * cp)
+        if dp == fixed.get("dp", dp):
+            yield tp, pp, cp, dp
 
 
 def _expert_sizes(model: Sizes, ranks: int, tp: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int]]:

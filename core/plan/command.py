@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import MODES
@@ -26,6 +27,7 @@ from core.training.run_directory import check_writable
 
 DOES_NOT_FIT, USAGE_ERROR = 1, 2
 CALIBRATE = "calibrate"
+MOST_RANKS_AT_ALL = 131_072
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
 FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
 # Options of Hugging Face models alone; those of the main job have names there.
@@ -94,6 +96,8 @@ def _check_sizes(options: argparse.Namespace) -> None:
         size = getattr(options, name)
         if size is not None and size < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
+    if options.ranks > MOST_RANKS_AT_ALL:
+        raise ConfigError(f"--ranks is {options.ranks:,}; at most {MOST_RANKS_AT_ALL:,} are planned")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,6 +160,15 @@ def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
 _FIELDS = {"model", "tp", "pp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 
+def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
+    """ConfigError for an option of the main job that says otherwise than the plan's own option for it."""
+    for place, part in enumerate(more):
+        name, is_joined, value = part.partition("=")
+        name, value = name.replace("_", "-"), value if is_joined else "".join(more[place + 1 : place + 2])
+        if name in named and value != str(named[name]):
+            raise ConfigError(f"{name} is {value}, and the plan's own option for it is {named[name]}; give one of them")
+
+
 def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
     """The main job's configuration that some options come to."""
     for name in OF_MODELS:
@@ -168,7 +181,9 @@ def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
         "--run.micro-batch-size": options.micro_batch,
         **{f"--parallel.{axis}": getattr(options, axis) for axis in AXIS_OPTIONS},
     }
-    flags += [part for flag, value in named.items() if value is not None for part in (flag, str(value))]
+    named = {flag: value for flag, value in named.items() if value is not None}
+    _refuse_contradictions({**named, "--run.ranks": options.ranks}, more)
+    flags += [part for flag, value in named.items() for part in (flag, str(value))]
     config = load_config([*flags, *more])
     check_numbers(config)
     return config

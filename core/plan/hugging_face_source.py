@@ -37,7 +37,7 @@ from core.pipeline_parallel import PipelineLayout
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
-from core.plan.step_figures import PartFigures, layers_in_words, watch_step
+from core.plan.step_figures import PartFigures, layers_in_words, watch_step, with_more
 from core.plan.without_values import WithoutValues
 from core.training.errors import ConfigError
 
@@ -62,10 +62,15 @@ class PassBy:
 
 
 @contextmanager
-def told_in_a_line(what: str) -> Iterator[None]:
-    """Inside, whatever transformers raises of a configuration is a ConfigError: what, and its own first line."""
+def told_in_a_line(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
+    """Inside, whatever transformers raises of a configuration is a ConfigError: what, and its own first line.
+
+    but: what is raised as it is.
+    """
     try:
         yield
+    except but:
+        raise
     except Exception as error:  # its checks of types, torch's of shapes, a division by no heads: there is no common one
         raise ConfigError(f"{what}: {first_line(error)}") from error
 
@@ -216,6 +221,11 @@ class HuggingFaceSource:
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | int]:
         """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""
         spec = layout.stage(stage)
+        if layout.num_layers != len(self.kinds):
+            raise PlanError(
+                f"{self.configuration.model_type}: its configuration says {layout.num_layers} layers, and its model "
+                f"has {len(self.kinds)}; such a model is not planned"
+            )
         kinds = [self.kinds[number] for number in spec.layer_numbers]
         return [BEFORE if spec.pre_process else BETWEEN, *kinds, *[AFTER] * spec.post_process]
 
@@ -293,11 +303,20 @@ class HuggingFaceSource:
         found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
         if {*parts} != {BETWEEN}:
             numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
-            if self.recompute:  # the next layer keeps what the last one gives, and the head may keep a copy
-                numbers = sorted({*numbers, len(self.kinds) - 1})
+            last = len(self.kinds) - 1
+            # The first layer cuts the sequence, and the last one joins it.
+            ends_differ = self.sequence_parallel is not None and self.kinds[1:2] == [0] and last > 1
+            if self.recompute or ends_differ:  # the next layer keeps what one that is run again gives
+                numbers = sorted({*numbers, *([0, 1] if ends_differ else ()), last})
             for of_size, watched in zip(found, self._watch(numbers, groups, sizes), strict=True):
-                of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
                 of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
+                of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
+                if ends_differ:
+                    of_size[BEFORE] = with_more(of_size[BEFORE], of_size[0], of_size[1])
+                    of_size[0] = of_size[1]
+                    of_size[AFTER] = with_more(
+                        of_size[AFTER], of_size[last], of_size.get(self.kinds[last], of_size[last])
+                    )
         if BETWEEN in parts:
             for of_size, figures in zip(found, self._between(groups, sizes), strict=True):
                 of_size[BETWEEN] = figures
@@ -324,15 +343,17 @@ class HuggingFaceSource:
         model = self._stage_of_last() if later else self._thin(numbers)
         layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
         mode = WithoutValues()
-        model, _ = self._split(model, groups, mode, later)
         try:
+            model, _ = self._split(model, groups, mode, later)
             with self._without_values(mode):
                 runs = [self._run(model, groups, size, later) for size in sizes]
                 return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
-        except RuntimeError as error:
+        except PlanError:
+            raise
+        except Exception as error:  # the model's own code raises anything
             raise PlanError(
-                f"{family}: its step cannot be planned, because it asks for values that only a run has: "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{family}: a step of it fails on tensors without values, so it is not planned; or such a model cannot "
+                f"run: {first_line(error)}"
             ) from error
 
     def _run(self, model: Any, groups: PlannedGroups, size: int, later: bool) -> Callable[[], Tensor]:

@@ -24,6 +24,7 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
+MOST_LAYERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class ModelRun:
         require_installed("transformers", "planning a Hugging Face model", "transformers")
         try:
             if self.model.startswith(TINY):
-                found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
+                with told_in_a_line(f"--model {self.model}", LookupError):
+                    found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
                 found.update({"_experts_implementation": None})  # as for one that is read from a directory
                 return found
             path = self._file
@@ -89,6 +91,15 @@ class ModelRun:
         path = Path(self.model)
         return path / "config.json" if path.is_dir() else path
 
+    @property
+    def num_layers(self) -> int:
+        """What the configuration says. ConfigError for none, or for a number that is no model's."""
+        found = getattr(self.configuration.get_text_config(), "num_hidden_layers", None)
+        if type(found) is not int or not 1 <= found <= MOST_LAYERS:
+            says = "does not say num_hidden_layers" if found is None else f"says num_hidden_layers {found}"
+            raise ConfigError(f"--model {self.model}: its configuration {says}; expected 1 to {MOST_LAYERS:,}")
+        return found
+
     @cached_property
     def made(self) -> WholeModels:
         """Models without memory that plans of this run share."""
@@ -112,7 +123,7 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
     grid = check_ranks(parallel, world_size)
     text = told.configuration.get_text_config()
     try:
-        layout = plan_pipeline(text.num_hidden_layers, told.pp)
+        layout = plan_pipeline(told.num_layers, told.pp)
     except ValueError as error:
         raise ConfigError(f"--pp {told.pp}: {error}") from error
     micro, count = share_batch(grid, parallel, layout, told.global_batch_size, told.micro_batch_size)
@@ -154,5 +165,5 @@ def _check_lengths(told: ModelRun, text: Any) -> None:
             f"--cp {told.cp} cuts the sequence by --sequence-parallel all_to_all or ring_attn; give one of these"
         )
     longest = getattr(text, "max_position_embeddings", None)
-    if isinstance(longest, int) and told.sequence_length > longest:
+    if isinstance(longest, int) and longest > 0 and told.sequence_length > longest:
         raise ConfigError(f"--seq {told.sequence_length} is longer than the model's positions, {longest}")

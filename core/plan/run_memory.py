@@ -172,7 +172,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
         groups = run.groups_of(rank)
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
-        kind = place == 0, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
+        last = [groups.rank(name) for name in ("dp_cp", "expt_dp")]  # whose shards end in padding
+        kind = place == 0, *last, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
         if kind not in wrapped:
             chunks = wrapped_plans(run, groups)
             state = state_bytes(

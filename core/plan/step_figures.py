@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,28 @@ class PartFigures:
     sent: Mapping[str, Sent]
     params: Params = ()
     name: str = ""
+
+
+def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> PartFigures:
+    """A part beside the layers, and what the layer next to it does beyond another that is like it."""
+    more = layer.saved - alike.saved
+    sent: dict[str, Sent] = {}
+    for phase, calls in part.sent.items():
+        total = Counter({key: n for key, (n, _) in calls.items()})
+        nbytes = Counter({key: size for key, (_, size) in calls.items()})
+        for of_layer, sign in ((layer.sent[phase], 1), (alike.sent[phase], -1)):
+            for key, (n, size) in of_layer.items():
+                total[key] += sign * n
+                nbytes[key] += sign * size
+        sent[phase] = {key: (total[key], nbytes[key]) for key in total if total[key]}
+    return replace(
+        part,
+        saved=part.saved + more,
+        forward=part.forward + more,
+        backward=part.backward + more,
+        work={phase: work + (layer.work[phase] - alike.work[phase]) for phase, work in part.work.items()},
+        sent=sent,
+    )
 
 
 def layers_in_words(has_experts: bool | None, recomputed: bool, of_type: str = "") -> str:

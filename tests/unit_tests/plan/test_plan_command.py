@@ -202,6 +202,13 @@ def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--ranks", "4", "--device", "b900"], "known are a100, h100, h200, laptop, mi300x"),
         (["--ranks", "4", "--device", "b900"], "core.plan calibrate --out FILE"),
         (["--ranks", "3", "--tp", "1"], "--run.global-batch-size 8 is not divisible by dp"),
+        (["--ranks", "5", "--advise"], "5 data ranks, by which a batch of 8 sequences is not divisible; use another"),
+        (
+            ["--ranks", "4", "--tp", "1", "--parallel.tp", "2"],
+            "--parallel.tp is 2, and the plan's own option for it is 1",
+        ),
+        (["--ranks", "4", "--run.ranks=8"], "--run.ranks is 8, and the plan's own option for it is 4"),
+        (["--ranks", "200000"], "--ranks is 200,000; at most 131,072 are planned"),
     ],
 )
 def test_what_cannot_be_built_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

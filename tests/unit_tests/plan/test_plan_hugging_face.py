@@ -1,6 +1,7 @@
 """Plans of Hugging Face models against models that are really split, wrapped and stepped."""
 
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixtral ep": {"ep": 2, "zero": 1},
     "qwen3 zero": {"zero": 3},
     "llama split_gather": {"tp": 2, "sequence_parallel": "split_gather"},
+    "llama split_gather again": {"tp": 2, "sequence_parallel": "split_gather", "recompute": True},
     "qwen3 ring_attn": {"cp": 2, "sequence_parallel": "ring_attn"},
     "llama all_to_all": {"cp": 2, "sequence_parallel": "all_to_all"},
 }
@@ -61,8 +63,10 @@ def compare(name: str, rank: int, world: int) -> None:
         both = torch.tensor([float(measured)])
         torch.distributed.all_reduce(both)
         measured = int(both) // world
-    tolerance = 0.08 if told.sequence_parallel == "split_gather" else 0.05  # planned 6.6 percent too high
-    assert in_step == pytest.approx(measured, rel=tolerance), (in_step / measured, planned.highest)
+    if told.sequence_parallel:  # gloo's thread may hold what one exchange has carried for a moment
+        measured -= min(max(0, measured - in_step), run.source.sent_bytes())
+        assert in_step == pytest.approx(measured, rel=0.002), (in_step / measured, planned.highest)
+    assert in_step == pytest.approx(measured, rel=0.05), (in_step / measured, planned.highest)
 
 
 @ranks(1, timeout_s=120)
@@ -110,6 +114,8 @@ def refusal(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ({"hidden_act": "nope"}, "does not know 'nope'"),
         ({"rope_scaling": {"rope_type": "nope", "factor": 2.0}}, "does not know 'nope'"),
         ({"vocab_size": 0}, "its vocab_size is 0; expected at least 1"),
+        ({"num_hidden_layers": 0}, "its configuration says num_hidden_layers 0; expected 1 to 65,536"),
+        ({"num_hidden_layers": 10**5}, "says num_hidden_layers 100000; expected 1 to"),
         (5, "expected a JSON object, got 5"),
         (None, "expected a JSON object, got None"),
     ],
@@ -122,6 +128,20 @@ def test_a_configuration_that_makes_no_model_is_refused_in_a_line(
     for flags in ([], ["--advise"]):
         told = refusal(str(file), capsys, *flags)
         assert str(file) in told and words in told
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        ("llama4", ["--ranks", "2", "--pp", "2"], "llama4.*: a step of it fails on tensors without values"),
+        ("longcat_flash", [], "its configuration says .* layers, and its model has"),
+        ("cwm", [], "tiny:cwm: .*bos_token_id"),
+    ],
+)
+def test_a_family_that_is_not_planned_is_refused_in_a_line(
+    model: str, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(words, refusal(f"tiny:{model}", capsys, *flags))
 
 
 @pytest.mark.parametrize("family", ["vit", "t5"])
