@@ -151,13 +151,12 @@ class Budget:
 
         def count(tensor: torch.Tensor) -> object:
             packed = pack(tensor)
-            if type(packed) is tuple and tensor.layout is torch.strided:
+            is_weight = type(packed) is not tuple  # which `pack` saves by its place
+            if is_weight and by_value:  # and this with its bucket
+                kept.add(-packed.unit.number, self.nbytes[packed.unit.number])
+            elif not is_weight and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 kept.add(storage.data_ptr(), storage.nbytes())
-            elif (
-                type(packed) is not tuple and by_value
-            ):  # a weight, which `pack` would save by its place; this keeps its bucket
-                kept.add(-packed.unit.number, self.nbytes[packed.unit.number])
             self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
             return packed if outer is None else outer[0](tensor)
 
