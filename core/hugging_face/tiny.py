@@ -6,6 +6,7 @@ layers) stays as the family has it.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -110,7 +111,9 @@ def tiny_of_bytes(family: str, length: int) -> Any:
     kinds = all_families().items()
     found = next((kind for name, kind in kinds if name == family or getattr(kind, "model_type", "") in types), None)
     if found is None:
-        raise LookupError(f"no family with a plan or a policy is called {family!r}")
+        like = difflib.get_close_matches(family, sorted({str(getattr(kind, "model_type", "")) for _, kind in kinds}))
+        more = f"; is it {' or '.join(like)}?" if like else ""
+        raise LookupError(f"no family with a plan or a policy is called {family!r}{more}")
     sizes: dict[str, Any] = {"vocab_size": 256 + len(BYTE_MARKS), "max_position_embeddings": max(64, length)}
     sizes |= {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}  # the marks' own
     return tiny_config(found, {name: size for name, size in sizes.items() if hasattr(found, name)})

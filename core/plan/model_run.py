@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from core.hugging_face.sequence import MODES
+from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel.schedules import plan_pipeline
@@ -121,11 +121,12 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
     """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
     parallel = ParallelOptions(tp=told.tp, pp=told.pp, cp=told.cp, ep=told.ep)
     grid = check_ranks(parallel, world_size)
-    text = told.configuration.get_text_config()
+    text, num_layers = told.configuration.get_text_config(), told.num_layers
     try:
-        layout = plan_pipeline(told.num_layers, told.pp)
+        layout = plan_pipeline(num_layers, told.pp)
     except ValueError as error:
-        raise ConfigError(f"--pp {told.pp}: {error}") from error
+        words = str(error).partition("; or say how many")[0]  # a Hugging Face model's stages are equally long
+        raise ConfigError(f"--pp {told.pp}: {words}") from error
     micro, count = share_batch(grid, parallel, layout, told.global_batch_size, told.micro_batch_size)
     _check_lengths(told, text)
     source = HuggingFaceSource(
@@ -160,6 +161,12 @@ def _check_lengths(told: ModelRun, text: Any) -> None:
         raise ConfigError(f"--zero is {told.zero}; expected 0 to 3")
     if told.sequence_parallel not in (None, *MODES):
         raise ConfigError(f"--sequence-parallel is {told.sequence_parallel!r}; expected one of {', '.join(MODES)}")
+    for modes, axis, size in ((OVER_TENSOR, "tp", told.tp), (OVER_CONTEXT, "cp", told.cp)):
+        if told.sequence_parallel in modes and size == 1:
+            raise ConfigError(
+                f"--sequence-parallel {told.sequence_parallel} cuts the sequence over --{axis}, which is 1; give "
+                f"--{axis} 2 or more"
+            )
     if told.cp > 1 and told.sequence_parallel not in ("all_to_all", "ring_attn"):
         raise ConfigError(
             f"--cp {told.cp} cuts the sequence by --sequence-parallel all_to_all or ring_attn; give one of these"

@@ -317,7 +317,7 @@ def test_a_small_part_of_another_document_is_seen(
         (["--data", "nowhere.jsonl"], "--data.file nowhere.jsonl is no file"),
         (["--data", "bad.jsonl"], "bad.jsonl, line 2 has the fields 'body'"),
         (["--model", "nowhere"], "--model.path nowhere holds no config.json"),
-        (["--model", "tiny:lama"], "no family with a plan or a policy is called 'lama'"),
+        (["--model", "tiny:lama"], "no family with a plan or a policy is called 'lama'; is it llama"),
         (["--model", "tiny:vit"], "model type 'vit' has no causal language model"),
         (
             ["--model", "plain", "--data", "chat.jsonl", "--model.sequence-length", "64"],

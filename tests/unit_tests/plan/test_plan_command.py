@@ -184,6 +184,7 @@ def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--pp", "5", "--ranks", "5"], "--pp 5"),
         (["--pp", "1", "--cp", "2"], "--sequence-parallel all_to_all or ring_attn"),
         (["--zero", "4"], "--zero is 4; expected 0 to 3"),
+        (["--sequence-parallel", "ring"], "cuts the sequence over --tp, which is 1; give --tp 2 or more"),
         (["--sequence-parallel", "magic"], "expected one of split_gather"),
         (["--global-batch", "3", "--pp", "1"], "3 is not divisible by dp"),
         (["--seq", "65"], "longer than the model's positions, 64"),
