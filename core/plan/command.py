@@ -162,11 +162,11 @@ _FIELDS = {"model", "tp", "pp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
     """ConfigError for an option of the main job that says otherwise than the plan's own option for it."""
-    for place, part in enumerate(more):
-        name, is_joined, value = part.partition("=")
-        name, value = name.replace("_", "-"), value if is_joined else "".join(more[place + 1 : place + 2])
-        if name in named and value != str(named[name]):
-            raise ConfigError(f"{name} is {value}, and the plan's own option for it is {named[name]}; give one of them")
+    told = given_options([], spell_out(more))
+    for flag, value in named.items():
+        other = told.get(flag.removeprefix("--").replace("-", "_"), str(value))
+        if other != str(value):
+            raise ConfigError(f"{flag} is {other}, and the plan's own option for it is {value}; give one of them")
 
 
 def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:

@@ -167,10 +167,9 @@ def _check_lengths(told: ModelRun, text: Any) -> None:
                 f"--sequence-parallel {told.sequence_parallel} cuts the sequence over --{axis}, which is 1; give "
                 f"--{axis} 2 or more"
             )
-    if told.cp > 1 and told.sequence_parallel not in ("all_to_all", "ring_attn"):
-        raise ConfigError(
-            f"--cp {told.cp} cuts the sequence by --sequence-parallel all_to_all or ring_attn; give one of these"
-        )
+    if told.cp > 1 and told.sequence_parallel not in OVER_CONTEXT:
+        words = " or ".join(OVER_CONTEXT)
+        raise ConfigError(f"--cp {told.cp} cuts the sequence by --sequence-parallel {words}; give one of these")
     longest = getattr(text, "max_position_embeddings", None)
     if isinstance(longest, int) and longest > 0 and told.sequence_length > longest:
         raise ConfigError(f"--seq {told.sequence_length} is longer than the model's positions, {longest}")
