@@ -255,7 +255,6 @@ def _param_units(
             lanes=lanes,
             blocks=blocks,
             stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
-            secondary_ranks=ddp_config.secondary_ranks(layout.shards),
             tier=tier,
             below={index for of, index in places.params if of == number},
         )

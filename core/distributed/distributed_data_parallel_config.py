@@ -110,10 +110,7 @@ class DistributedDataParallelConfig:
         built-in ones of their kind.
     reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
         used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
-        next backward: fewer gathers, and memory for the whole model. A number of ranks, such as those of a data group
-        on one machine: so many neighbouring ranks keep a bucket together when it is given up, and gather it from each
-        other until its values change. Only the first gather after a step crosses machines; memory for one part in that
-        number of the model.
+        next backward: fewer gathers, and memory for the whole model.
     placement: which buckets stay whole, and which lie, or are stepped, in files below the device. None: all is sharded,
         as the strategy says, and lies on the device.
     """
@@ -144,16 +141,13 @@ class DistributedDataParallelConfig:
     grad_communication_dtype: torch.dtype | None = None
     share_host_memory: bool = True
     sync_rules: tuple[GradSyncRule, ...] = ()
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool = True
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
         reshard = self.reshard_after_forward
-        if not isinstance(reshard, bool) and not (isinstance(reshard, int) and reshard > 1):
-            raise ValueError(
-                f"reshard_after_forward is {reshard!r}; expected True, False, or the number of ranks, 2 or more, that "
-                "keep a bucket together until its values change"
-            )
+        if not isinstance(reshard, bool):
+            raise ValueError(f"reshard_after_forward is {reshard!r}; expected True or False")
         check_ranges(self, RANGES)
         residency_of(self.data_parallel_sharding_strategy)
         if self.grad_communication_dtype not in (None, *COMMUNICATION_DTYPES):
@@ -163,9 +157,9 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_microbatches not in ("every", "last", None):
             raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
-        if reshard is not True and not self.shards_parameters:
+        if not reshard and not self.shards_parameters:
             raise ValueError(
-                f"reshard_after_forward={reshard} keeps gathered parameters, and nothing is gathered under strategy "
+                "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
                 f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
             )
         if self.placement is not None:
@@ -221,9 +215,9 @@ class DistributedDataParallelConfig:
                 "whole gradients, which autograd adds to; set data_parallel_sharding_strategy='optim_grads' or "
                 "'optim_grads_params', or leave it 0"
             )
-        if placed.memory_budget_bytes is not None and self.reshard_after_forward is not True:
+        if placed.memory_budget_bytes is not None and not self.reshard_after_forward:
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward} keeps all buckets, or parts of them, and the "
+                "reshard_after_forward=False keeps all buckets, and the "
                 f"placement allows {placed.memory_budget_bytes} bytes for whole ones; leave it True"
             )
 
@@ -253,13 +247,6 @@ class DistributedDataParallelConfig:
     def shards_parameters(self) -> bool:
         """True if a rank keeps only its shard of a parameter."""
         return not self.residency.keeps_params
-
-    def secondary_ranks(self, shards: int) -> int | None:
-        """How many neighbouring ranks keep a bucket together when it is given up; None where it is not fewer than all
-        `shards` that it is cut into.
-        """
-        near = self.reshard_after_forward
-        return None if isinstance(near, bool) or near >= shards else near
 
     @property
     def reduces_every_microbatch(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.plan.planned_groups import PlannedGroups
 from core.plan.run_memory import RankMemory, Run, StageParts
-from core.plan.travels import param_gathers
 from core.rank_grid import GRADIENT_KINDS
 
 
@@ -48,8 +47,7 @@ def _lanes(run: Run, plans: Sequence[ModelPlan], groups: PlannedGroups) -> list[
         return []
     keys = [layout.key for plan in plans for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers)]
     shards = dict.fromkeys(shard_and_replica(key.data_group, run.ddp)[0] for key in keys)
-    names = dict.fromkeys(name for shard in shards for name, _ in param_gathers(shard, run.ddp, groups, 1))
-    return [(f"gathers over {name}", groups.size(name)) for name in names if groups.size(name) > 1]
+    return [(f"gathers over {name}", groups.size(name)) for name in shards if groups.size(name) > 1]
 
 
 def in_words(found: Sequence[tuple[str, int]], *, on_cpu: bool) -> str:

@@ -212,11 +212,8 @@ class Estimates:
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
             if not residency.keeps_params and not mapped and shards > 1:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
-                near = ddp.secondary_ranks(shards)
                 if not ddp.reshard_after_forward:
                     together = numel
-                elif near is not None:
-                    together += numel // near
                 held[GATHERED] += int(each[PARAMETERS] * together)
         tied = int(each[GRADIENTS] * place.tied) // (groups.size("dp_cp") if residency.sharded else 1)
         return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
@@ -234,9 +231,10 @@ class Estimates:
             shard, _ = shard_and_replica(name, ddp)
             collective = "reduce_scatter" if ddp.sharded else "all_reduce"
             reduce_s += travel(groups, shard, collective, calls * rounds, grads * rounds, device).seconds
-            for near, times in param_gathers(shard, ddp, groups, run.microbatches) if ddp.sharded else ():
-                nbytes = 0 if maps else part_sent(params, groups.size(near))
-                gather_s += travel(groups, near, "all_gather", calls * times, nbytes * times, device).seconds
+            if ddp.sharded:
+                times = param_gathers(ddp, run.microbatches)
+                nbytes = 0 if maps else part_sent(params, groups.size(shard))
+                gather_s += travel(groups, shard, "all_gather", calls * times, nbytes * times, device).seconds
         copies_s = travel(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
         behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
         if self.device.is_host:  # a core that adds gradients does nothing else

@@ -133,16 +133,6 @@ class PlannedGroups(ProcessGroups):
     ledger: Ledger
     links: dict[tuple[str, int], str]
 
-    def _field(self, name: str) -> Any:
-        """Of a name such as 'dp_cp/4' four neighbouring ranks of the group 'dp_cp', this rank among them."""
-        whole, _, part = name.partition("/")
-        group: Any = super()._field(whole)
-        if not part or group is None:
-            return group
-        count, members = int(part), group.members
-        first = group.place // count * count
-        return PlannedGroup(name, members[first : first + count], members[group.place], group.ledger)
-
     def _place(self, name: str) -> tuple[int, int]:
         group: Any = self._field(name)
         return (0, 1) if group is None else (group.rank(), group.size())

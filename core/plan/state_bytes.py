@@ -198,12 +198,9 @@ def _gathered_bytes(
             if where not in places.params and (mapped or layout.shards == 1):
                 continue
             goes_ahead |= (not mapped and layout.shards > 1) or (where in places.params and not on_cpu)
-            near = ddp_config.secondary_ranks(layout.shards)
             if where in places.params_stay or not ddp_config.reshard_after_forward:
                 staying += nbytes
             else:
-                if near is not None and not mapped:
-                    staying += nbytes // near
                 moving.append((min(position[slot.name] for slot in bucket.slots), nbytes))
     in_order = [nbytes for _, nbytes in sorted(moving)]
     waits = ddp_config.placement is not None and ddp_config.placement.prefetch == 0

@@ -59,23 +59,18 @@ def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) 
 
 def _kind_of_whole(name: str) -> str:
     """The kind of whole groups that groups of a kind are parts of."""
-    kind = name.partition("/")[0]
-    return "pp" if kind in ("embd", "pos_embd") else kind.removeprefix("intra_").removeprefix("inter_")
+    return "pp" if name in ("embd", "pos_embd") else name.removeprefix("intra_").removeprefix("inter_")
 
 
 def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list[int]]:
     """The parts of a whole group that are groups of the kind `name`."""
-    kind, _, near = name.partition("/")
-    if kind in ("embd", "pos_embd"):  # each pipeline has one such part
+    if name in ("embd", "pos_embd"):  # each pipeline has one such part
         return [groups.ranks(name)]
-    size = groups.size(kind)
-    if kind.startswith("inter_"):
+    size = groups.size(name)
+    if name.startswith("inter_"):
         apart = len(whole) // size
-        parts = [whole[first::apart] for first in range(apart)]
-    else:
-        parts = [whole[first : first + size] for first in range(0, len(whole), size)]
-    count = int(near) if near else size
-    return [part[first : first + count] for part in parts for first in range(0, size, count)]
+        return [whole[first::apart] for first in range(apart)]
+    return [whole[first : first + size] for first in range(0, len(whole), size)]
 
 
 def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machine: int) -> set[int]:
@@ -131,8 +126,8 @@ def gradient_travels(
                         cut = bucket.numel * grad // max(1, groups.size(shard))
                         reductions[replica, "all_reduce", 2 * part_sent(cut, groups.size(replica))] += rounds
                     copied = 0 if maps and ddp_config.shards_parameters else bucket.numel * param
-                    for name, times in param_gathers(shard, ddp_config, groups, microbatches):
-                        gathers[name, "all_gather", part_sent(copied, groups.size(name))] += times
+                    times = param_gathers(ddp_config, microbatches)
+                    gathers[shard, "all_gather", part_sent(copied, groups.size(shard))] += times
                 else:
                     reductions[shard, "all_reduce", 2 * part_sent(bucket.numel * grad, groups.size(shard))] += rounds
     if device.gradients is not None:  # ranks of a host read each other's buffers
@@ -140,16 +135,11 @@ def gradient_travels(
     return _travels(reductions, groups, device), _travels(gathers, groups, device)
 
 
-def param_gathers(
-    shard: str, ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, microbatches: int
-) -> list[tuple[str, int]]:
-    """(group, times): where the parameters of a bucket are gathered in a step, and how often."""
+def param_gathers(ddp_config: DistributedDataParallelConfig, microbatches: int) -> int:
+    """How often the parameters of a bucket are gathered in a step of a sharded optimizer."""
     if not ddp_config.shards_parameters:
-        return [(shard, 1)]
-    near = ddp_config.secondary_ranks(groups.size(shard))
-    if near is not None:
-        return [(shard, 1), (f"{shard}/{near}", 2 * microbatches - 1)]
-    return [(shard, 2 * microbatches if ddp_config.reshard_after_forward else microbatches)]
+        return 1
+    return 2 * microbatches if ddp_config.reshard_after_forward else microbatches
 
 
 def part_sent(nbytes: int, ranks: int) -> int:

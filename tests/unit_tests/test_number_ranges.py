@@ -51,9 +51,7 @@ MEANT: dict[str, set[Any]] = {
     "recompute_num_layers": {0, 10**30},  # none; all
     "check_weights_interval": {0, 10**30},  # never
     "init_seed": {-1, 0, 10**30},
-    "reshard_after_forward": {True},
 }
-ALSO_BOOL = {"reshard_after_forward"}
 MISFIT = {  # refused for the other sizes of the same configuration
     TransformerConfig: {"tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"},
 }
@@ -74,7 +72,7 @@ def test_every_odd_number_is_refused_by_name_value_and_range_or_means_something(
     for name in numeric_fields(config):
         for value in ODD:
             others = {"optimizer_cpu_offload": True} if name == "optimizer_offload_fraction" else {}
-            meant = value in MEANT.get(name, set()) and (not isinstance(value, bool) or name in ALSO_BOOL)
+            meant = value in MEANT.get(name, set()) and not isinstance(value, bool)
             try:
                 config(**{**NEEDED[config], **others, name: value})
                 outcome = "taken"

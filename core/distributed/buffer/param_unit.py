@@ -25,7 +25,7 @@ from core.distributed.wire.backend import timeout_of
 from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
-Lanes = dict[dist.ProcessGroup | tuple[int, ...], dist.ProcessGroup]  # by group, or by some ranks of one
+Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]  # by the group whose ranks they connect
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -53,29 +53,6 @@ class Gather(NamedTuple):
             torch.accelerator.current_stream(self.whole.device).wait_event(self.copied)
 
 
-class SecondaryShard:
-    """A part of a bucket that neighbouring ranks keep when it is given up, and gather from each other alone from then
-    on, until its values change.
-
-    lane: a communicator of these ranks that carries nothing else. numel: of the whole bucket.
-    """
-
-    def __init__(self, lane: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.lane = lane
-        self.part = huge_pages.zeros(numel // dist.get_world_size(lane), dtype, device)
-        self.is_kept = False  # True while `part` has the bucket's values
-
-    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole bucket."""
-        return whole[dist.get_rank(self.lane) * self.part.numel() :][: self.part.numel()]
-
-    def keep(self, whole: torch.Tensor) -> None:
-        """Take the values of a bucket that is given up."""
-        if not self.is_kept:
-            self.part.copy_(self.own_part(whole))
-            self.is_kept = True
-
-
 class ParamUnit:
     """Parameters that lie in one bucket, and this rank's shard of them.
 
@@ -88,7 +65,6 @@ class ParamUnit:
     they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
     tier: what the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks:
     memory for whole buckets on CPUs; beside files none is kept when it is freed. device: where whole buckets lie.
-    secondary: what is gathered instead of the shards while it is kept.
     """
 
     def __init__(
@@ -105,7 +81,6 @@ class ParamUnit:
         tier: MemoryTier | None,
         blocks: huge_pages.Blocks,
         device: torch.device,
-        secondary: SecondaryShard | None = None,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -123,7 +98,6 @@ class ParamUnit:
         self.channel = channel
         self.tier = tier
         self.device = device
-        self.secondary = secondary
         self.blocks = blocks if tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
         self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=device)
@@ -187,9 +161,6 @@ class ParamUnit:
             self.tier.check()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
-            if self.secondary is not None and self.secondary.is_kept:
-                self.secondary.own_part(whole).copy_(self.secondary.part)
-                return Gather(self, whole, collectives.all_gather(whole, self.secondary.lane, self.name), None)
             if not isinstance(self.tier, HostTier):
                 self._own_part(whole).copy_(self.shard)
                 return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name), None)
@@ -205,15 +176,10 @@ class ParamUnit:
         self.whole = gather.whole
         return gather.whole
 
-    def drop(self, is_used_again: bool = False) -> None:
-        """Forget the whole bucket. Its memory is freed when nothing else refers to it any more.
-
-        is_used_again: True to leave its values in the secondary shard, if there is one.
-        """
+    def drop(self) -> None:
+        """Forget the whole bucket. Its memory is freed when nothing else refers to it any more."""
         try:
             self.hide()
-            if is_used_again and self.secondary is not None and self.whole is not None:
-                self.secondary.keep(self.whole)
         finally:
             self.whole = None if self.moves else self.mapped
 
@@ -292,8 +258,6 @@ class ParamUnit:
 
     def note_new_values(self) -> None:
         """The shards have been written: a graph that has saved a parameter's old values must not use the new ones."""
-        if self.secondary is not None:
-            self.secondary.is_kept = False
         increment_version(self.params)
         with attributes_alone():
             self.versions = [param._version for param in self.params]
@@ -328,15 +292,13 @@ def units_of(
     lanes: Lanes,
     blocks: huge_pages.Blocks,
     stays: Stays,
-    secondary_ranks: int | None = None,
     tier: MemoryTier | None = None,
     below: Collection[int] = (),
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
     first: number of the first unit. lanes: communicators by shard group, made here where ranks do not map each other's
-    memory. blocks: memory for whole buckets. secondary_ranks: the number of neighbouring ranks that keep a secondary
-    shard. below: indices of the buckets whose shards lie in `tier`.
+    memory. blocks: memory for whole buckets. below: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
     memory: dict[int, tuple[ShardMemory, MemoryTier | None]] = {}
@@ -350,15 +312,9 @@ def units_of(
     unmapped = any(lies.mapped is None for lies, _ in memory.values())
     if unmapped and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
         lanes[groups.shard] = new_lane(groups.shard)
-    neighbours = _neighbours(groups.shard, secondary_ranks) if unmapped and secondary_ranks is not None else ()
-    if neighbours and neighbours not in lanes:
-        lanes[neighbours] = new_lane(groups.shard, neighbours)
     units = []
     for number, bucket in enumerate(layout.buckets, first):
         lies, place = memory[bucket.index]
-        secondary = None
-        if lies.mapped is None and neighbours:
-            secondary = SecondaryShard(lanes[neighbours], bucket.numel, dtype, device)
         unit = ParamUnit(
             number,
             bucket,
@@ -372,7 +328,6 @@ def units_of(
             place,
             blocks,
             device,
-            secondary,
         )
         unit.stays = stays if unit.moves else Stays.STEP
         units.append(unit)
@@ -427,18 +382,9 @@ def _shard_memory(
     return found
 
 
-def _neighbours(group: dist.ProcessGroup, count: int) -> tuple[int, ...]:
-    """The `count` neighbouring ranks of a group that this rank belongs to."""
-    first = dist.get_rank(group) // count * count
-    return tuple(dist.get_process_group_ranks(group)[first : first + count])
-
-
-def new_lane(group: dist.ProcessGroup, ranks: Sequence[int] = ()) -> dist.ProcessGroup:
-    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective.
-
-    ranks: of `group`, those that call it together; all, if it is empty.
-    """
-    members, backend = list(ranks) or dist.get_process_group_ranks(group), dist.get_backend(group)
+def new_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
+    members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     lane = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
     assert isinstance(lane, dist.ProcessGroup), "this rank is a member"
     return lane

@@ -273,13 +273,6 @@ def _count_shards(data_group: str, ddp_config: DistributedDataParallelConfig, gr
             f"{data_group!r} has {groups.size(data_group)} and not {instances} x {groups.size(name)}; give the same "
             "number to initialize_model_parallel"
         )
-    near = ddp_config.reshard_after_forward
-    if not isinstance(near, bool) and max(near, groups.size(name)) % min(near, groups.size(name)):
-        raise ValueError(
-            f"reshard_after_forward is {near}, and group {name!r} has {groups.size(name)} ranks: {groups.size(name)} / "
-            f"{near} = {groups.size(name) / near:g}; give a number that divides the ranks, such as those of the group "
-            "on one machine"
-        )
     return groups.size(name)
 
 

@@ -67,9 +67,6 @@ def _sharded_parameters(unit: ParamUnit) -> str:
         how = "is always whole in memory that its ranks map from each other"
     else:
         how = f"is gathered around its use, and stays whole {unit.stays.value}"
-    if unit.secondary is not None:
-        near = dist.get_process_group_ranks(unit.secondary.lane)
-        how += f"; ranks {near} keep {unit.secondary.part.nbytes} bytes each then, and gather it from each other"
     on = f"{unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks{_below(unit.tier, ',')}"
     return f"{unit.name}: {on}; the bucket {how}"
 

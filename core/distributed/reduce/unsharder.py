@@ -11,8 +11,7 @@ are saved by place]), so their memory is free meanwhile.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
-What each has gathered is compared once a step, and after each forward without gradients. Where neighbouring ranks keep
-a secondary shard, the first gather after a write is one of all ranks, and those behind it are of the neighbours alone.
+What each has gathered is compared once a step, and after each forward without gradients.
 
 Note [One bucket ahead]
 Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
@@ -231,7 +230,7 @@ class Unsharder:
             self.kept.add(unit)
         else:
             for other in self.residents.victims(self.window, unit, pinned):
-                self._drop(other, is_used_again=True)
+                self._drop(other)
             self.window.append(unit)
         if unit.whole is not None:
             return unit.whole
@@ -268,14 +267,14 @@ class Unsharder:
             ahead.wait()
         return ahead
 
-    def _drop(self, unit: ParamUnit, is_used_again: bool = False) -> None:
+    def _drop(self, unit: ParamUnit) -> None:
         if unit in self.window:
             self.window.remove(unit)
         self.kept.discard(unit)
         if unit.whole is not None:
             if self.at.pop(unit.whole.data_ptr(), None) is not None:
                 self.addresses.remove(unit.whole.data_ptr())
-            unit.drop(is_used_again)
+            unit.drop()
 
     # -- weights saved for backward ---------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ MEANT: dict[str, set[str]] = {
     "run.seed": {"0"},
     "run.validate_every": {"0"},  # only at the end
     "checkpoint.step": {"0"},  # of a converted checkpoint
-    **dict.fromkeys(("ddp.keep_params_whole", "ddp.reshard_after_forward"), {"True"}),
+    "ddp.keep_params_whole": {"True"},
     "parallel.sequence_parallel": {"True"},
     "logging.peak_tflops": POSITIVE,
     **dict.fromkeys(("data.dataset", "data.split", "data.column"), set(ODD) - {""}),  # names, looked for later
@@ -150,7 +150,7 @@ def test_the_largest_size_of_every_option_is_planned_or_refused_within_a_moment(
 
 def test_every_number_of_a_job_has_a_range() -> None:
     numbers = {option for option, hint in options() if {int, float} & {hint, *typing.get_args(hint)}}
-    numbers -= {"parallel.layers_per_stage", "ddp.reshard_after_forward"}  # a list, checked with the layers; or a bool
+    numbers -= {"parallel.layers_per_stage"}  # a list, checked with the layers
     listed = {f"{section}.{name}" for section, ranges in RANGES.items() for name in ranges}
     assert not numbers - listed
 
