@@ -18,6 +18,7 @@ from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, read_transformers, write_transformers
 from core.generate import UNKNOWN, load_trained, words_of
+from core.hugging_face.configuration import check_layers
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
@@ -53,6 +54,7 @@ def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: i
 
 def bring_in(place: Path, target: Path) -> str:
     """Write a model of transformers as a checkpoint of step 0; what was written, in a sentence."""
+    check_layers(place)
     theirs, state = read_transformers(place)
     options = options_for(theirs)
     model = GPTModel(dataclasses.replace(theirs, perform_initialization=False))

@@ -28,6 +28,7 @@ from core.finetune.model_files import check_weights, one_line, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
+from core.hugging_face.configuration import read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.stages import find_cut
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
@@ -68,7 +69,6 @@ def causal_class(config: Any, path: str) -> Any:
 
 def check_model(config: TuneConfig) -> None:
     """ConfigError for a model that cannot be read, or cannot be split as asked. Reads no tensor."""
-    transformers = transformers_package()
     path = config.model.path
     if path.startswith(TINY):
         make_tiny(config)
@@ -79,7 +79,7 @@ def check_model(config: TuneConfig) -> None:
         )
     directory = directory_of(config)
     try:
-        configuration = transformers.AutoConfig.from_pretrained(directory)
+        configuration = read_configuration(directory)
     except Exception as error:  # whatever is wrong with a file
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     model = check_configuration(config, configuration)

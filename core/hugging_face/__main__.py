@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.hugging_face.check import check_families, table
+from core.hugging_face.configuration import read_configuration
 from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import all_families
-from core.hugging_face.transformers_plans import transformers_package
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _chosen(text: str) -> tuple[dict[str, type], dict[str, Any]]:
     """The configuration classes that are meant, and what a directory's configuration has that is no size."""
     known = all_families()
     if os.path.isdir(text) or text.endswith(".json"):
-        config = transformers_package().AutoConfig.from_pretrained(text)
+        config = read_configuration(text)
         found = {name: kind for name, kind in known.items() if kind is type(config)}
         if not found:
             raise ValueError(f"{text}: {type(config).__name__} has no tensor-parallel plan and no policy")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core import agree
 from core.checkpoint.sliced_tensor import Cut, SlicedTensor
+from core.hugging_face.configuration import read_configuration
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.policies import Policy
 from core.hugging_face.slices import whole_of
@@ -69,7 +70,7 @@ def load_split(
     transformers = transformers_package()
     groups = resolve_groups(pg_collection)
     if kind is None:
-        names = transformers.AutoConfig.from_pretrained(directory).architectures or ["AutoModelForCausalLM"]
+        names = read_configuration(directory).architectures or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0])
     how = Splitting(groups, layout, parallel_output, sequence_parallel)
     parts: list[Any] = []

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from core.hugging_face.configuration import MOST_LAYERS, read_configuration
 from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
-from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel.schedules import plan_pipeline
 from core.plan.config_notes import config_notes
 from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, told_in_a_line, whole_model
@@ -24,7 +23,6 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
-MOST_LAYERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class ModelRun:
 
     @cached_property
     def configuration(self) -> Any:
-        """The configuration of transformers. ConfigError where there is none."""
+        """The configuration of transformers. ConfigError where there is none, or none of a model. Builds no model."""
         require_installed("transformers", "planning a Hugging Face model", "transformers")
         try:
             if self.model.startswith(TINY):
@@ -70,13 +68,15 @@ class ModelRun:
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
             raise ConfigError(f"--model {self.model}: {words}") from error
-        _check_object(self.model, path)
-        auto = transformers_package().AutoConfig
         with told_in_a_line(f"--model {self.model}"):
-            found = auto.from_pretrained(os.fspath(path))
+            found = read_configuration(path)
         vocabulary = getattr(found.get_text_config(), "vocab_size", None)
         if isinstance(vocabulary, int) and vocabulary < 1:
             raise ConfigError(f"--model {self.model}: its vocab_size is {vocabulary}; expected at least 1")
+        layers = getattr(found.get_text_config(), "num_hidden_layers", None)
+        if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+            says = "does not say num_hidden_layers" if layers is None else f"says num_hidden_layers {layers}"
+            raise ConfigError(f"--model {self.model}: its configuration {says}; expected 1 to {MOST_LAYERS:,}")
         return found
 
     @cached_property
@@ -93,12 +93,8 @@ class ModelRun:
 
     @property
     def num_layers(self) -> int:
-        """What the configuration says. ConfigError for none, or for a number that is no model's."""
-        found = getattr(self.configuration.get_text_config(), "num_hidden_layers", None)
-        if type(found) is not int or not 1 <= found <= MOST_LAYERS:
-            says = "does not say num_hidden_layers" if found is None else f"says num_hidden_layers {found}"
-            raise ConfigError(f"--model {self.model}: its configuration {says}; expected 1 to {MOST_LAYERS:,}")
-        return found
+        """What the configuration says."""
+        return int(self.configuration.get_text_config().num_hidden_layers)
 
     @cached_property
     def made(self) -> WholeModels:
@@ -144,16 +140,6 @@ def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_h
     tokens = told.global_batch_size * told.sequence_length
     ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)
     return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host, notes=told.notes)
-
-
-def _check_object(model: str, path: Path) -> None:
-    """ConfigError for JSON that is no object; what is no JSON at all transformers refuses."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(content, dict):
-        raise ConfigError(f"--model {model}: it is no configuration; expected a JSON object, got {str(content)[:60]}")
 
 
 def _check_lengths(told: ModelRun, text: Any) -> None:
