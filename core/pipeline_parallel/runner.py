@@ -30,7 +30,8 @@ class MicrobatchLoss:
     """What a forward step returns on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
 
     value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` where that is given.
-    num_tokens: the sum of the loss mask, which need not be a whole number.
+    num_tokens: the sum of the loss mask, which need not be a whole number. Under context parallelism value and
+    num_tokens are those of this rank's positions; the runner counts a microbatch's tokens over the group 'cp'.
     report: anything; the step returns it on the last stage.
     """
 
@@ -48,8 +49,10 @@ Activations = Sequence[Tensor] | Callable[[int], Sequence[Tensor]]
 class StepOutcome:
     """One step's loss. `loss` and `num_tokens` are equal on all stages; `losses` and `reports` are the last stage's.
 
-    loss: mean over the microbatches, or with calculate_per_token_loss over this pipeline's tokens; unscaled.
-    num_tokens: 0-dim fp64, because a loss mask may weigh tokens; None without calculate_per_token_loss.
+    loss: mean over the microbatches, or with calculate_per_token_loss over their tokens; unscaled. It and `losses`, one
+    for each microbatch, are of whole sequences, so equal on all context-parallel ranks.
+    num_tokens: of this rank's positions, 0-dim fp64, because a loss mask may weigh tokens; None without
+    calculate_per_token_loss.
     """
 
     loss: Tensor
@@ -209,7 +212,7 @@ class PipelineRunner:
                 "return MicrobatchLoss(loss.sum(), num_tokens)"
             )
         if loss.num_tokens is not None and not self.per_token:
-            value = value / divisor_of_tokens(torch.as_tensor(loss.num_tokens, device=value.device))
+            value = value / self._share_of_tokens(loss.num_tokens)
         self.losses.append(value.detach().reshape(()).clone())
         self.tokens.append(loss.num_tokens)
         self.reports.append(loss.report)
@@ -217,6 +220,24 @@ class PipelineRunner:
             value = value / len(self.microbatches)
         grad_scale = getattr(self.config, "grad_scale_func", None)
         return value if grad_scale is None or not torch.is_grad_enabled() else grad_scale(value)
+
+    def _share_of_tokens(self, num_tokens: Tensor | float) -> Tensor:
+        """A microbatch's tokens over all context-parallel ranks, a rank's share: the wrapper takes these ranks' mean.
+
+        Collective over the group 'cp'.
+        """
+        tokens = torch.as_tensor(num_tokens, device=self.device)
+        ranks = self.groups.size("cp")
+        if ranks == 1:
+            return divisor_of_tokens(tokens)
+        total = tokens.detach().double().reshape(()).clone()
+        self._add_over_context(total, "the number of a microbatch's tokens")
+        return divisor_of_tokens(total) / ranks
+
+    def _add_over_context(self, numbers: Tensor, what: str) -> None:
+        group = self.groups.require("cp")
+        with waiting(what, group):
+            dist.all_reduce(numbers, group=group)
 
     def _weight_of_a_loss(self) -> Tensor:
         """What `_record` multiplies a microbatch's loss by, for the auxiliary losses that earlier stages hold."""
@@ -226,15 +247,30 @@ class PipelineRunner:
         return weight if grad_scale is None else grad_scale(weight)
 
     def _outcome(self) -> StepOutcome:
-        """The last stage's loss and tokens, told to all stages."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.losses:
-            totals[0] = torch.stack(self.losses).double().sum()
-            totals[1] = sum(torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None)
-        with calling("PipelineRunner.step", self.steps), waiting("the loss", self.group):
-            dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
+        """The last stage's loss and tokens, on all stages."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # losses, their tokens, this rank's tokens
+        with calling("PipelineRunner.step", self.steps):
+            if self.losses:
+                totals[1:] = sum(
+                    torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None
+                )
+                totals[0] = self._whole_losses(totals[1])
+            with waiting("the loss", self.group):
+                dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
         loss = totals[0] / (divisor_of_tokens(totals[1]) if self.per_token else len(self.microbatches))
-        return StepOutcome(loss, totals[1] if self.per_token else None, self.losses, self.reports)
+        return StepOutcome(loss, totals[2] if self.per_token else None, self.losses, self.reports)
+
+    def _whole_losses(self, tokens: Tensor) -> Tensor:
+        """Their sum, in fp64. Makes `losses`, and `tokens` in place, those of whole sequences."""
+        ranks = self.groups.size("cp")
+        losses = torch.stack(self.losses).double()
+        if ranks > 1:
+            numbers = torch.cat([losses, tokens.reshape(1)])
+            self._add_over_context(numbers, "the losses")
+            losses = numbers[:-1] if self.per_token else numbers[:-1] / ranks
+            tokens.copy_(numbers[-1])
+            self.losses = list(losses.to(self.losses[0].dtype))
+        return losses.sum()
 
     def _finalize(self, outcome: StepOutcome, force_all_reduce: bool) -> None:
         func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
