@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from core.checkpoint.pieces import MODEL
 from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
+from core.checkpoint.tied_tensors import names_apart
 from core.models.transformers_layouts import (
+    EMBEDDINGS,
+    HEAD,
     config_for_transformers,
     config_from_transformers,
     from_transformers,
+    layout_of,
     to_transformers,
 )
 from core.transformer.transformer_config import TransformerConfig
@@ -71,6 +76,15 @@ def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor
     config = config_from_transformers(json.loads((source / CONFIG).read_text()))
     files = SafetensorsFiles(source)
     given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
+    if config.share_embeddings_and_output_weights:
+        pairs = names_apart({(EMBEDDINGS[layout_of(config)], HEAD): config.params_dtype}, given)
+        for first, other in pairs:
+            warnings.warn(
+                f"{source}: its {CONFIG} ties {other!r} to {first!r}, and its files hold different values for them, so "
+                "they are two parameters here, as in transformers",
+                stacklevel=2,
+            )
+        config = dataclasses.replace(config, share_embeddings_and_output_weights=not pairs)
     return config, from_transformers(config, given)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from core.booster import Booster
+from core.booster.checkpoint_io.files import weight_files
 from core.booster.plugin import (
     GeminiPlugin,
     GradientCheckpointConfig,
@@ -31,6 +32,7 @@ from core.hugging_face import PlanError, read_plan
 from core.hugging_face.configuration import read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.stages import find_cut
+from core.hugging_face.ties import untie_by_files
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package
 from core.optimizer.algorithms.lion import Lion
@@ -220,6 +222,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             with torch.device("meta"):
                 model = kind(configuration)
             model = model.to(dtype)
+            untie_by_files(model, directory, weight_files(directory))
         else:
             model, told = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
             if told["missing_keys"]:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from core.booster.checkpoint_io.files import find_checkpoint, is_index, read_index
+from core.booster.checkpoint_io.files import weight_files
 from core.checkpoint.tensor_files import safetensors
 from core.training.errors import ConfigError
 
@@ -23,8 +23,7 @@ def check_weights(directory: Path, model: Any) -> None:
     one is missing for certain only where all names in the files are the model's.
     """
     try:
-        found = find_checkpoint(directory, optimizer=False)
-        files = sorted(set(read_index(found)[0].values())) if is_index(found) else [found]
+        files = weight_files(directory)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--model.path {directory}: {one_line(error)}") from error
     files = [file for file in files if file.suffix == ".safetensors"]

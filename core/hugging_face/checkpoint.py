@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from core import agree
 from core.checkpoint.sliced_tensor import Cut, SlicedTensor
+from core.checkpoint.tied_tensors import refuse_apart
 from core.hugging_face.configuration import read_configuration
-from core.hugging_face.plan import Plan, PlanError, Split
+from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.policies import Policy
 from core.hugging_face.slices import whole_of
 from core.hugging_face.split import (
@@ -33,6 +34,7 @@ from core.hugging_face.split import (
 )
 from core.hugging_face.split_stages import check_cut, finish_parts
 from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, mark_absent, stage_of
+from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
@@ -90,12 +92,15 @@ def _load(
     directory: str | os.PathLike[str], kind: Any, policy: Policy | None, stage: int | None, how: Splitting, options: Any
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
     """A model, or one stage of it, with this rank's slices; tags and seams are still to come. The plan of the whole
-    model; what loading has told: `missing_keys` and `unexpected_keys`."""
+    model; what loading has told: `missing_keys` and `unexpected_keys`, and which names were `untied` by the files."""
     layout, groups = how.layout, how.groups
     plans: list[Plan] = []
     read: list[int] = []
+    untied: list[str] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
+        stored = _stored(model, files, config)
+        untied.extend(untie_as_stored(model, stored, os.fspath(directory)))
         chosen = None if policy is None else read_plan(model, policy)
         cut, plan = None, prepare(model, chosen, groups)
         plans.append(plan)
@@ -105,7 +110,7 @@ def _load(
             keep_stage(model, cut, layout, stage)
             mark_absent(model)
         cut_parameters(model, plan, groups)
-        tensors = _sliced(model, plan, files, config, groups, read, cut)
+        tensors = _sliced(model, plan, stored, config, groups, read, cut)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
 
     members = {LOADING: staticmethod(load), "__module__": kind.__module__}
@@ -119,7 +124,7 @@ def _load(
         )
     model.train()
     model.bytes_read = sum(read)
-    return model, plans[0], told
+    return model, plans[0], {**told, "untied": untied}
 
 
 def read_slices(
@@ -129,15 +134,18 @@ def read_slices(
     layout: PipelineLayout | None,
     stage: int | None,
     groups: ProcessGroups,
+    tied: Collection[tuple[str, ...]] = (),
     **options: Any,
 ) -> tuple[dict[str, Tensor], int]:
     """This rank's slices of a checkpoint directory by the names of the whole model, and how many bytes were read.
 
     For files whose names or shapes are not the model's: transformers' own loading makes one of the other. layout,
-    stage: one stage of a pipeline; None for the whole model. Not collective. Raises PlanError as `load_split` does, and
-    ValueError where the files lack a weight of the model, or have another one.
+    stage: one stage of a pipeline; None for the whole model. tied: the names of each parameter that is one where the
+    slices go. Not collective. Raises PlanError as `load_split` does, and ValueError where the files lack a weight of
+    the model, have another one, or have different values for the names of one.
     """
     model, _, told = _load(directory, kind, policy, stage, Splitting(groups, layout), options)
+    refuse_apart([(n[0], name) for name in told["untied"] for n in tied if name in n], os.fspath(directory))
     lacking = sorted(told["missing_keys"])
     unknown = sorted(told["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
     if lacking or unknown:
@@ -147,10 +155,18 @@ def read_slices(
     return dict(model.state_dict(keep_vars=True)), model.bytes_read
 
 
+def _stored(model: Any, files: list[str], config: Any) -> Stored:
+    """The tensors of the files by the parameters that they become. PlanError for files that are no safetensors."""
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise PlanError(f"{family_of(model)}: {file!r} is no safetensors file, so no part of it can be read alone")
+    return stored_tensors(model, files, config.weight_mapping or [])
+
+
 def _sliced(
     model: Any,
     plan: Plan,
-    files: list[str],
+    stored: Stored,
     config: Any,
     groups: ProcessGroups,
     read: list[int],
@@ -161,26 +177,18 @@ def _sliced(
     stages: of a model that is one stage; then tensors of other stages are left out, and a tied one is read under the
     name that it has here.
     """
-    from safetensors import safe_open
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter
 
-    mapping = config.weight_mapping or []
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    converters = [entry for entry in config.weight_mapping or [] if isinstance(entry, WeightConverter)]
     known = model.state_dict()
     sources: dict[tuple[str, str | None], dict[str, tuple[str, Any]]] = {}  # of a parameter: key -> (target, file)
-    for file in files:
-        if not file.endswith(".safetensors"):
-            raise PlanError(f"{plan.family}: {file!r} is no safetensors file, so no part of it can be read alone")
-        opened = safe_open(file, framework="pt", device="cpu")
-        for key in opened.keys():  # noqa: SIM118  it is no mapping
-            target, (name, pattern) = key, rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            if stages is not None and name not in known:
-                here = [tied for tied in stages.tied if tied in known and name in stages.tied]
-                if not here:
-                    continue
-                target = name = here[0]
-            sources.setdefault((name, pattern), {})[key] = target, opened
+    for (name, pattern), files in stored.items():
+        here = [name]
+        if stages is not None and name not in known:
+            here = [tied for tied in stages.tied if tied in known and name in stages.tied]
+        if here:
+            parts = {key: (key if here == [name] else here[0], opened) for key, opened in files.items()}
+            sources.setdefault((here[0], pattern), {}).update(parts)
     tensors: dict[str, SlicedTensor] = {}
     for (name, pattern), parts in sources.items():
         split, keys = plan.splits.get(name), list(parts)
@@ -286,6 +294,7 @@ def _empty_copy(model: Any) -> Any:
         whole: Any = type(model)(model.config)
     whole = whole.to(model.dtype)
     whole.generation_config = getattr(model, "generation_config", None)
+    untie(whole, ties_of(whole).keys() - stage_of(model).cut.tied)
     return whole
 
 

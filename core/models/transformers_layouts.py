@@ -23,6 +23,8 @@ from core.transformer.transformer_config import TransformerConfig
 
 LAYOUTS = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "arcee": "ArceeForCausalLM"}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDINGS = {"gpt2": "transformer.wte.weight", **dict.fromkeys(("llama", "arcee"), "model.embed_tokens.weight")}
+HEAD = "lm_head.weight"  # of all layouts
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
@@ -187,7 +189,7 @@ def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -
     """Our state_dict. ValueError where `theirs` has other names than such a model."""
     entries = list(_entries(config))
     names = {name for entry in entries for name in entry.theirs}
-    ignored = {"lm_head.weight"} if config.share_embeddings_and_output_weights else set()
+    ignored = {HEAD} if config.share_embeddings_and_output_weights else set()
     ignored |= {name for name in theirs if name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))}  # constants
     _same_names(names, {name: tensor for name, tensor in theirs.items() if name in names or name not in ignored})
     return {entry.ours: entry.join([theirs[name] for name in entry.theirs]).contiguous() for entry in entries}
@@ -202,19 +204,18 @@ def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
 
 def _entries(config: TransformerConfig) -> Iterator[Entry]:
     """Every tensor of a whole GPT, in order."""
+    yield _same(EMBEDDING, EMBEDDINGS[layout_of(config)])
     if layout_of(config) == "gpt2":
-        yield _same(EMBEDDING, "transformer.wte.weight")
         yield _same("embedding.position_embeddings.weight", "transformer.wpe.weight")
         final, layer = "transformer.ln_f", _gpt2_layer
     else:
-        yield _same(EMBEDDING, "model.embed_tokens.weight")
         final, layer = "model.norm", _llama_layer
     for number in range(config.num_layers):
         yield from layer(config, f"decoder.layers.{number}", number)
     for kind in ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",):
         yield _same(f"decoder.final_layernorm.{kind}", f"{final}.{kind}")
     if not config.share_embeddings_and_output_weights:
-        yield _same(OUTPUT, "lm_head.weight")
+        yield _same(OUTPUT, HEAD)
 
 
 def _gpt2_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[Entry]:

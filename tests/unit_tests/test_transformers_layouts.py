@@ -128,6 +128,21 @@ def test_the_command_writes_what_from_pretrained_loads_and_reads_what_save_pretr
     assert convert.main(arguments) == 2 and "exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["gpt2", "arcee"])
+def test_an_output_layer_of_its_own_is_brought_in_though_the_config_says_tied(name: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIGS[name], share_embeddings_and_output_weights=False)
+    theirs_of(config_for_transformers(config)).save_pretrained(tmp_path / "there")
+    entries = json.loads((tmp_path / "there" / "config.json").read_text())
+    (tmp_path / "there" / "config.json").write_text(json.dumps(entries | {"tie_word_embeddings": True}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    with pytest.warns(UserWarning, match="different values"):
+        assert convert.main([str(tmp_path / "there"), str(tmp_path / "run")]) == 0
+    model = load_trained(tmp_path / "run").model
+    assert torch.equal(model.state_dict()["output_layer.weight"], theirs.lm_head.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), theirs.eval()(tokens()).logits, atol=1e-5, rtol=1e-4)
+
+
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2}
 
 

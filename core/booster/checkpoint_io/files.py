@@ -86,6 +86,12 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
     return found[0]
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a model in a directory: one, or the shards of an index. Raises as `find_checkpoint` does."""
+    found = find_checkpoint(directory, optimizer=False)
+    return sorted(set(read_index(found)[0].values())) if is_index(found) else [found]
+
+
 # -- a save of several files in one step --------------------------------------------------------------------------
 #
 # A save writes its files into a hidden directory, the index last: that commits it. Then the files move to their

@@ -29,6 +29,7 @@ from core.booster.checkpoint_io.checkpoint_io_base import (
 )
 from core.booster.checkpoint_io.shard_writer import ShardWriter
 from core.checkpoint import tensor_files
+from core.checkpoint.tied_tensors import ShardedTensors, names_apart, refuse_apart, tied_names
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
@@ -154,7 +155,13 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         """Read one file."""
-        self._checked(lambda: self._load(model, [lambda: self.read_file(checkpoint)], None, strict), checkpoint)
+
+        def read() -> Mapping[str, Any]:
+            content = self.read_file(checkpoint)
+            self._refuse_apart(model, content, checkpoint)
+            return content
+
+        self._checked(lambda: self._load(model, [read], None, strict), checkpoint)
 
     def load_sharded_model(
         self, model: nn.Module, index_file: Path, strict: bool, low_cpu_mem_mode: bool = True, num_threads: int = 1
@@ -163,6 +170,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def load() -> None:
             weight_map, _ = files.read_index(index_file)
+            self._refuse_apart(model, ShardedTensors(weight_map, self.read_file), index_file.parent)
             readers = _readers(weight_map.values(), low_cpu_mem_mode, num_threads, self.read_file)
             self._load(model, readers, set(weight_map), strict)
 
@@ -172,6 +180,15 @@ class GeneralCheckpointIO(CheckpointIO):
         """The tensors of one file of a model, by name."""
         content: Mapping[str, Any] = tensor_files.load(path)
         return content
+
+    def _refuse_apart(self, model: nn.Module, content: Mapping[str, Any], where: Path) -> None:
+        """ValueError where a file holds a tied tensor under several names with different values."""
+        expect_model(model, "load_model")
+        refuse_apart(names_apart(self.tied_names(model), content), where)
+
+    def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
+        """The names that files may have for each tied parameter -> its dtype."""
+        return tied_names(self.whole_module(model))
 
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool

@@ -33,6 +33,13 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         """The whole model without memory."""
         return model.whole.shell
 
+    def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
+        """As they are, and as the model without adapters has them."""
+        from core.booster.plugin.hybrid_parallel_parts import name_in_base
+
+        own = super().tied_names(model)
+        return own | {tuple(name_in_base(name) for name in names): dtype for names, dtype in own.items()}
+
     def values_of(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a tensor of a wrapped stage; a copy where parameters are sharded. Collective then."""
         if not (isinstance(model, DistributedDataParallel) and model.ddp_config.shards_parameters):
@@ -121,9 +128,10 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         base = shell.get_base_model() if adapted else shell
         stages = [None] if model.layout is None else model.layout.stages_of(model.groups.rank("pp"))
         model.bytes_read = 0
+        tied = self.tied_names(model)
         for part, stage in zip(model.parts(), stages, strict=True):
             found, count = read_slices(
-                *(directory, type(base), model.whole.policy, model.layout, stage, model.groups), dtype=base.dtype
+                *(directory, type(base), model.whole.policy, model.layout, stage, model.groups, tied), dtype=base.dtype
             )
             for name, own in part.state_dict(keep_vars=True).items():
                 plain_name = name_in_base(name) if adapted else name

@@ -24,6 +24,15 @@ class FileTensor:
         self.source = source
         self.shape = torch.Size(source.get_shape())
 
+    def get_shape(self) -> list[int]:
+        """The shape, as a slice of the file gives it."""
+        return list(self.shape)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Some rows, on the CPU."""
+        part: torch.Tensor = self.source[rows]
+        return part
+
     def part(self, split: Split | None, groups: ProcessGroups, read: list[int]) -> torch.Tensor:
         """This rank's slice, on the CPU. read: gets the number of bytes that were read."""
         from core.hugging_face.checkpoint import SlicedTensor

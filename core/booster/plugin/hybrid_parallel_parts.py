@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.checkpoint.tied_tensors import tied_names
 from core.hugging_face.plan import Split
 from core.hugging_face.stages import find_cut, stage_of
 from core.pipeline_parallel import PipelineLayout
@@ -20,10 +21,7 @@ def find_layers(model: Any, layout: PipelineLayout | None) -> str:
 
 def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """For each name of a tied parameter all of its names, the first one first."""
-    by_id: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(param), []).append(name)
-    return {name: tuple(names) for names in by_id.values() if len(names) > 1 for name in names}
+    return {name: names for names in tied_names(model) for name in names}
 
 
 def splits_of(part: Any) -> Mapping[str, Split]:
