@@ -22,6 +22,7 @@ from core.checkpoint.errors import CheckpointError, code_in
 from core.checkpoint.pieces import MODEL, OPTIMIZER
 from core.checkpoint.tensor_files import (
     check,
+    check_saved_together,
     read_index,
     runs_by_size,
     safetensors,
@@ -102,11 +103,13 @@ class SafetensorsFiles:
 
     def __init__(self, path: Path) -> None:
         safe_open = safetensors("safetensors").safe_open
+        metadata: dict[str, Any] = {}
         if path.is_dir():
             index = path / INDEX_NAME
             single = path / SINGLE_NAME
             if index.exists():
-                files = {name: path / file for name, file in read_index(index)[0].items()}
+                names, metadata = read_index(index)
+                files = {name: path / file for name, file in names.items()}
             elif single.exists():
                 files = dict.fromkeys(_names_in(safe_open, single), single)
             else:
@@ -118,6 +121,7 @@ class SafetensorsFiles:
         for file in dict.fromkeys(files.values()):
             if not file.exists():
                 raise CheckpointError(f"{path / INDEX_NAME} names {file.name}, which is missing")
+            check_saved_together(path / INDEX_NAME, metadata, [file])
             self._open[file] = self._stack.enter_context(_opened(safe_open, file))
         self.files = {f"{MODEL}.{name}": (self._open[file], name) for name, file in files.items()}
         for key, (file, name) in self.files.items():

@@ -28,6 +28,7 @@ from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 Item = TypeVar("Item")
 SAFE_SUFFIX = ".safetensors"
 COMMENT, METADATA, DIGITS = b"crc32:", b'"crc32":"', b"00000000"
+FILES = "files_crc32"  # in the metadata of an index: {file: its checksum} of the files that were saved with it
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors header; the package refuses longer ones
 LOCK_LIMIT_S = 5.0
 
@@ -83,6 +84,28 @@ def load(path: Path) -> Any:
             raise CheckpointDamaged(f"{path} is no file of tensors: {error or type(error).__name__}") from error
 
 
+def checksum_in(path: Path) -> str | None:
+    """The checksum that a file carries; None in a file of other programs."""
+    with open_regular(path) as stream:
+        place = _place_of_digits(stream)
+        return None if place is None else _bytes_at(stream, place, len(DIGITS)).decode("ascii", "replace")
+
+
+def check_saved_together(index: Path, metadata: Mapping[str, Any], files: Iterable[Path]) -> None:
+    """Raise CheckpointDamaged, by its name, for a file that is not the one that its index was saved with.
+
+    Compares the checksums that files carry with those in the index. An index of other programs has none.
+    """
+    saved_with = metadata.get(FILES, {})
+    for file in files:
+        expected, found = saved_with.get(file.name), checksum_in(file)
+        if expected not in (None, found):
+            raise CheckpointDamaged(
+                f"{file} is not the file that {index.name} was saved with: its checksum is {found}, and the index says "
+                f"{expected}. It is of another save, or a copy of another file; take all files of one save"
+            )
+
+
 def check(path: Path) -> None:
     """Raise CheckpointDamaged where bytes are not those that were saved, or would inflate to more than the file has."""
     with open_regular(path) as stream:
@@ -95,8 +118,12 @@ def check(path: Path) -> None:
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """The index of files that lie beside it: {tensor: file}. It carries a checksum of its own, in the metadata."""
-    content = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    """Write the index of files in its directory: {tensor: file}.
+
+    Its metadata carries its own checksum and those of all files there, so that a file of another save is recognised.
+    """
+    saved_with = {file.name: digits for file in path.parent.iterdir() if (digits := checksum_in(file))}
+    content = {"metadata": {**metadata, FILES: saved_with}, "weight_map": dict(weight_map)}
     content["metadata"]["crc32"] = _crc32_of_index(content)
     write_durably(path, json.dumps(content, indent=2).encode() + b"\n", 0)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from core.bounded_read import file_name
 from core.checkpoint import tensor_files
 from core.checkpoint.durable_file import sync_directory
+from core.checkpoint.errors import CheckpointDamaged
 from core.checkpoint.tensor_files import runs_by_size, save_safetensors, save_torch
 from core.optimizer.optimizer_state import plain_numbers
 
@@ -145,13 +148,51 @@ def is_index(path: Path) -> bool:
 
 
 def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-    """(file of each key, metadata). Raises FileNotFoundError, with names, when a shard is missing."""
+    """(file of each key, metadata).
+
+    Raises FileNotFoundError, with names, where a shard is missing, and CheckpointDamaged where one is of another save.
+    """
     names, metadata = tensor_files.read_index(path)
     weight_map = {key: beside(path, name) for key, name in names.items()}
     missing = sorted({file.name for file in weight_map.values() if not file.is_file()})
     if missing:
         raise FileNotFoundError(f"{path.name} in {path.parent.absolute()} lists {missing}, which are not there")
+    others = [beside(path, metadata["param_groups"])] if "param_groups" in metadata else []
+    tensor_files.check_saved_together(path, metadata, [*dict.fromkeys(weight_map.values()), *others])
     return weight_map, metadata
+
+
+def readers(
+    weight_map: Mapping[str, Path],
+    metadata: Mapping[str, Any],
+    low_cpu_mem_mode: bool,
+    num_threads: int,
+    load: Callable[[Path], Any],
+) -> list[Callable[[], Any]]:
+    """One function per file that reads it: when it is called, or all together by threads before.
+
+    weight_map, metadata: of `read_index`. Each function raises CheckpointDamaged where a file lacks a tensor that the
+    index names in it. A file whose checksum the index has needs no such look.
+    """
+    known = metadata.get(tensor_files.FILES, {})
+    keys: dict[Path, set[str]] = {}
+    for key, path in weight_map.items():
+        keys.setdefault(path, set()).add(key)
+
+    def read(path: Path) -> Any:
+        content = load(path)
+        lacking = sorted(keys[path] - set(map(str, content)))
+        if lacking and path.name not in known:
+            raise CheckpointDamaged(
+                f"{path} lacks {len(lacking)} tensors that the index names in it; take all files of one save"
+            )
+        return content
+
+    if low_cpu_mem_mode:
+        return [partial(read, path) for path in keys]
+    with ThreadPoolExecutor(max(1, num_threads)) as threads:
+        contents = list(threads.map(read, keys))
+    return [lambda content=content: content for content in contents]  # type: ignore[misc]
 
 
 def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:

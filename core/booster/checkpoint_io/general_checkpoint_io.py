@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +168,9 @@ class GeneralCheckpointIO(CheckpointIO):
         """Read the shards of an index."""
 
         def load() -> None:
-            weight_map, _ = files.read_index(index_file)
+            weight_map, metadata = files.read_index(index_file)
             self._refuse_apart(model, ShardedTensors(weight_map, self.read_file), index_file.parent)
-            readers = _readers(weight_map.values(), low_cpu_mem_mode, num_threads, self.read_file)
+            readers = files.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, self.read_file)
             self._load(model, readers, set(weight_map), strict)
 
         self._checked(load, index_file)
@@ -279,7 +278,7 @@ class GeneralCheckpointIO(CheckpointIO):
         def load() -> None:
             weight_map, metadata = files.read_index(index_file)
             groups = tensor_files.load(files.beside(index_file, metadata["param_groups"]))
-            readers = _readers(weight_map.values(), low_cpu_mem_mode, num_threads, flat_states.load)
+            readers = files.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, flat_states.load)
             self._load_optimizer(optimizer, groups, readers)
             _load_scaler(optimizer, metadata.get("loss_scaler"))
 
@@ -475,18 +474,6 @@ def _on_host(value: Any) -> Any:
     # torch.save writes the whole memory that a tensor is a part of: a bucket, say.
     is_part = host.untyped_storage().nbytes() != host.numel() * host.element_size()
     return host.clone() if is_part else host
-
-
-def _readers(
-    paths: Iterable[Path], low_cpu_mem_mode: bool, num_threads: int, load: Callable[[Path], Any]
-) -> list[Callable[[], Any]]:
-    """One function a file that reads it: when it is called, or all together by threads before."""
-    unique = list(dict.fromkeys(paths))
-    if low_cpu_mem_mode:
-        return [lambda path=path: load(path) for path in unique]  # type: ignore[misc]
-    with ThreadPoolExecutor(max(1, num_threads)) as threads:
-        contents = list(threads.map(load, unique))
-    return [lambda content=content: content for content in contents]  # type: ignore[misc]
 
 
 def _exhaust(items: Iterator[Any]) -> None:

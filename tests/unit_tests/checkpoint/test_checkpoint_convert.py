@@ -92,6 +92,12 @@ def test_safetensors_are_cut_by_size_and_found_by_the_index(tmp_path: Path) -> N
         found |= held
     assert_same(found, expected)
 
+    last, kept = tmp_path / "hf" / files[-1], (tmp_path / "hf" / files[-1]).read_bytes()
+    last.write_bytes((tmp_path / "hf" / files[0]).read_bytes())
+    with pytest.raises(CheckpointError, match=f"{files[-1]} is not the file that .* was saved with"):
+        convert(options(tmp_path / "hf", tmp_path / "mixed"))
+    last.write_bytes(kept)
+
     convert(options(tmp_path / "root", tmp_path / "one", "--to", "safetensors"))
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
     assert_same(safetensors.load_file(str(tmp_path / "one" / "model.safetensors")), expected)
