@@ -121,7 +121,7 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
     mode = sequence_mode(config)
     if mode is not None:
         try:
-            resolve_sequence(True, mode, sizes.tp, sizes.sp if sizes.sp > 1 else None, None)
+            resolve_sequence(True, mode, sizes.tp, sizes.sp if sizes.sp > 1 else None)
         except ValueError as error:
             raise ConfigError(f"--parallel.sp-mode {mode}: {error}") from error
         parts = {"ring_attn": 2 * sizes.sp, "all_to_all": sizes.sp}.get(mode, sizes.tp)

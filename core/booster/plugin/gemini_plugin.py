@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
 from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
-from core.booster.plugin.hybrid_parallel_options import REFUSED
+from core.booster.plugin.hybrid_parallel_options import warn_without_effect
+from core.booster.plugin.mesh_attributes import PluginShardConfig
 from core.booster.plugin.plugin_base import Boosted
 from core.booster.plugin.split_gemini import SplitGemini
 from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
@@ -59,7 +61,7 @@ class GeminiPlugin(ZeroPluginBase):
     enable_async_reduce: reduce chunks while backward goes on. fp8_communication: gradients travel in 8 bits. use_fp8:
     linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
 
-    docs/source/gemini.md says which parameters are refused, and why. Raises ValueError for what cannot work.
+    docs/source/gemini.md says which parameters are refused or change nothing. Raises ValueError for what cannot work.
     """
 
     def __init__(
@@ -130,19 +132,19 @@ class GeminiPlugin(ZeroPluginBase):
             extra_dp_size=extra_dp_size,
         )
         self.tp_size = tp_size
+        self._given = {
+            "enable_all_optimization": enable_all_optimization,
+            "enable_fused_normalization": enable_fused_normalization,
+            "enable_jit_fused": enable_jit_fused,
+            "enable_sequence_overlap": enable_sequence_overlap,
+        }
+        warn_without_effect("GeminiPlugin", self._given)
         of_slices = {
             "enable_flash_attention": enable_flash_attention,
             "enable_sequence_parallelism": enable_sequence_parallelism,
         }
-        self._check_slices(
-            {
-                "enable_all_optimization": enable_all_optimization,
-                "enable_fused_normalization": enable_fused_normalization,
-                "enable_jit_fused": enable_jit_fused,
-                "enable_sequence_overlap": enable_sequence_overlap,
-            },
-            of_slices,
-        )
+        self._given |= of_slices
+        self._check_slices(of_slices)
         self._check_chunks(search_range_m, hidden_dim, min_chunk_size_m, chunk_init_device)
         self._check_placement(
             placement_policy,
@@ -221,14 +223,12 @@ class GeminiPlugin(ZeroPluginBase):
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
-    def _check_slices(self, rewriting: dict[str, bool], of_slices: dict[str, bool]) -> None:
+    def _check_slices(self, of_slices: dict[str, bool]) -> None:
         size, extra = self.tp_size, self.extra_dp_size
         if type(size) is not int or size < 1 or self.world_size % (size * extra):
             raise ValueError(
                 f"the world of {self.world_size} ranks does not split into tp_size={size!r} times extra_dp_size={extra}"
             )
-        for name in (name for name, value in rewriting.items() if value):
-            raise ValueError(f"{name}=True would change nothing: {REFUSED[name][1]}")
         for name in (name for name, value in of_slices.items() if value and size == 1):
             raise ValueError(NOT_SPLIT.format(name))
 
@@ -333,6 +333,26 @@ class GeminiPlugin(ZeroPluginBase):
     def data_size(self) -> int:
         """In how many parts the data is split."""
         return self.world_size // self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks, or replicas of the ranks over which a model is cut."""
+        return self.data_size()
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """The ranks that train on other data. Collective at its first read, as `groups` is."""
+        return self.groups().require("dp")
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The ranks over which a model is cut; None where tp_size is 1, as in ColossalAI."""
+        return None if self._split is None else self._split.tp_group
+
+    @property
+    def shard_config(self) -> PluginShardConfig:
+        """How models are cut."""
+        return PluginShardConfig.of(self._given, self.tp_group, self.tp_size)
 
     def groups(self) -> ProcessGroups:
         """parallel_state's groups, or made here at the first call. Collective then."""

@@ -1,14 +1,16 @@
-"""What HybridParallelPlugin's options mean together; each is obeyed, or refused by name."""
+"""What HybridParallelPlugin's options mean together; each is obeyed, refused by name, or named in a warning."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-# Option -> (its default, why no other value is taken).
-REFUSED: dict[str, tuple[Any, str]] = {
+# Option -> (its default, why another value changes nothing). The numbers are the same with and without it.
+WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "enable_all_optimization": (False, "modules stay as the family wrote them; set enable_flash_attention=True alone"),
     "enable_fused_normalization": (False, "modules stay as the family wrote them, and so do its norms"),
     "enable_jit_fused": (False, "modules stay as the family wrote them; compile the model with torch.compile yourself"),
@@ -21,7 +23,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "overlap_p2p": (True, "stages always send while they compute"),
     "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of tp_size"),
     "scheduler_nodes": (None, "the schedule of pp_style='zbv' is torch's"),
+    "inner_ring_size": (None, "keys and values travel in one ring of sp_size ranks"),
 }
+
+
+def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
+    """One warning that names all given options that nothing obeys, for ColossalAI's programs, which set many."""
+    rows = dict(WITHOUT_EFFECT)
+    if not given.get("enable_sequence_parallelism"):
+        rows["sequence_parallelism_mode"] = None, "sequences are not cut without enable_sequence_parallelism=True"
+    known = {name: row for name, row in rows.items() if name in given and given[name] != row[0]}
+    if known:
+        what = "; ".join(f"{name}={given[name]!r}: {reason}" for name, (_, reason) in known.items())
+        warnings.warn(f"{plugin}: these options change nothing here. {what}", stacklevel=3)
 
 
 def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
@@ -73,26 +87,20 @@ def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
         )
 
 
-def resolve_sequence(
-    enabled: bool, mode: str | None, tp_size: int, sp_size: int | None, inner_ring_size: int | None
-) -> tuple[str | None, int]:
-    """The mode, None without sequence parallelism; and how many ranks of their own it takes. Raises ValueError."""
+def resolve_sequence(enabled: bool, mode: str | None, tp_size: int, sp_size: int | None) -> tuple[str | None, int]:
+    """The mode, None without sequence parallelism; and how many ranks of their own it takes. Raises ValueError.
+
+    A mode without sequence parallelism has no effect, as in ColossalAI, whose examples always give one.
+    """
     if mode is not None and mode not in MODES:
         raise ValueError(f"sequence_parallelism_mode {mode!r} is none of {', '.join(MODES)}")
     if sp_size is not None and (isinstance(sp_size, bool) or not isinstance(sp_size, int) or sp_size < 1):
         raise ValueError(f"HybridParallelPlugin: sp_size is {sp_size!r}; it is a number of ranks, at least 1")
     if not enabled:
-        given = {"sequence_parallelism_mode": mode, "sp_size": None if sp_size == 1 else sp_size}
-        for name, value in {**given, "inner_ring_size": inner_ring_size}.items():
-            if value is not None:
-                raise ValueError(f"{name}={value!r} needs enable_sequence_parallelism=True, which is False")
+        if sp_size not in (None, 1):
+            raise ValueError(f"sp_size={sp_size} needs enable_sequence_parallelism=True, which is False")
         return None, 1
     mode = mode or "split_gather"
-    if inner_ring_size not in (None, sp_size if mode == "ring_attn" else None):
-        raise ValueError(
-            f"inner_ring_size={inner_ring_size} asks for rings inside the ring of 'ring_attn', and keys and values "
-            f"travel in one ring of sp_size={sp_size} ranks here; leave it out"
-        )
     if mode in OVER_CONTEXT:
         if sp_size is None or sp_size < 2:
             raise ValueError(f"sequence_parallelism_mode={mode!r} takes ranks of its own; sp_size is {sp_size}, give "

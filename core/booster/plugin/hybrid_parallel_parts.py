@@ -52,11 +52,14 @@ def parameters_here(
 
 
 def microbatches_of(batch: Mapping[str, Any], count: int | None, size: int | None) -> list[dict[str, Any]]:
-    """A batch in equal parts along its first dimension; values that are no tensors go to all."""
+    """A batch in `count` equal parts along its first dimension, or in parts of `size` rows where no count is given.
+    Values that are no tensors go to all.
+    """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
     if "input_ids" not in tensors:
         raise ValueError(f"a pipeline's batch is a mapping with 'input_ids', and this one has {sorted(batch)}")
     rows = len(tensors["input_ids"])
+    size = None if count is not None else size
     count = count or max(1, rows // (size or 1))
     odd = {name: list(value.shape) for name, value in tensors.items() if len(value) != rows}
     if odd:

@@ -16,15 +16,16 @@ from core.booster.plugin import hybrid_parallel_parts as parts_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, WholeModel
 from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.hybrid_parallel_options import (
-    REFUSED,
     SCHEDULES,
     check_pipeline,
     check_sizes,
     check_zero,
     resolve_sequence,
+    warn_without_effect,
 )
 from core.booster.plugin.hybrid_parallel_step import run_pipeline
 from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
+from core.booster.plugin.mesh_attributes import MeshAttributes
 from core.booster.plugin.plugin_base import Boosted, PipelinePluginBase
 from core.booster.plugin.split_adapters import MARK, put_on, take_off
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
@@ -39,7 +40,7 @@ from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
 from core.process_groups import ProcessGroups
 
 
-class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
+class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     """Splits a transformers model over tp_size x pp_size x sp_size ranks, and trains replicas of it on the others.
 
     tp_size, pp_size: tensor-parallel ranks and pipeline ranks. enable_sequence_parallelism: cut the sequence as
@@ -49,8 +50,9 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
     zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too, 3 all
     parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts.
     custom_policy: a core.hugging_face.Policy, for a family without a plan.
-    num_microbatches, microbatch_size: of a pipeline's batch, one of the two. pp_style: '1f1b', 'interleaved' (with
-    num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each stage.
+    num_microbatches, microbatch_size: of a pipeline's batch, one of the two; the first wins. pp_style: '1f1b',
+    'interleaved' (with num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each
+    stage.
     gradient_checkpoint_config: a GradientCheckpointConfig. enable_flash_attention: attention by torch's
     scaled_dot_product_attention.
     initial_scale .. max_scale: of the dynamic loss scale, with fp16 only. max_norm: clip the global norm inside `step`.
@@ -59,7 +61,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
     communication_dtype, fp8_communication: of gradients on the wire. With ZeRO: overlap_allgather, cpu_offload.
     use_fp8: linear layers multiply in 8 bits, with 'bf16' and tp_size = pp_size = 1.
 
-    docs/source/hybrid_parallel.md says which parameters are refused, and why. Raises ValueError for what cannot work.
+    A warning names parameters that change nothing; docs/source/hybrid_parallel.md says why. Raises ValueError for what
+    cannot work.
     """
 
     ep_size = 1  # ranks over which a model's experts are spread
@@ -115,10 +118,8 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
         use_fp8: bool = False,
         inner_ring_size: int | None = None,
     ) -> None:
-        given = dict(locals())
-        for name, (default, reason) in REFUSED.items():
-            if given[name] != default:
-                raise ValueError(f"HybridParallelPlugin: {name}={given[name]!r} would change nothing: {reason}")
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        warn_without_effect(self._name, given)
         scaler = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
         super().__init__(
             precision,
@@ -133,7 +134,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             extra_dp_size=1,
         )
         self.sequence_parallel, self.sp_size = resolve_sequence(
-            enable_sequence_parallelism, sequence_parallelism_mode, tp_size, sp_size, inner_ring_size
+            enable_sequence_parallelism, sequence_parallelism_mode, tp_size, sp_size
         )
         check_sizes(self.world_size, self.sp_size, tp_size=tp_size, pp_size=pp_size)
         check_pipeline(pp_size, pp_style, num_model_chunks, num_microbatches, microbatch_size)
@@ -153,6 +154,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
             raise ValueError(f"custom_policy is {custom_policy!r}; expected a core.hugging_face.Policy")
         if use_fp8 and tp_size * pp_size * self.sp_size > 1:
             raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
+        self._given = given
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self.pp_style, self.num_model_chunks = pp_style, 2 if pp_style == "zbv" else num_model_chunks
         self.num_layers_per_stage = None if num_layers_per_stage is None else tuple(num_layers_per_stage)
@@ -186,7 +188,7 @@ class HybridParallelPlugin(ZeroPluginBase, PipelinePluginBase):
 
     def data_size(self) -> int:
         """How many replicas of the model there are."""
-        return self.groups().size("dp")
+        return self.dp_size
 
     def groups(self) -> ProcessGroups:
         """parallel_state's groups, made here at the first call if nobody has. Collective then."""

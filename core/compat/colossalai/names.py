@@ -14,7 +14,7 @@ initialize @
 accelerator,api .devices get_accelerator BaseAccelerator=DeviceAccelerator
 cluster @cluster.dist_coordinator @cluster.process_group_mesh
 cluster.dist_coordinator core.booster DistCoordinator
-cluster.process_group_mesh .group_mesh ProcessGroupMesh
+cluster.process_group_mesh core.booster.process_group_mesh ProcessGroupMesh
 logging,logger .starting get_dist_logger=DistributedLogger DistributedLogger
     core.booster.rank_logger disable_existing_loggers
 utils,common,cuda,device,timer .devices get_current_device Timer MultiTimer core.booster.launch set_seed

@@ -336,12 +336,8 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"chunk_init_device": torch.device("cuda")}, "chunk_init_device is 'cuda', and chunks begin on 'cpu'"),
         ({"tp_size": 3}, "does not split into tp_size=3 times extra_dp_size=1"),
         ({"tp_size": 0}, "does not split into tp_size=0 times extra_dp_size=1"),
-        ({"enable_all_optimization": True}, "enable_all_optimization=True would change nothing: modules stay as"),
-        ({"enable_fused_normalization": True}, "enable_fused_normalization=True would change nothing"),
         ({"enable_flash_attention": True}, "enable_flash_attention=True is an option"),
         ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism=True is an option"),
-        ({"enable_jit_fused": True}, "enable_jit_fused=True would change nothing"),
-        ({"enable_sequence_overlap": True}, "enable_sequence_overlap=True would change"),
         ({"max_prefetch": 2}, "max_prefetch is 2; one chunk is gathered ahead at most"),
         ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
         ({"use_fp8": True}, "precision is 'fp16'; set precision='bf16'"),
@@ -351,6 +347,14 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         with pytest.raises(ValueError, match=words):
             GeminiPlugin(**options)
     assert GeminiPlugin(chunk_init_device=torch.device("cpu")).device() == torch.device("cpu")
+    idle = ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused", "enable_sequence_overlap")
+    with pytest.warns(UserWarning, match="GeminiPlugin: these options change nothing here. ") as warned:
+        GeminiPlugin(**dict.fromkeys(idle, True))
+    (only,) = warned
+    assert all(f"{name}=True: modules stay as" in str(only.message) for name in idle[:3]) and idle[3] in str(
+        only.message
+    )
+    assert only.filename == __file__
 
 
 def test_names_order_and_defaults_are_those_of_colossalai() -> None:

@@ -1,6 +1,7 @@
-"""Every parameter of HybridParallelPlugin has an effect that is seen here, or is refused by name, as the page says."""
+"""Every parameter of HybridParallelPlugin has an effect that is seen here, or a warning names it, as the page says."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin
-from core.booster.plugin.hybrid_parallel_options import REFUSED
+from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
 from core.booster.plugin.layer_checkpointing import checkpoint_layers
 from core.hugging_face import Policy
 from tests.unit_tests.hugging_face.models import small, tokens
@@ -203,7 +204,7 @@ SCALER: dict[str, tuple[float, float]] = {
     "max_scale": (2.0**32, 2.0**20),
 }
 # Taken, or refused with a reason, by what the machine or the other parameters are.
-CONDITIONAL = {"use_fp8", "inner_ring_size"}
+CONDITIONAL = {"use_fp8"}
 
 
 def seen(look: Callable[..., Any], options: Options) -> Any:
@@ -223,18 +224,43 @@ def test_every_parameter_has_the_effect_that_the_table_says(rank: int, world: in
     assert seen(scaler_numbers, {}) == [default for default, _ in SCALER.values()]
     others = {name: value for name, (_, value) in SCALER.items()}
     assert seen(scaler_numbers, others) == list(others.values())
-    assert plugin_of(**RING, inner_ring_size=2).sp_size == 2
-    with pytest.raises(ValueError, match="inner_ring_size=4 asks for rings inside the ring"):
-        plugin_of(**RING, inner_ring_size=4)
     with pytest.raises((ValueError, RuntimeError), match="use_fp8"):
         plugin_of(use_fp8=True)
+
+
+OTHER_VALUES: Options = {
+    **dict.fromkeys(("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused"), True),
+    **dict.fromkeys(("enable_sequence_overlap", "find_unused_parameters", "check_reduction"), True),
+    **dict.fromkeys(("gradient_as_bucket_view", "static_graph"), True),
+    **dict.fromkeys(("enable_metadata_cache", "overlap_p2p"), False),
+    **{"make_vocab_size_divisible_by": 128, "scheduler_nodes": [], "inner_ring_size": 2},
+}
+
+
+@ranks(2)
+def test_options_without_effect_are_named_in_one_warning(rank: int, world: int) -> None:
+    assert OTHER_VALUES.keys() == WITHOUT_EFFECT.keys()
+    with pytest.warns(UserWarning, match="options change nothing here") as warned:
+        plugin_of(**OTHER_VALUES, sequence_parallelism_mode="all_to_all")
+    (only,) = warned
+    assert "HybridParallelPlugin: these options change nothing here. " in str(only.message)
+    named = [f"{name}={value!r}" for name, value in OTHER_VALUES.items()]
+    for words in (*named, "sequence_parallelism_mode='all_to_all'"):
+        assert f"{words}: " in str(only.message)
+    assert only.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin_of()
+        plugin_of(**{name: default for name, (default, _) in WITHOUT_EFFECT.items()})
+        with pytest.raises(ValueError, match="World size 2 is not divisible"):
+            plugin_of(**RING, tp_size=2)
 
 
 def test_the_table_the_signature_the_list_and_the_page_name_the_same_parameters() -> None:
     signature = [name for name in inspect.signature(HybridParallelPlugin.__init__).parameters if name != "self"]
     assert sorted(signature) == sorted(LISTED)
-    assert EFFECTS.keys() | SCALER.keys() | REFUSED.keys() | CONDITIONAL == set(LISTED)
-    assert not (EFFECTS.keys() | SCALER.keys()) & REFUSED.keys()
+    assert EFFECTS.keys() | SCALER.keys() | WITHOUT_EFFECT.keys() | CONDITIONAL == set(LISTED)
+    assert not (EFFECTS.keys() | SCALER.keys()) & WITHOUT_EFFECT.keys()
     page = (ROOT / "docs" / "source" / "hybrid_parallel.md").read_text()
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     scale = {"min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"}  # "initial ... max"

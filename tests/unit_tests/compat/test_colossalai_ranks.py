@@ -22,9 +22,9 @@ from torch import nn
 
 import core.compat.colossalai as colossalai
 from core.booster import DistCoordinator
+from core.booster.process_group_mesh import ProcessGroupMesh
 from core.booster.rank_logger import disable_existing_loggers
 from core.compat.colossalai.devices import MultiTimer, get_accelerator, get_current_device
-from core.compat.colossalai.group_mesh import ProcessGroupMesh
 from core.compat.colossalai.lazy_init import LazyInitContext
 from core.compat.colossalai.starting import (
     DistributedLogger,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-
-from core.hyper_comm_grid import groups_along, new_groups
 
 Coordinate = tuple[int, ...]
 
@@ -18,15 +16,17 @@ Coordinate = tuple[int, ...]
 class ProcessGroupMesh:
     """`ProcessGroupMesh(2, 2)` arranges four ranks: rank r is at (r // 2, r % 2).
 
-    Groups are made at the first call for an axis, which is collective over the world, and kept.
+    Groups are made at the first call for an axis, which is collective over the world, and kept. groups: this rank's
+    groups along single axes that exist already; the mesh hands them out and never destroys them.
     Raises ValueError where the sizes do not give the world's size.
     """
 
-    def __init__(self, *size: int) -> None:
+    def __init__(self, *size: int, groups: Mapping[int, Any] | None = None) -> None:
         if math.prod(size) != dist.get_world_size():
             raise ValueError(f"a mesh of {size} has {math.prod(size)} ranks, and the world {dist.get_world_size()}")
         self.shape, self.rank = tuple(size), dist.get_rank()
-        self._groups: dict[Any, Any] = {}
+        self._given = {_rows(axis, None, self.shape): group for axis, group in (groups or {}).items()}
+        self._groups: dict[Any, Any] = dict(self._given)
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         return self.shape if dim is None else self.shape[dim]
@@ -61,11 +61,13 @@ class ProcessGroupMesh:
         indices_at_axis: the places that belong to the groups; None for all. A rank at no such place gets None.
         """
         rows = _rows(axis, indices_at_axis, self.shape)
-        kept = [{self.unravel(rank, self.shape) for rank in g} for g in groups_along(self.shape, [d for d, _ in rows])]
-        inside = [[c for c in sorted(group) if all(c[dim] in places for dim, places in rows)] for group in kept]
-        found = self._groups[rows] = new_groups(
-            [[self.ravel(coord, self.shape) for coord in group] for group in inside], backend=backend
-        )
+        axes, places = [dim for dim, _ in rows], [list(row) for _, row in rows]
+        found = None
+        for base in itertools.product(*(range(1 if dim in axes else size) for dim, size in enumerate(self.shape))):
+            ranks = [self.ravel(coord, self.shape) for coord in self.get_coords_along_axis(base, axes, places)]
+            group = dist.new_group(ranks, backend=backend)
+            found = group if self.rank in ranks else found
+        self._groups[rows] = found
         return found
 
     def get_group_along_axis(
@@ -77,9 +79,10 @@ class ProcessGroupMesh:
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this rank's groups that the mesh has made."""
-        for group in filter(None, self._groups.values()):
-            dist.destroy_process_group(group)
-        self._groups.clear()
+        for rows, group in self._groups.items():
+            if group is not None and group is not self._given.get(rows):
+                dist.destroy_process_group(group)
+        self._groups = dict(self._given)
 
 
 def _rows(axis: Any, places: Any, shape: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:

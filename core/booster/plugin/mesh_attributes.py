@@ -1,0 +1,171 @@
+"""What ColossalAI's programs read from a plugin: groups and sizes, the mesh of ranks, the stage, the shard config.
+
+Groups are made at `boost`, at `prepare_dataloader`, or when one is first read: all ranks must do that together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from core.booster.process_group_mesh import ProcessGroupMesh
+from core.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class PluginShardConfig:
+    """How a plugin splits models, with the field names of ColossalAI's ShardConfig. Read-only: the plugin's arguments
+    decide. sequence_parallel_process_group, pipeline_stage_manager: None where nothing is split so.
+    """
+
+    tensor_parallel_process_group: ProcessGroup | None
+    sequence_parallel_process_group: ProcessGroup | None
+    pipeline_stage_manager: StageManager | None
+    tensor_parallel_size: int
+    enable_tensor_parallelism: bool
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    enable_sequence_overlap: bool = False
+    parallel_output: bool = True
+    make_vocab_size_divisible_by: int = 64
+    gradient_checkpoint_config: Any = None
+    fp8_communication: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any], tp_group: ProcessGroup | None, tp_size: int, **more: Any) -> PluginShardConfig:
+        """From a plugin's arguments by name, and what follows from them."""
+        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        absent = {"sequence_parallel_process_group": None, "pipeline_stage_manager": None}
+        sizes = {"tensor_parallel_size": tp_size, "enable_tensor_parallelism": tp_size > 1}
+        return cls(tp_group, **{**sizes, **absent, **known, **more})
+
+
+@dataclass(frozen=True)
+class StageManager:
+    """Where a rank stands in its pipeline, with the names of ColossalAI's PipelineStageManager.
+
+    stage: this rank's place among num_stages ranks. The model's last layers are on rank `last`.
+    """
+
+    stage: int
+    num_stages: int
+    last: int
+
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        """True on the rank with the model's first layers. ignore_chunk: has no part, that rank is always the first."""
+        return self.stage == 0
+
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        """True on the rank with the model's last layers. ignore_chunk: True for the last rank of the pipeline, which
+        under pp_style='zbv' is another one.
+        """
+        return self.stage == (self.num_stages - 1 if ignore_chunk else self.last)
+
+    def is_first_device(self) -> bool:
+        """True on the first rank of the pipeline."""
+        return self.is_first_stage(ignore_chunk=True)
+
+    def is_last_device(self) -> bool:
+        """True on the last rank of the pipeline."""
+        return self.is_last_stage(ignore_chunk=True)
+
+
+class MeshAttributes(ABC):
+    """Properties of a plugin that splits a model over tp_size x sp_size x pp_size ranks. Mixin of HybridParallelPlugin.
+
+    As in ColossalAI, `stage_manager` is None without stages. `pg_mesh` has the axes `dp_axis`, `pp_axis`, `sp_axis` and
+    `tp_axis`; tensor-parallel ranks are always neighbours.
+    """
+
+    tp_size: int
+    pp_size: int
+    sp_size: int
+    pp_style: str
+    dp_outside: bool
+    sequence_parallel: str | None
+    world_size: int
+    _given: dict[str, Any]
+    _mesh: ProcessGroupMesh | None = None
+
+    @abstractmethod
+    def groups(self) -> ProcessGroups:
+        """The process groups. Collective at the first call."""
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas of the model."""
+        return self.world_size // (self.tp_size * self.pp_size * self.sp_size)
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """The ranks that hold the same slices of the same layers, and train on other data."""
+        return self.groups().require("dp")
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The tensor-parallel ranks."""
+        return self.groups().require("tp")
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """The ranks of this rank's pipeline, first stage first."""
+        return self.groups().require("pp")
+
+    @property
+    def sp_group(self) -> ProcessGroup:
+        """The ranks that a sequence is cut over; of one rank where it is not cut."""
+        has_own_ranks = self.sequence_parallel is None or self.sp_size > 1
+        return self.groups().require("cp" if has_own_ranks else "tp")
+
+    @property
+    def dp_axis(self) -> int:
+        """Of `pg_mesh`."""
+        return 0 if self.dp_outside else 1
+
+    @property
+    def pp_axis(self) -> int:
+        """Of `pg_mesh`."""
+        return 1 - self.dp_axis
+
+    @property
+    def tp_axis(self) -> int:
+        """Of `pg_mesh`."""
+        return 2 if self.sp_size == 1 else 3
+
+    @property
+    def sp_axis(self) -> int:
+        """Of `pg_mesh`."""
+        return 5 - self.tp_axis
+
+    @property
+    def pg_mesh(self) -> ProcessGroupMesh:
+        """The world as a grid, with this plugin's groups along its axes."""
+        if self._mesh is None:
+            sizes = {self.dp_axis: self.dp_size, self.pp_axis: self.pp_size}
+            sizes |= {self.tp_axis: self.tp_size, self.sp_axis: self.sp_size}
+            of_axes = {self.dp_axis: "dp", self.pp_axis: "pp", self.tp_axis: "tp", self.sp_axis: "cp"}
+            groups = {axis: self.groups().require(name) for axis, name in of_axes.items()}
+            self._mesh = ProcessGroupMesh(*(sizes[axis] for axis in range(4)), groups=groups)
+        return self._mesh
+
+    @property
+    def stage_manager(self) -> StageManager | None:
+        """This rank's place in its pipeline; None without one."""
+        if self.pp_size == 1:
+            return None
+        return StageManager(self.groups().rank("pp"), self.pp_size, 0 if self.pp_style == "zbv" else self.pp_size - 1)
+
+    @property
+    def shard_config(self) -> PluginShardConfig:
+        """How models are split."""
+        more = {"pipeline_stage_manager": self.stage_manager, "sequence_parallelism_mode": self.sequence_parallel}
+        return PluginShardConfig.of(
+            self._given, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more
+        )
