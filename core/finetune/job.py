@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from core import parallel_state
 from core.finetune.config import TuneConfig
-from core.finetune.model import boosted, load_tokenizer
+from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer
+from core.finetune.model_files import write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
 from core.finetune.torch_plugins import TorchModel
 from core.finetune.trainer import TuneTrainer, tuning_step
@@ -59,7 +59,7 @@ def tune(
     trainer.check_documents_are_apart()
 
     def finish(run: Path) -> None:
-        save_model(config, trainer, tokenizer, run / MODEL)
+        save_model(config, trainer, run / MODEL)
 
     keeps = keeps and config.parallel.plugin not in BY_TORCH
     return conduct(trainer, plan.describe(config), lambda path: None, keeps=keeps, hint="", finish=finish)
@@ -86,8 +86,8 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     )
 
 
-def save_model(config: TuneConfig, trainer: TuneTrainer, tokenizer: Any, directory: Path) -> None:
-    """The trained model, or its adapters, as a plain directory, with the tokenizer. Collective."""
+def save_model(config: TuneConfig, trainer: TuneTrainer, directory: Path) -> None:
+    """The trained model, or its adapters, as a plain directory, with the base's other files. Collective."""
     (part, *_) = trainer.model.parts()
     with trainer.model.gathered():
         if getattr(part, REPORT, None) is not None:
@@ -97,7 +97,7 @@ def save_model(config: TuneConfig, trainer: TuneTrainer, tokenizer: Any, directo
             if dist.get_rank() == 0:
                 part.save_pretrained(directory, state_dict=whole)
     if dist.get_rank() == 0:
-        tokenizer.save_pretrained(directory)
+        write_what_stays(directory_of(config), directory, configuration_in if config.lora.r is None else None)
         what, loads = "model", "AutoModelForCausalLM.from_pretrained"
         if config.lora.r is not None:
             what, loads = "adapter", "peft.PeftModel.from_pretrained, on the base model"

@@ -136,6 +136,11 @@ def load_tokenizer(config: TuneConfig) -> Any:
         raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {told}") from error
 
 
+def configuration_in(directory: Path) -> dict[str, Any]:
+    """The configuration in a directory, with all defaults."""
+    return dict(transformers_package().AutoConfig.from_pretrained(directory).to_dict())
+
+
 def make_tiny(config: TuneConfig) -> None:
     """A small random model of a family, and a tokenizer of bytes with a chat template, unless they are there."""
     directory = directory_of(config)
@@ -230,7 +235,6 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             model.train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
             checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
-        model.config.use_cache = False
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)

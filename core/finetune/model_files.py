@@ -1,14 +1,25 @@
-"""The files of a model's weights, judged before ranks start: by their headers, without reading a tensor."""
+"""The files of a model's directory: weights judged before ranks start, by their headers, and files that come out again.
+
+What the base directory has, and training did not change, is in the directory that is written as it was.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from core.booster.checkpoint_io.files import weight_files
+from core.bounded_read import parse_json, read_bytes
 from core.checkpoint.tensor_files import safetensors
 from core.training.errors import ConfigError
+
+CONFIGURATION, GENERATION = "config.json", "generation_config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".ot", ".gguf", ".onnx", ".index.json")
+CARD, ADAPTER, STATE = "README.md", "adapter_config.json", "trainer_state.json"
 
 
 def one_line(error: BaseException) -> str:
@@ -56,3 +67,52 @@ def refuse_missing(directory: Path, names: list[str]) -> None:
         f"--model.path {directory}: its files lack {len(names)} of the model's weights, the first {names[0]!r}; they "
         "are of a model with other sizes than config.json, or not all there"
     )
+
+
+def read_settings(directory: Path, name: str) -> dict[str, Any]:
+    """A file of settings; empty where there is none. ConfigError for one that is no JSON object."""
+    file = directory / name
+    if not file.exists():
+        return {}
+    try:
+        found = parse_json(read_bytes(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def write_what_stays(base: Path, directory: Path, read: Callable[[Path], Mapping[str, Any]] | None) -> None:
+    """Give a trained model's directory the files of its base that training did not change.
+
+    Weights, folders, hidden files and the model card stay behind. read: the configuration in a directory as
+    transformers understands it; None for a directory of adapters, which has no configuration of a model.
+    """
+    left_out = {CONFIGURATION, CARD, ADAPTER, STATE} | ({GENERATION} if read is None else set())
+    for file in sorted(base.iterdir()):
+        hidden = file.name.startswith(".")
+        if not (hidden or file.name.endswith(WEIGHTS) or file.name in left_out) and file.is_file():
+            shutil.copyfile(file, directory / file.name)
+    if read is None:
+        return
+    before, after = read(base), read(directory)
+    if before["model_type"] == after["model_type"]:  # else a part of the base was trained
+        kept = json.dumps(merged(read_settings(base, CONFIGURATION), before, after), indent=2, ensure_ascii=False)
+        (directory / CONFIGURATION).write_text(kept + "\n", encoding="utf-8")
+
+
+def merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A base's configuration as it was written, with the values that training changed.
+
+    before: the base's values with all defaults. after: those of the trained model.
+    """
+    kept = dict(written)
+    for name, value in after.items():
+        if name.startswith("_") or name == "transformers_version" or value == before.get(name):
+            continue
+        nested = isinstance(value, Mapping) and isinstance(before.get(name), Mapping)
+        kept[name] = merged(written.get(name) or {}, before[name], value) if nested else value
+    if "dtype" in kept:
+        kept.pop("torch_dtype", None)  # its older name
+    return kept

@@ -18,6 +18,7 @@ from core.finetune.config import TuneConfig, load_config
 from core.finetune.job import tune
 from core.finetune.main import main
 from core.finetune.model import boosted, check_model, directory_of
+from core.finetune.model_files import merged
 from core.finetune.plan import plan_tuning
 from core.finetune.trainer import TuneTrainer
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED, open_windows
@@ -165,6 +166,71 @@ def test_adapters_train_as_in_a_plain_loop_and_load_on_the_base(
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(saved.get_parameter(name), parameter, rtol=1e-3, atol=2e-4)
     torch.distributed.barrier()
+
+
+def base_with_settings(folder: Path) -> Path:
+    """A checkpoint directory as people have it: more files, and more settings than transformers' defaults need."""
+    check_model(load_config(["--model.sequence-length", "96", "--run.directory", str(folder / "made")]))
+    base = folder / "base"
+    shutil.copytree(next((folder / "made" / "tiny").iterdir()), base)
+    settings = {"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3, "note": "théâtre"}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    change_config(base, use_cache=True, note={"of": "its maker"}, torch_dtype="float16", transformers_version="4.1")
+    written = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({name: written[name] for name in written if name != "dtype"}))
+    for name in ("LICENSE", "README.md", "tokenizer.model", ".hidden", "tf_model.h5", "own.py"):
+        (base / name).write_text(f"the base's {name}")
+    (base / "original").mkdir()
+    return base
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("--tp 2 --model.dtype bfloat16", "--plugin low_level_zero", "--tp 2 --lora.r 2"),
+        pytest.param("--pp 2 --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--plugin gemini", marks=pytest.mark.nightly),
+        pytest.param("--plugin torch_fsdp", marks=pytest.mark.nightly),
+    ],
+)
+def test_what_training_does_not_change_comes_out_as_it_was(rank: int, world: int, how: str, tmp_path: Path) -> None:
+    import transformers
+
+    base, model = tmp_path / "base", tmp_path / "runs" / "finetune" / "model"
+    if rank == 0:
+        base_with_settings(tmp_path)
+    torch.distributed.barrier()
+    flags = ["--model", str(base), "--run.steps", "1", "--run.validate-every", "0", "--data.limit", "20"]
+    tuned(config_in(tmp_path, *flags, *how.split()), rank, world)
+    if rank == 0:
+        stays = {"LICENSE", "own.py", "tokenizer.model", *(file.name for file in base.glob("tokenizer*.json"))}
+        stays |= {"chat_template.jinja"} | ({"generation_config.json"} if "lora" not in how else set())
+        assert {name for name in stays if (base / name).read_bytes() != (model / name).read_bytes()} == set()
+        not_copied = {".hidden", "tf_model.h5", "original"}
+        assert not not_copied & {path.name for path in model.iterdir()}
+        if "lora" in how:
+            assert not (model / "config.json").exists() and not (model / "generation_config.json").exists()
+        else:
+            written = json.loads((base / "config.json").read_text())
+            del written["torch_dtype"]
+            dtype = "bfloat16" if "bfloat16" in how else "float32"
+            assert json.loads((model / "config.json").read_text()) == written | {"dtype": dtype}
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+            assert loaded.generation_config.eos_token_id == [2, 0] and loaded.config.use_cache
+    torch.distributed.barrier()
+
+
+def test_a_configuration_keeps_what_training_did_not_change() -> None:
+    written = {"model_type": "x", "text_config": {"a": 1, "own": [2]}, "torch_dtype": "float16", "rope_scaling": None}
+    before = {"model_type": "x", "text_config": {"a": 1, "b": 0, "tie": True}, "dtype": "float16", "c": 3}
+    after = {"model_type": "x", "text_config": {"a": 1, "b": 0, "tie": False}, "dtype": "float32", "c": 3, "_x": 1}
+    assert merged(written, before, after) == {
+        "model_type": "x",
+        "text_config": {"a": 1, "own": [2], "tie": False},
+        "dtype": "float32",
+        "rope_scaling": None,
+    }
 
 
 @ranks(2, timeout_s=120.0)
