@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.finetune.config import TuneConfig
-from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer
+from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer, rows_of, stop_marks
 from core.finetune.model_files import write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
 from core.finetune.torch_plugins import TorchModel
 from core.finetune.trainer import TuneTrainer, tuning_step
-from core.finetune.windows import Windows, open_windows, prepare_windows
+from core.finetune.windows import Windows, check_rows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
 from core.hugging_face.split import REPORT
 from core.hugging_face.transformers_plans import transformers_package
@@ -51,10 +51,11 @@ def tune(
     tokenizer = load_tokenizer(config)
 
     def prepare() -> str:
-        return prepare_windows(config.data, config.model.sequence_length, tokenizer)
+        return prepare_windows(config.data, config.model.sequence_length, tokenizer, stop_marks(config, tokenizer))
 
     cache = config.data.cache
     windows = open_windows(cache / prepared_by_one(prepare, prepares_data, cache))
+    check_rows(windows.header, rows_of(config), tokenizer)
     trainer = build_trainer(config, plan, windows, device)
     trainer.check_documents_are_apart()
 

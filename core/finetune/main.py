@@ -32,8 +32,9 @@ def check_places(config: TuneConfig) -> None:
         return
     check_run_places(config, config.data.cache)
 
-    from core.finetune.model import check_model, load_tokenizer
-    from core.finetune.records import check_template, check_tokenizer, read_records
+    from core.finetune.model import check_model, load_tokenizer, rows_of, stop_marks
+    from core.finetune.records import check_record, check_tokenizer, read_records
+    from core.finetune.windows import check_rows, open_windows, prepare_windows
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().utils.logging.disable_progress_bar()
@@ -42,8 +43,12 @@ def check_places(config: TuneConfig) -> None:
     check_tokenizer(tokenizer)
     if config.data.file is not None:
         for where, record in read_records(config.data.file, config.data.limit):
-            if "messages" in record:
-                check_template(tokenizer, where)
+            check_record(record, tokenizer, where)
+    rows, stops = rows_of(config), stop_marks(config, tokenizer)
+    if max(tokenizer.get_vocab().values()) >= rows:  # the data may do without such tokens, so the windows decide
+        length = config.model.sequence_length
+        windows = open_windows(config.data.cache / prepare_windows(config.data, length, tokenizer, stops))
+        check_rows(windows.header, rows, tokenizer)
 
 
 def _run(config: TuneConfig, plan: TunePlan, launch: Launch) -> object:

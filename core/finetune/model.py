@@ -25,7 +25,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.finetune.config import TINY, TuneConfig
-from core.finetune.model_files import check_weights, one_line, refuse_missing
+from core.finetune.model_files import check_weights, one_line, read_settings, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
@@ -136,9 +136,25 @@ def load_tokenizer(config: TuneConfig) -> Any:
         raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {told}") from error
 
 
+def stop_marks(config: TuneConfig, tokenizer: Any) -> list[str]:
+    """Marks at which `generate` stops by the files of the model. ConfigError for a file that is broken."""
+    found: list[str] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = read_settings(directory_of(config), name).get("eos_token_id")
+        for number in ids if isinstance(ids, list) else [ids]:
+            mark = tokenizer.convert_ids_to_tokens(number) if isinstance(number, int) else None
+            found += [mark] if mark and mark not in found else []
+    return found
+
+
 def configuration_in(directory: Path) -> dict[str, Any]:
     """The configuration in a directory, with all defaults."""
-    return dict(transformers_package().AutoConfig.from_pretrained(directory).to_dict())
+    return dict(read_configuration(directory).to_dict())
+
+
+def rows_of(config: TuneConfig) -> int:
+    """How many tokens the model has an embedding of, by its configuration."""
+    return int(read_configuration(directory_of(config)).get_text_config().vocab_size)
 
 
 def make_tiny(config: TuneConfig) -> None:

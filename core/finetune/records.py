@@ -1,39 +1,44 @@
 """Records: lines of JSON as token ids, and which of them are learned. No model and no processes.
 
 A chat is written by the tokenizer's own template. Learned are the answers: what the template writes for messages of the
-role `assistant`.
+role `assistant`. A token is learned if any character of it is.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from core.finetune.chats import check_template, written_chat
+from core.finetune.fields import checked
 from core.training.errors import ConfigError
 from core.training.text import open_text
 
 STANDARD_LIBRARY_FILES = 100  # enough to see a loss fall, and tokenized in a second
-ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
 class Example:
-    """One document. ids: [tokens]. learned: [tokens] of bool. is_text: True if all is learned, so it may be cut."""
+    """One document. ids: [tokens]. learned: [tokens] of bool. is_text: True if all is learned, so it may be cut.
+
+    ends: True if a mark is learned at the end of each answer, by which the model learns to stop.
+    """
 
     ids: np.ndarray
     learned: np.ndarray
     is_text: bool
+    ends: bool = True
 
 
 def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, record) of each line; of files of the standard library where there is no file.
 
-    ConfigError, with the line's number, for one that is no JSON object or has no fields that are known.
+    ConfigError, with the line's number, for one that is no JSON object or has fields that cannot be obeyed.
     """
     if file is None:
         for path in open_text(()).files[: STANDARD_LIBRARY_FILES if limit is None else limit]:
@@ -43,81 +48,76 @@ def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, di
     try:
         if not file.is_file():
             raise ConfigError(f"--data.file {file} is no file (from {Path.cwd()}); give lines of JSON")
-        lines = file.open(encoding="utf-8")
+        lines = file.open("rb")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise ConfigError(f"--data.file {str(file)[:300]!r} cannot be read: {error}") from error
     with lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and count >= limit:
-                    return
-                if line.strip():
-                    count += 1
-                    yield f"{file}, line {number}", _record(line, f"{file}, line {number}")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--data.file {file} is no UTF-8 text: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and count >= limit:
+                return
+            if line.strip():
+                count += 1
+                where = f"{file}, line {number}"
+                record = _record(line, where)
+                checked(record, where)
+                yield where, record
     if count == 0:
         raise ConfigError(f"--data.file {file} holds no line")
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is no UTF-8 text: {error}") from None
+    try:
+        record = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {type(record).__name__}; expected a JSON object")
-    if "messages" in record:
-        _check_messages(record["messages"], where)
-    elif "prompt" in record or "completion" in record:
-        _check_texts(record, ("prompt", "completion"), where)
-    elif "text" in record:
-        _check_texts(record, ("text",), where)
-    else:
-        fields = ", ".join(map(repr, record)) or "none"
-        raise ConfigError(f'{where} has the fields {fields}; expected "messages", "prompt" and "completion", or "text"')
+    if "\\ud" in text.lower():  # the escape of half a character, which no tokenizer takes alone
+        try:
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise ConfigError(
+                f"{where} has the escape {half} alone, which is half of a character; give both halves, or take it out"
+            ) from None
     return record
 
 
-def _check_texts(record: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    for name in names:
-        if not isinstance(record.get(name), str):
-            raise ConfigError(f"{where}: {name!r} is {record.get(name)!r}; expected text")
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. ValueError for a name that it has twice: one of the two values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"an object has the name {twice!r} twice")
+    return found
 
 
-def _check_messages(messages: Any, where: str) -> None:
-    known = isinstance(messages, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
-    )
-    if not known or not messages:
-        raise ConfigError(f'{where}: "messages" must be a list of objects with "role" and "content"')
-    for number, message in enumerate(messages, start=1):
-        if message["content"] is None and "tool_calls" not in message:  # templates would write the word None
-            raise ConfigError(f"{where}: message {number} has the content null; expected text")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise ConfigError(f"{where}: no message has the role {ASSISTANT!r}, so there is no answer to learn")
+def encode(record: Mapping[str, Any], tokenizer: Any, where: str, stops: Sequence[str] = ()) -> Example:
+    """A record as token ids. stops: marks at which the model stops, besides the tokenizer's end mark.
 
-
-def encode(record: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
-    """A record as token ids. ConfigError where the tokenizer has no template for a chat, or one that hides answers."""
+    ConfigError where the tokenizer has no template for a chat, or one that hides answers or does not read its fields.
+    """
+    record = checked(record, where)
     if "messages" in record:
-        text, answers = _written_chat(record["messages"], tokenizer, where)
-        return _tokenized(text, answers, tokenizer, special=False)
+        chat = written_chat(record, tokenizer, where, stops)
+        example = _tokenized(chat.text, chat.answers, tokenizer, special=False)
+        return replace(example, ends=chat.ends)
     if "text" in record:
-        text = record["text"]
-        example = _tokenized(text, [(0, len(text))], tokenizer, special=True)
-        return Example(example.ids, np.ones(len(example.ids), dtype=bool), is_text=True)
+        example = _tokenized(record["text"], [(0, len(record["text"]))], tokenizer, special=True)
+        return replace(example, learned=np.ones(len(example.ids), dtype=bool), is_text=True)
     text = record["prompt"] + record["completion"]
     return _tokenized(text, [(len(record["prompt"]), len(text))], tokenizer, special=True)
 
 
-def check_template(tokenizer: Any, where: str) -> None:
-    """ConfigError unless chats can be written, and answers found in them."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            f"{where} is a chat, and the model's tokenizer has no chat template; give a model that has one, or lines "
-            'with "prompt" and "completion"'
-        )
+def check_record(record: Mapping[str, Any], tokenizer: Any, where: str) -> None:
+    """ConfigError for a chat that the tokenizer's template cannot write with all its fields."""
+    if "messages" in record:
+        check_template(checked(record, where), tokenizer, where)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -134,43 +134,48 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _written_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """(the whole chat as text, where the answers lie in it), by what the template writes up to each answer."""
-    check_template(tokenizer, where)
+def _tokenized(text: str, answers: Sequence[tuple[int, int]], tokenizer: Any, *, special: bool) -> Example:
+    """Tokens of a text. special: True if the tokenizer adds its marks, and an end mark follows.
 
-    def written(count: int, prompt: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
-
-    try:
-        whole = written(len(messages), False)
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before, after = written(number, True), written(number + 1, False)
-            if not after.startswith(before):
-                before = written(number, False)  # a prompt that the template does not write before a given answer
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise ConfigError(
-                    f"{where}: the model's chat template writes message {number + 1} in another way when others follow "
-                    "it, so its place in the chat is not known; give each answer in a line of its own"
-                )
-            answers.append((len(before), len(after)))
-    except ConfigError:
-        raise
-    except Exception as error:  # templates raise what they like
-        raise ConfigError(f"{where}: the model's chat template refuses it: {error}") from error
-    return whole, answers
-
-
-def _tokenized(text: str, answers: list[tuple[int, int]], tokenizer: Any, *, special: bool) -> Example:
-    """special: True if the tokenizer adds its marks, and an end mark follows; a template has written them itself."""
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-    ids = list(encoded["input_ids"])
-    starts = [(start, end) for start, end in encoded["offset_mapping"]]
-    learned = [end > start and any(first <= start < last for first, last in answers) for start, end in starts]
+    A token has the characters of which it is made, and is learned if one of them lies in an answer: a token may begin
+    in the prompt. Marks that the tokenizer adds after the text are learned, because the model ends by them.
+    """
+    encoded = tokenizer(
+        text,
+        add_special_tokens=special,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+    )
+    ids, added = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
+    learned = []
+    reached = 0
+    for (start, end), is_added in zip(encoded["offset_mapping"], added, strict=True):
+        # A tokenizer that trims offsets gives a token of spaces no length; it has what the last token has left.
+        first = min(start, reached) if start == end else start
+        learned.append(not is_added and any(first < high and low < end for low, high in answers))
+        reached = reached if is_added else end
     end_mark = tokenizer.eos_token_id
     if special and end_mark is not None and (not ids or ids[-1] != end_mark):
-        ids.append(end_mark)
-        learned.append(True)
-    return Example(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool), is_text=False)
+        ids, added, learned = [*ids, end_mark], [*added, 1], [*learned, True]
+    place = len(ids)
+    while place and added[place - 1]:
+        place -= 1
+        learned[place] = True
+    ends = place < len(ids) or ids[-1:] == [end_mark]
+    return Example(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool), is_text=False, ends=ends)
+
+
+def marked(example: Example, tokenizer: Any, width: int = 60) -> str:
+    """A document in one line, with what is learned in [[ ]]. Longer parts than `width` characters are shortened."""
+    borders = [0, *(np.flatnonzero(np.diff(example.learned)) + 1).tolist(), len(example.ids)]
+    parts, before = [], ""
+    for start, end in zip(borders[:7], borders[1:7], strict=False):
+        upto = tokenizer.decode(example.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        part = upto[len(before) :]  # alone it would lose the space in front of it
+        before = upto
+        if len(part) > width:
+            part = f"{part[: width // 2]} ... {part[-width // 2 :]}"
+        shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part)
+        parts.append(f"[[{shown}]]" if example.learned[start : start + 1].all() else shown)
+    return "".join(parts) + (" ..." if len(borders) > 7 else "")

@@ -10,20 +10,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from core.bounded_read import CHUNK_BYTES, open_regular, parse_json, read_bytes
 from core.finetune.config import TunedData
-from core.finetune.records import Example, encode, read_records
+from core.finetune.fields import unread
+from core.finetune.records import Example, encode, marked, read_records
 from core.training.errors import ConfigError
 
-FORMAT = 1  # changes whenever the same data would give other windows
+FORMAT = 2  # changes whenever the same data would give other windows
+MOST_NAMES = 8  # of fields, on one line
 UNLEARNED = -100  # the label of a token that has no loss
 IDS, LABELS, POSITIONS = range(3)
+HEADER, PARTS = "header.json", ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class WindowsHeader:
     validation_windows: int
     cut: int  # answers longer than a window
     dropped: int  # documents of which nothing is learned in the first window
+    unended: int  # documents with an answer whose end has no mark
+    unread: list[str]  # names of fields that change nothing
+    largest_id: int  # of all windows
+    largest_in: str  # where in the data it stands
+    sample: str  # the first document, with what is learned marked
     digest: str
 
     def describe(self) -> str:
@@ -47,6 +56,11 @@ class WindowsHeader:
         share = 100 * self.tokens / max(1, windows * self.length)
         rest = [f"{self.cut} cut at {self.length} tokens"] if self.cut else []
         rest += [f"{self.dropped} left out (nothing to learn in the first {self.length})"] if self.dropped else []
+        if self.unended:
+            rest.append(f"in {self.unended} no mark ends an answer, so the model does not learn to stop there")
+        names = ", ".join(map(repr, self.unread[:MOST_NAMES])) + (", ..." if len(self.unread) > MOST_NAMES else "")
+        rest += [f"fields that are not used: {names}"] if names else []
+        rest += [f"the first, learned in [[ ]]: {self.sample}"] if self.sample else []
         return (
             f"data: {self.text}, {self.documents:,} documents, {self.tokens:,} tokens, {self.learned:,} of them "
             f"learned; {self.train_windows:,} windows and {self.validation_windows:,} to validate on, {share:.0f}% full"
@@ -114,33 +128,60 @@ def pack(examples: Iterable[Example], length: int, padding: int, *, packing: boo
     return arrays
 
 
-def digest_of(options: TunedData, length: int, tokenizer: Any) -> str:
-    """The name of the windows of this data: its content, the tokenizer and how it is packed decide it."""
-    digest = hashlib.sha256(f"{FORMAT}\0{length}\0{options.packing}\0{options.validation_fraction}".encode())
-    digest.update(f"{tokenizer.backend_tokenizer.to_str()}\0{tokenizer.chat_template}".encode())
+def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str]) -> str:
+    """The name of the windows of this data. All that encoding and packing read decides it.
+
+    That is the data, how it is packed, and of the tokenizer its words, its marks and its chat template.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # encoding uses neither, and its first call would change the text of the backend
+    backend.no_padding()
+    marks = {
+        "special": tokenizer.special_tokens_map,  # a chat template reads these by name
+        "end": tokenizer.eos_token_id,
+        "padding": tokenizer.pad_token_id,
+        "added": {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()},
+        "stops": list(stops),
+        "template": tokenizer.chat_template,
+    }
+    packed = (FORMAT, length, options.packing, options.validation_fraction)
+    digest = hashlib.sha256(json.dumps([packed, marks], sort_keys=True, default=str).encode())
+    digest.update(backend.to_str().encode())
     for _, record in read_records(options.file, options.limit):
-        digest.update(json.dumps(record, sort_keys=True).encode())
+        digest.update(json.dumps(record).encode())
+        digest.update(b"\n")
     return digest.hexdigest()
 
 
-def prepare_windows(options: TunedData, length: int, tokenizer: Any) -> str:
-    """Make the windows unless they are there; the name of their folder in the cache. Safe from several processes."""
-    digest = digest_of(options, length, tokenizer)
+def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str] = ()) -> str:
+    """Make the windows unless they are there, whole; the name of their folder in the cache.
+
+    Safe from several processes. stops: marks at which the model stops, besides the tokenizer's end mark.
+    """
+    digest = digest_of(options, length, tokenizer, stops)
     folder = options.cache / f"windows-{digest[:16]}"
-    if folder.is_dir():
-        return folder.name
-    records = read_records(options.file, options.limit)
-    examples = [encode(record, tokenizer, where) for where, record in records]
+    if os.path.lexists(folder):
+        damage = damage_of(folder)
+        if damage is None:
+            return folder.name
+        print(f"{folder} is damaged ({damage}), so its windows are made again", flush=True)
+    template = str(tokenizer.chat_template or "")
+    examples, places, unused = [], [], set()
+    for where, record in read_records(options.file, options.limit):
+        examples.append(encode(record, tokenizer, where, stops))
+        places.append(where)
+        unused |= unread(record, template)
     every = round(1 / options.validation_fraction) if options.validation_fraction else 0
     held_out = [every > 0 and number % every == every - 1 for number in range(len(examples))]
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     parts, told = {}, {"cut": 0, "dropped": 0}
-    for name, wanted in (("train", False), ("validation", True)):
+    for name, wanted in zip(PARTS, (False, True), strict=True):
         chosen = (example for example, held in zip(examples, held_out, strict=True) if held == wanted)
         fitting, cut, dropped = fit(chosen, length)
         told = {"cut": told["cut"] + cut, "dropped": told["dropped"] + dropped}
         parts[name] = fitting, pack(fitting, length, padding, packing=options.packing)
     documents = [example for fitting, _ in parts.values() for example in fitting]
+    largest = max((int(windows[:, IDS].max()) for _, windows in parts.values() if len(windows)), default=0)
     header = WindowsHeader(
         text="Python standard library" if options.file is None else str(options.file),
         documents=len(examples) - told["dropped"],
@@ -149,27 +190,88 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any) -> str:
         length=length,
         train_windows=len(parts["train"][1]),
         validation_windows=len(parts["validation"][1]),
+        unended=sum(not example.ends for example in examples),
+        unread=sorted(unused),
+        largest_id=largest,
+        largest_in=next(
+            (where for where, example in zip(places, examples, strict=True) if largest in example.ids), "the padding"
+        ),
+        sample=marked(documents[0], tokenizer) if documents else "",
         digest=digest,
         **told,
     )
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    _write_whole(folder, header, {name: windows for name, (_, windows) in parts.items()})
+    return folder.name
+
+
+def _write_whole(folder: Path, header: WindowsHeader, parts: Mapping[str, np.ndarray]) -> None:
+    """Write the windows, and let them appear by one rename, in the place of what is damaged."""
+    partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{word}") for word in ("partial", "damaged"))
     partial.mkdir(parents=True, exist_ok=True)
     try:
-        for name, (_, windows) in parts.items():
+        for name, windows in parts.items():
             np.save(partial / f"{name}.npy", windows)
-        (partial / "header.json").write_text(json.dumps(asdict(header), indent=2))
+        told = json.dumps(asdict(header))
+        sums = {name: _sha256(partial / f"{name}.npy") for name in parts}
+        sums["header"] = hashlib.sha256(told.encode()).hexdigest()
+        (partial / HEADER).write_text(json.dumps({"header": told, "sha256": sums}, indent=2))
+        if os.path.lexists(folder) and damage_of(folder) is not None:
+            folder.rename(old)
         partial.rename(folder)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not folder.is_dir():  # else another process was first
+        if damage_of(folder) is not None:  # else another process was first
             raise
-    return folder.name
+    finally:
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with the windows in a folder; None where all files are as they were written."""
+    try:
+        header, sums = _read_header(folder)
+        for name in PARTS:
+            if _sha256(folder / f"{name}.npy") != sums[name]:
+                return f"{name}.npy has other content than was written"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return " ".join(str(error).split())[:200] or repr(error)
+    return None if folder.name == f"windows-{header.digest[:16]}" else "it has the windows of other data"
+
+
+def _read_header(folder: Path) -> tuple[WindowsHeader, dict[str, str]]:
+    """(the header, SHA-256 of each part). ValueError where the header is not as it was written."""
+    content = parse_json(read_bytes(folder / HEADER))
+    if not isinstance(content, dict) or content.keys() != {"header", "sha256"}:
+        raise ValueError(f"{HEADER} is no header of windows")
+    told, sums = str(content["header"]), dict(content["sha256"])
+    if hashlib.sha256(told.encode()).hexdigest() != sums["header"]:
+        raise ValueError(f"{HEADER} has other content than was written")
+    return WindowsHeader(**json.loads(told)), sums
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def check_rows(header: WindowsHeader, rows: int, tokenizer: Any) -> None:
+    """ConfigError if the windows hold a token that the model has no embedding of. rows: of the embedding."""
+    if header.largest_id >= rows:
+        token = tokenizer.convert_ids_to_tokens(header.largest_id)
+        raise ConfigError(
+            f"{header.largest_in}: the token {token!r} has the id {header.largest_id}, and the model's embedding has "
+            f"{rows} rows, for ids 0 to {rows - 1}; give the model that the tokenizer is of, or resize it "
+            "(resize_token_embeddings) where tokens were added"
+        )
 
 
 def open_windows(folder: Path) -> Windows:
     """Map the windows of a folder. ConfigError where there is none to train on."""
-    header = WindowsHeader(**json.loads((folder / "header.json").read_text()))
-    train, validation = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "validation"))
+    header, _ = _read_header(folder)
+    train, validation = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in PARTS)
     if len(train) == 0:
         why = (
             f"{header.dropped} of its documents have nothing to learn in their first {header.length} tokens; use a "

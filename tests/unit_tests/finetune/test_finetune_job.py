@@ -521,6 +521,31 @@ def test_a_broken_directory_is_refused_in_one_line_before_ranks_start(
     assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
 
 
+def test_tokens_without_a_row_are_refused_before_ranks_start_if_the_data_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
+    check_model(load_config(["--model.sequence-length", "64", "--run.directory", str(tmp_path)]))
+    model = next(Path("tiny").iterdir())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save_pretrained(model)
+    Path("data.jsonl").write_text('{"text": "plain"}\n' * 3)
+    flags = ["--model", str(model), "--data", "data.jsonl", "--model.sequence-length", "64", "--logging.no-plots"]
+    assert main(flags) == 77
+    Path("data.jsonl").write_text('{"text": "plain"}\n' * 3 + '{"text": "a zebra"}\n')
+    capsys.readouterr()
+    assert main(flags) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    assert "data.jsonl, line 4: the token 'zebra' has the id 259, and the model's embedding has 259 rows" in told
+
+
 def test_what_is_right_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
