@@ -42,6 +42,7 @@ from core.tensor_parallel.mappings import resolve_groups
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
 LOADING = "_load_pretrained_model"
+AUTO = "_model_mapping"  # what an auto class has: configuration class -> class of models
 FAILURES = (ValueError, OSError, RuntimeError)
 STACKED = ("ep", -1, 1)  # the cut of a tensor that is one expert's
 
@@ -61,7 +62,8 @@ def load_split(
 ) -> Any:
     """A model of a checkpoint directory, split over tensor parallelism; `model.bytes_read` says how much was read.
 
-    kind: the class of models; by default the one that the directory's config names. policy: rules in place of the
+    kind: the class of models, or an auto class; by default the one that the directory's config names, or the family's
+    causal language model. policy: rules in place of the
     family's own. options: those of `from_pretrained` (dtype, attn_implementation, ...). device: where the model goes
     when it is read, before its example runs. The rest as in `split_model`; the whole model exists on no rank, so its
     output is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read
@@ -69,11 +71,8 @@ def load_split(
     `split_model` and `split_stages` do, and where the checkpoint lacks a parameter that is cut, or stores it in a form
     of which no part can be read.
     """
-    transformers = transformers_package()
     groups = resolve_groups(pg_collection)
-    if kind is None:
-        names = read_configuration(directory).architectures or ["AutoModelForCausalLM"]
-        kind = getattr(transformers, names[0])
+    kind = _class_of(directory, kind)
     how = Splitting(groups, layout, parallel_output, sequence_parallel)
     parts: list[Any] = []
     with refusing_together(f"loading {os.fspath(directory)!r}", *FAILURES, alone=layout is None):
@@ -86,6 +85,33 @@ def load_split(
             parts.append(model.to(device))
     finish_parts(parts, plan, example_of(parts[0], groups, example), how)
     return parts[0] if layout is None else parts
+
+
+def _class_of(directory: str | os.PathLike[str], kind: Any) -> Any:
+    """The class of models: the one that is given, of an auto class the one for the directory's config.json.
+
+    Without a class it is what config.json names, or else the family's causal language model. PlanError for none.
+    """
+    transformers = transformers_package()
+    if kind is not None and not hasattr(kind, AUTO):
+        return kind
+    configuration = read_configuration(directory)
+    where = f"{os.fspath(directory)!r}: its config.json"
+    names = configuration.architectures
+    if kind is None and names:
+        if not hasattr(transformers, names[0]):
+            raise PlanError(f"{where} names the class {names[0]!r}, which transformers does not have; pass kind=")
+        return getattr(transformers, names[0])
+    auto = transformers.AutoModelForCausalLM if kind is None else kind
+    try:
+        found = getattr(auto, AUTO)[type(configuration)]
+    except (KeyError, AttributeError):
+        names_none = " names no class under 'architectures', and" if kind is None else ":"
+        raise PlanError(
+            f"{where}{names_none} {auto.__name__} has no class for the model type {configuration.model_type!r}; pass "
+            "kind=, the class of models to load"
+        ) from None
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _load(

@@ -1,6 +1,7 @@
 """Directories: what split models save and plain `from_pretrained` loads, and the other way with slices only."""
 
 import copy
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,31 @@ def test_a_checkpoint_that_lacks_a_cut_parameter_is_refused(rank: int, world: in
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     with pytest.raises(PlanError, match=r"has no 'model.layers.1.mlp.up_proj.weight', which is cut"):
         load_split(tmp_path)
+
+
+@ranks(2)
+def test_a_config_without_architectures_is_loaded_as_a_causal_model(rank: int, world: int, tmp_path: Path) -> None:
+    import transformers
+
+    reference = small("llama", torch.float32)
+    named = {"none": None, "null": None, "unknown": ["LlamaForMine"]}
+    if rank == 0:
+        for place, architectures in named.items():
+            reference.save_pretrained(tmp_path / place)
+            content = json.loads((tmp_path / place / "config.json").read_text())
+            content.pop("architectures")
+            content |= {} if place == "none" else {"architectures": architectures}
+            (tmp_path / place / "config.json").write_text(json.dumps(content))
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    for place, kind in (("none", None), ("null", None), ("unknown", transformers.AutoModelForCausalLM)):
+        model = load_split(tmp_path / place, kind)
+        assert type(model) is type(reference)
+        torch.testing.assert_close(model(input_ids=tokens()).logits, reference(input_ids=tokens()).logits)
+    with pytest.raises(PlanError, match=r"names the class 'LlamaForMine', which transformers does not have; pass kind"):
+        load_split(tmp_path / "unknown")
+    with pytest.raises(PlanError, match=r"AutoModelForMaskedLM has no class for the model type 'llama'; pass kind="):
+        load_split(tmp_path / "none", transformers.AutoModelForMaskedLM)
 
 
 @ranks(2)
