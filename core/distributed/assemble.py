@@ -61,6 +61,7 @@ class Engine:
     files: FileTier | None  # files that gradients or parameters lie in: steps look at them on the way
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
+    model_watch: ModelWatch
 
 
 def assemble(
@@ -115,11 +116,12 @@ def assemble(
     launches = asked if plan.may_overlap else Launches.AT_THE_END
     watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
     nan_watch = NonFiniteWatch(buckets) if watches_nan else None
+    watch = ModelWatch(module, plan, buckets)
     reducer = GradReducer(
         buckets,
         gradient_collectives(ddp_config.grad_communication_dtype, plain),
         _control_groups(buckets, groups),
-        ModelWatch(module, plan, buckets).problems,
+        watch.problems,
         launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         watch=nan_watch,
@@ -140,6 +142,7 @@ def assemble(
         files if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
+        watch,
     )
 
 

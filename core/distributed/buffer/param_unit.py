@@ -18,7 +18,7 @@ from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
-from core.distributed.buffer.param_views import views_of
+from core.distributed.buffer.param_views import refuse_reshaped, views_of
 from core.distributed.buffer.sharded_parameter import DATA, Kinds, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.wire.backend import timeout_of
@@ -235,6 +235,10 @@ class ParamUnit:
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
                 f"rank {became}. Write parameters inside `with model.gathered():`"
             )
+
+    def refuse_reshaped(self) -> None:
+        """SyncError for a parameter that was given values of another shape."""
+        refuse_reshaped(self.names, self.params, [view.shape for view in self.views])
 
     @torch.no_grad()
     def edited(self) -> bool:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from core.agree import SyncError
 from core.distributed.layout.param_layout import Slot
+
+REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
 def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torch.Tensor]:
@@ -21,3 +24,13 @@ def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> No
     for param, view in zip(params, views, strict=True):
         view.copy_(param)
         param.data = view
+
+
+def refuse_reshaped(names: Sequence[str], params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
+    """SyncError for the first parameter whose shape is not that of the wrap any more. Local."""
+    for name, param, was in zip(names, params, shapes, strict=True):
+        if param.shape != was:
+            raise SyncError(
+                f"parameter {name!r} is {list(param.shape)} now and was {list(was)} when the model was wrapped; was it "
+                f"resized (resize_token_embeddings)? {REMEDY}"
+            )

@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketState
+from core.distributed.buffer.param_views import REMEDY, refuse_reshaped
 from core.distributed.layout.model_plan import ModelPlan
-
-REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
 class Snapshot(NamedTuple):
@@ -43,8 +42,15 @@ class ModelWatch:
         self.params = [param for bucket in buckets for param in bucket.params]
         self.views = [view for bucket in buckets for view in bucket.storage]
         self.housed = [param for bucket in buckets if bucket.param_data is not None for param in bucket.params]
+        self.shapes = [param.shape for param in self.params]
+        self.numels = list(map(torch.Tensor.numel, self.params))
         self._watch_tables()
         self.before = self._look()
+
+    def refuse_reshaped(self) -> None:
+        """SyncError, by the name, where `numels` are not those of `params` any more: autograd would name nothing."""
+        names = [contract.name for bucket in self.buckets for contract in bucket.contracts]
+        refuse_reshaped(names, self.params, self.shapes)
 
     def problems(self) -> list[str]:
         """The first problem of each kind, in words; empty if there is none."""

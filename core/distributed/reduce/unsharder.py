@@ -414,6 +414,8 @@ class Unsharder:
             try:
                 with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
                     yield
+                for unit in self.units:
+                    unit.refuse_reshaped()
             except Exception as error:
                 failure = error
             agree.refuse(failure, list(self.control.values()), "what ran inside gathered()", SyncError)

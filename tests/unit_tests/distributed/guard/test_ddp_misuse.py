@@ -237,6 +237,26 @@ def pair_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 @ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("rows", [9, 13])
+@pytest.mark.in_suite()
+def test_a_parameter_that_is_resized_after_the_wrap_is_named(rank: int, world: int, strategy: str, rows: int) -> None:
+    """As resize_token_embeddings does it: the same parameter, with other memory, after a step."""
+    parallel_state.initialize_model_parallel()
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 3)).double()
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    ids = torch.arange(8) + rank
+    ddp(ids).sum().backward()
+    finalize_model_grads([ddp])
+    with pytest.raises(
+        SyncError, match=rf"'0.weight' is \[{rows}, 4\] now and was \[11, 4\] when"
+    ):
+        with ddp.gathered():
+            model[0].weight.data = torch.ones(rows, 4, dtype=torch.float64)
+        ddp(ids)
+
+
+@ranks(2)
 def test_a_module_in_the_memory_of_the_one_it_replaces_is_noticed(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model = make_net()
