@@ -280,7 +280,9 @@ class PipelineRunner:
 
     def _schedule(self, count: int, activations: Activations) -> tuple[Any, list[Stage]]:
         """Torch's schedule, built again only when the number of microbatches or the shapes change."""
-        key = (count, [[(tuple(t.shape), t.dtype) for t in self._received(activations, s)] for s in self.stage_numbers])
+        # The first stage receives nothing, so what a stage sends counts too.
+        borders = [self._received(activations, stage + end) for stage in self.stage_numbers for end in (0, 1)]
+        key = (count, [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in borders])
         if self._built is None or self._built[0] != key:
             stages = [self._stage(position, activations) for position in range(len(self.chunks))]
             self._built = (key, build_schedule(self.kind, stages, count), stages)

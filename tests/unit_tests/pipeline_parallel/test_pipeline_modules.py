@@ -24,6 +24,7 @@ from core.pipeline_parallel import (
     PipelineLayout,
     PipelineRunner,
     get_forward_backward_func,
+    gpt_activations,
     plan_pipeline,
     wrap_stages,
 )
@@ -36,6 +37,7 @@ from tests.unit_tests.pipeline_parallel.pipeline_reference import (
     microbatch,
     start_pipeline,
     whole_step,
+    zero_buffers,
 )
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, whole_grads
@@ -268,11 +270,55 @@ def test_evaluation_gives_the_loss_and_no_gradients(rank: int, world: int, sched
 
 
 @ranks(2)
-def test_the_number_and_the_shape_of_microbatches_may_change_from_step_to_step(rank: int, world: int) -> None:
+def test_the_number_of_microbatches_may_change_from_step_to_step(rank: int, world: int) -> None:
     runner = start_pipeline(PipelineLayout.even(4, pp=2), "1F1B")
     whole = build_whole()
     for count in (2, 4, 3):
         check_steps(runner, whole, count, steps=1)
+
+
+def token_step(iterator: Iterator[Any], model: nn.Module) -> Any:
+    """A forward step as Megatron's users write it."""
+    batch = next(iterator)
+
+    def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, float]:
+        total, tokens = (losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+        return total, tokens, float(total.detach() / tokens)
+
+    return model(batch["tokens"], labels=batch["labels"]), loss_func
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_the_shape_of_microbatches_may_change_from_step_to_step(rank: int, world: int, schedule: str) -> None:
+    """By the runner's own argument, and by that of Megatron's function; each length comes back too."""
+    chunks = 1 if schedule in ("1F1B", "GPipe") else 2
+    runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule, chunks=chunks), schedule)
+    whole = build_whole()
+    for length in (SEQUENCE, 5, SEQUENCE, 3):
+        batches = [{name: t[:, :length] for name, t in microbatch(0, n).items()} for n in range(2)]
+        whole.zero_grad(set_to_none=True)
+        losses = []
+        for batch in batches:
+            value = (whole(batch["tokens"], labels=batch["labels"]) * batch["loss_mask"]).sum()
+            (value / batch["loss_mask"].sum() / 2).backward()
+            losses.append(float(value.detach() / batch["loss_mask"].sum()))
+        expected = {name: param.grad.clone() for name, param in whole.named_parameters() if param.grad is not None}
+        zero_buffers(runner)
+        outcome = runner.step(batches, activations=gpt_activations(runner.config, BATCH, length))
+        assert outcome.loss.item() == pytest.approx(sum(losses) / 2, rel=1e-12)
+        assert_gradients(runner, expected)
+        zero_buffers(runner)
+        reports = get_forward_backward_func(schedule)(
+            forward_step_func=token_step,
+            data_iterator=[iter(batches) for _ in runner.chunks],
+            model=runner.chunks,
+            num_microbatches=2,
+            seq_length=length,
+            micro_batch_size=BATCH,
+        )
+        finalize_model_grads(runner.chunks)
+        assert_gradients(runner, expected, wrong=[] if reports in ([], pytest.approx(losses)) else [str(reports)])
 
 
 @ranks(4)
