@@ -6,6 +6,7 @@ inputs and keeps the second whole. So the product of the two is split or whole a
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import agree
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.split import (
@@ -33,6 +35,8 @@ from core.hugging_face.stages import StageForward
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
+NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer
+NOTHING_NAMED = ("Target modules", "No modules were targeted", "All modules were excluded")  # how peft says it
 # Options of a LoraConfig that are right on a split model. Others touch base weights, or no split is known for them.
 KNOWN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -54,21 +58,28 @@ def add_lora(
 
     model: split by `split_model` or `load_split`; or this rank's stages of a pipeline, for which a list comes back.
     example: as there. The ranks of a tensor-parallel group get equal adapters, whatever each has drawn; those of a data
-    group must be seeded alike. Collective over the tensor-parallel group, and for stages over the world. PlanError for
-    an option or a layer whose adapter cannot be split, and for a stage without one.
+    group must be seeded alike. A stage on which no layer is named has none. Collective over the tensor-parallel
+    group, and for stages over the world. PlanError for an option or a layer whose adapter cannot be split, and where no
+    layer is named.
     """
     if isinstance(model, (list, tuple)):
         with refusing_together("adding adapters to the stages", TypeError, OSError):
             try:
-                return [
+                adapted = [
                     add_lora(each, config, directory, example=example, pg_collection=pg_collection) for each in model
                 ]
             except PlanError:
                 raise
-            except (ValueError, AttributeError) as error:  # peft finds no layer that it should adapt
-                raise PlanError(
-                    f"peft refuses a stage: {error}. Each stage needs an adapter, so target layers of all stages"
-                ) from error
+            except (ValueError, AttributeError) as error:
+                raise PlanError(f"peft refuses a stage: {error}") from error
+        found = any("lora_" in name for part in adapted for name, _ in part.named_parameters())
+        if not agree.any(found, None, "the adapters of all stages"):
+            (kept,) = adapted[0].peft_config.values()
+            raise PlanError(
+                f"target_modules={kept.target_modules!r} and layers_to_transform={kept.layers_to_transform!r} of the "
+                "LoraConfig name no layer of any stage; name layers that the model has"
+            )
+        return adapted
     report: SplitReport | None = getattr(model, REPORT, None)
     if report is None:
         raise PlanError(f"add_lora takes a model that was split, and was given a {type(model).__name__}")
@@ -121,20 +132,28 @@ def with_adapters(
     cut = transposed.keys() & plan.splits.keys()
     for name in cut:
         transposed[name].ds_shape = torch.Size(plan.splits[name].shape)  # peft asks by this name for a whole width
-    stage, excluded = vars(model).get("forward"), config.exclude_modules
+    config, targets, excluded = copy.deepcopy(config), config.target_modules, config.exclude_modules
+    stage = vars(model).get("forward")
     if isinstance(stage, StageForward) and not isinstance(excluded, str):
         config.exclude_modules = [*(excluded or ()), *stage.absent]
-    try:
+
+    def adapt() -> Any:
         if directory is None:
-            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=without_memory)
-        else:
-            adapted = peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True)
+            return peft.get_peft_model(model, config, low_cpu_mem_usage=without_memory)
+        return peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True, config=config)
+
+    try:
+        adapted = adapt()
+    except ValueError as error:
+        if not isinstance(stage, StageForward) or not str(error).startswith(NOTHING_NAMED):
+            raise
+        config.target_modules = NO_TARGETS  # the layers that are named lie on other stages
+        adapted = adapt()
+        config.target_modules = targets
     finally:
-        config.exclude_modules = excluded
         for name in cut:
             del transposed[name].ds_shape
-    for told in adapted.peft_config.values():
-        told.exclude_modules = excluded
+    config.exclude_modules = excluded
     return adapted
 
 
@@ -162,7 +181,7 @@ def _check_options(config: Any, kind: type) -> None:
         )
 
 
-def _plan_of_adapters(adapted: nn.Module, base: Plan) -> Plan:
+def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
     """How the adapters are cut, by the seams of the layers that they stand beside."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
@@ -195,6 +214,6 @@ def _plan_of_adapters(adapted: nn.Module, base: Plan) -> Plan:
             seams[cut] = Seam(cut, "LoRA", seam.before, seam.after)  # no copy behind a joined sequence
             weight = f"{cut}.weight"
             splits[weight] = Split(weight, whole.pop(weight), dim, split.blocks, split.padded)
-    if not splits and not whole:
+    if not splits and not whole and "forward" not in vars(adapted.get_base_model()):  # a stage may have none
         raise PlanError(f"{base.family}: the LoraConfig's target_modules name no linear layer")
     return Plan(f"LoRA on {base.family}", splits, seams, frozenset(), whole)

@@ -90,7 +90,7 @@ class ChainedOptimizer(MegatronOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step every optimizer with the common factors; True."""
         stats = self._spent = self._measured()
-        self._stats = None
+        self._spent_of, self._stats = self._reductions(), None
         begin = 0
         for optimizer in self.chained_optimizers:
             end = begin + len(optimizer.masters)

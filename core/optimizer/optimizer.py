@@ -105,6 +105,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._scale = 1.0  # of the loss, when the gradients were measured
         self._stats: GradStats | None = None  # of this step's gradients, once they are measured
         self._spent: GradStats | None = None  # of those that the last step was made of
+        self._spent_of: list[int] | None = None  # `_reductions` of these
         self._measured_of: list[int] | None = None  # `_reductions` of the measured gradients
         self._limits: list[float] = []  # that this step's norm was asked to be clipped to
 
@@ -197,7 +198,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
-        self._spent, self._stats = self._measured(), None
+        self._spent, self._spent_of, self._stats = self._measured(), self._reductions(), None
         problem = self._take_gradients()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
@@ -369,7 +370,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return self._stats_or_measure(count_zeros=True).num_zeros or 0
 
     def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:
-        stats = self._spent if any(masters.bucket.spent for masters in self.masters) else self._stats
+        # Not by buckets, of which a stage that trains nothing has none: all ranks must measure, or none.
+        is_open = any(chunk.reducer.open for chunk in self.model_chunks)
+        stats = self._spent if self._spent_of == self._reductions() and not is_open else self._stats
         if stats is not None and not (count_zeros and stats.num_zeros is None):
             return stats
         problem = self._take_gradients()

@@ -14,7 +14,7 @@ from core.agree import SyncError
 from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.distributed.buffer.bucket import BucketState
+from core.distributed.reduce.step_state import OPEN, StepState
 from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
@@ -49,7 +49,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._ready = False  # are this step's gradients whole and measured?
         self._scaled = False  # has a loss of this step been scaled?
         self._clip_once: float | None = None  # in place of max_norm, in this step
-        self._stepped_at = -1  # reductions that had been launched when the last step was made
+        self._stepped_at = -1  # steps that had been finalized when the last one was made
 
     @property
     def _together(self) -> list[dist.ProcessGroup]:
@@ -159,7 +159,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             scale = 1.0 if self.scaler is None else self.scaler.value
             what = "made" if made else "skipped"
             print(f"step {what}, gradient norm {self._norm():.6g}, loss scale {scale:g}", flush=True)
-        self._stepped_at = self._launches()
+        self._stepped_at = self._finalized()
         self._begin()
 
     def sync_grad(self) -> None:
@@ -171,16 +171,18 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         if self._ready:
             return
         reducers = [chunk.reducer for chunk in self.chunks]
-        launches = self._launches()
+        # Of reducers, because a stage on which nothing is trained has no bucket.
+        done = all(reducer.state not in (*OPEN, StepState.REDUCED) for reducer in reducers)
+        stepped = self._finalized() == self._stepped_at
         # A gradient of this rank has come since the last step.
-        came = any(reducer.gradients > 0 for reducer in reducers)
-        arrived = came and (any(reducer.open for reducer in reducers) or launches != self._stepped_at)
+        arrived = any(reducer.gradients > 0 for reducer in reducers) and not (done and stepped)
         if self.scaler is not None and arrived and not self._scaled:
             raise RuntimeError(NOT_SCALED)
-        done = all(bucket.state is BucketState.FINAL for reducer in reducers for bucket in reducer.buckets)
         # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
-        if not done or launches == self._stepped_at:
-            if done and not any(reducer.has_new_step for reducer in reducers):
+        if not done or stepped:
+            # A reducer without buckets cannot see that gradients were dropped, so only a forward says it.
+            asked = [r for r in reducers if r.buckets or r.state is StepState.AWAITED]
+            if done and not any(reducer.has_new_step for reducer in asked):
                 raise SyncError(
                     "step() (or clipping) came a second time without a backward in between; call zero_grad() and "
                     "booster.backward(loss, optimizer) before each step"
@@ -190,9 +192,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._grad_norm = self.engine.measured_norm
         self._ready = True
 
-    def _launches(self) -> int:
-        """Reductions that have been launched so far."""
-        return sum(chunk.reducer.launches for chunk in self.chunks)
+    def _finalized(self) -> int:
+        """Steps whose gradients have been made whole so far."""
+        return sum(chunk.reducer.steps for chunk in self.chunks)
 
     def _begin(self) -> None:
         self._ready = False

@@ -1,6 +1,7 @@
 """LoRA on pipeline stages: trained as on one process, and one plain adapter directory of all stages."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,24 @@ from tests.unit_tests.ranks import ranks
 LAYERS = 4
 
 
-def train(base: Any, tp: int, pp: int, chunks: int, targets: Any, directory: Path) -> None:
+def train(
+    base: Any, tp: int, pp: int, chunks: int, targets: Any, directory: Path, layers: Sequence[int] = range(LAYERS)
+) -> None:
     schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
     layout = plan_pipeline(LAYERS, pp, schedule=schedule, chunks=chunks if chunks > 1 else None)
     parallel_state.initialize_model_parallel(tp, pp, get_embedding_ranks=layout.embedding_ranks)
     groups = parallel_state.get_process_groups()
     torch.manual_seed(5 + groups.rank("tp"))
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    only = None if len(layers) == LAYERS else list(layers)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, layers_to_transform=only
+    )
     stages = add_lora(split_stages(copy.deepcopy(base), layout), config)
     save_split(stages, directory / "start")
     torch.distributed.barrier()
     reference = peft.PeftModel.from_pretrained(copy.deepcopy(base), directory / "start", is_trainable=True).double()
     start = {name: p.detach().clone() for name, p in reference.named_parameters() if p.requires_grad}
-    assert {int(name.split(".layers.")[1].split(".")[0]) for name in start} == set(range(LAYERS))
+    assert {int(name.split(".layers.")[1].split(".")[0]) for name in start} == set(layers)
     batches = [[tokens(length=8, seed=10 * step + n) for n in range(4)] for step in range(2)]
     plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5)
     stages = [stage.double() for stage in stages]
@@ -99,9 +105,22 @@ def test_adapters_of_stages_over_tp_train_as_on_one_process(rank: int, world: in
 
 
 @ranks(2)
-def test_a_stage_without_an_adapter_is_refused_on_all_ranks(rank: int, world: int) -> None:
+@pytest.mark.parametrize(("layers", "chunks"), [([2, 3], 1), ([0], 1), ([1], 2)])
+def test_stages_without_an_adapter_train_beside_those_that_have_one(
+    rank: int, world: int, layers: list[int], chunks: int, tmp_path: Path
+) -> None:
+    train(small("llama", num_hidden_layers=LAYERS), 1, 2, chunks, ["q_proj", "v_proj"], tmp_path, layers)
+
+
+@ranks(4)
+def test_stages_without_an_adapter_are_split_over_tp(rank: int, world: int, tmp_path: Path) -> None:
+    train(small("llama", num_hidden_layers=LAYERS), 2, 2, 1, ["q_proj", "down_proj"], tmp_path, [3])
+
+
+@ranks(2)
+def test_adapters_of_no_layer_are_refused_on_all_ranks(rank: int, world: int) -> None:
     layout = plan_pipeline(LAYERS, 2)
     parallel_state.initialize_model_parallel(1, 2)
     stages = split_stages(small("llama", num_hidden_layers=LAYERS), layout)
-    with pytest.raises(PlanError, match="peft refuses a stage: No modules were targeted"):
-        add_lora(stages, peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0, 1]))
+    with pytest.raises(PlanError, match=r"layers_to_transform=\[7\] of the LoraConfig name no layer of any stage"):
+        add_lora(stages, peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[7]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.checkpoint import load_checkpoint, save_checkpoint
+from core.models import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import plan_pipeline
 from core.tensor_parallel import tensor_parallel_slice
@@ -88,3 +91,55 @@ def test_every_step_is_that_of_one_process(
                 param.detach(), want, rtol=1e-6, atol=1e-6, msg=lambda m, full=full: f"{full}: {m}"
             )
     dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.in_suite()
+def test_our_optimizer_steps_measures_and_saves_where_a_stage_trains_nothing(
+    rank: int, world: int, frozen: int, strategy: str, tmp_path: Path
+) -> None:
+    """`get_grad_norm` after a step once measured again on the frozen stage alone, and waited."""
+    untied = {"share_embeddings_and_output_weights": False}
+
+    def prepare(stages: list[GPTModel]) -> None:
+        for stage in stages if rank == frozen else ():
+            stage.requires_grad_(False)
+
+    layout = plan_pipeline(4, 2)
+    runner = start_pipeline(
+        layout, "1F1B", config=untied, ddp={"data_parallel_sharding_strategy": strategy}, prepare=prepare
+    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.05, clip_grad=CLIP), runner.chunks)
+    whole = build_whole(**untied)
+    numbers = layout.stage(1 - frozen).layer_numbers
+    ends = ("embedding.",) if frozen else ("output_layer.", "decoder.final")
+    for name, param in whole.named_parameters():
+        param.requires_grad_(name.startswith((*(f"decoder.layers.{n}." for n in numbers), *ends)))
+    for step in range(3):
+        runner.chunks[0].zero_grad_buffer()
+        batches = [microbatch(0, COUNT * step + n) for n in range(2)]
+        runner.step(batches)
+        expected = optimizer.get_grad_norm()
+        assert optimizer.step()[1] == expected
+        assert optimizer.get_grad_norm() == optimizer.get_grad_norms()[None] == expected
+        if step == 0:
+            for batch in batches:
+                value = (whole(batch["tokens"], labels=batch["labels"]) * batch["loss_mask"]).sum()
+                (value / batch["loss_mask"].sum() / 2).backward()
+            grads = [param.grad for param in whole.parameters() if param.grad is not None]
+            assert expected == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-9)
+    optimizer.load_state_dict(optimizer.state_dict())
+    save_checkpoint(tmp_path, 3, runner.chunks, optimizer)
+    losses = [float(runner.evaluate(batches).loss)]
+    runner.chunks[0].zero_grad_buffer()
+    runner.step(batches)
+    optimizer.step()
+    losses.append(float(runner.evaluate(batches).loss))
+    load_checkpoint(tmp_path, runner.chunks, optimizer)
+    assert float(runner.evaluate(batches).loss) == losses[0] != losses[1]
+    runner.chunks[0].zero_grad_buffer()
+    runner.step(batches)
+    optimizer.step()
+    assert float(runner.evaluate(batches).loss) == pytest.approx(losses[1], rel=1e-9)
