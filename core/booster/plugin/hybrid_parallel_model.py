@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
+from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed import DistributedDataParallel
+from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.plan import Split
 from core.hugging_face.policies import Policy
@@ -43,7 +47,9 @@ class WholeModel:
 class HybridParallelModel(LowLevelZeroModel):
     """`module` is the engine's wrapper of this rank's stage, or a list of them; `chunks` lists them in any case.
 
-    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it. unread: names of the
+    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it. With an optimizer, and
+    where gradients are recorded, the loss that it computes of `labels` is that of all data ranks' labels together, by
+    a small collective over 'dp'. unread: names of the
     whole model that have no values yet, because it was boosted on the meta device.
     """
 
@@ -74,9 +80,31 @@ class HybridParallelModel(LowLevelZeroModel):
                 "call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         self.expect_values()
+        count = total = None
+        if self.engine is not None and torch.is_grad_enabled():
+            names = self._positional if args else ()
+            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+            count = count_labels(self.unwrap(), inputs)
+        if count is not None:
+            total = given_items(kwargs, count.device)
+            kwargs.pop(NUM_ITEMS, None)
         with self.failures_told():
             output = super().forward(*args, **kwargs)
+            if count is not None:
+                output = self._with_whole_loss(output, count, total)
         return refuse_use_of_split_logits(self.unwrap(), output)
+
+    @cached_property
+    def _positional(self) -> list[str]:
+        """Names of the arguments of the model's forward."""
+        return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
+
+    def _with_whole_loss(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
+        """The model's output, with the loss of the whole batch in place of that of this rank's rows."""
+        if isinstance(output, tuple):
+            return (loss_of_whole_batch(output[0], count, total, self.groups), *output[1:])
+        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.groups)
+        return output
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:

@@ -424,9 +424,10 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         """Forward and backward of the next batch of an iterator; without an optimizer, or gradients, the forward alone.
 
         The batch is a mapping of the model's arguments, the same on all ranks of a replica. criterion(outputs, batch)
-        gives a microbatch's mean loss; None takes the model's own. Returns {'loss': the mean over microbatches, on all
-        stages; 'outputs': those of the last stage, put together}; None for what was not asked for.
-        Collective over the replica, and outside `no_sync` over all ranks: gradients are whole then.
+        gives a microbatch's mean loss; None takes the model's own, which is the mean over the labels of the whole
+        batch, or their sum / num_items_in_batch where the batch has that. Returns {'loss': the mean over microbatches
+        and replicas, equal on all ranks; 'outputs': those of the last stage, put together}; None for what was not asked
+        for. Collective over all ranks; a forward alone over the replica. Outside `no_sync` gradients are whole then.
         """
         return run_pipeline(
             *(data_iter, model, criterion, optimizer),

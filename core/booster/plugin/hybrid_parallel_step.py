@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.booster.plugin.hybrid_parallel_parts import joined_outputs, microbatches_of
 from core.hugging_face import gather_logits, stage_activations
+from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.stages import stage_of
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
@@ -47,11 +49,23 @@ def run_pipeline(
     batch = model.cast(dict(next(following)))
     parts = microbatches_of(batch, *microbatches)
     outputs: list[Any] = []
+    groups, head = model.groups, stage_of(model.chunks[-1]).model
+    trains = optimizer is not None and torch.is_grad_enabled()
+    # An evaluation is this replica's own: others may have fewer batches.
+    replicas = groups.size("dp") if trains else 1
+    total = count_labels(head, batch)
+    if total is not None:
+        total, given = total.to(head.device), given_items(batch, head.device)
+        total = given if given is not None else add_over_replicas(total, groups) if trains else total
 
     def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:
-        output = chunk(received=hidden, **microbatch)
+        count = None if total is None else count_labels(head, microbatch)
+        taken = {k: v for k, v in microbatch.items() if count is None or k != NUM_ITEMS}
+        output = chunk(received=hidden, **taken)
         if not stage_of(chunk).part.post_process:
             return output
+        if total is not None and count is not None:
+            output["loss"] = share_of(output["loss"], count, total, len(parts) * replicas)
         output = refuse_use_of_split_logits(stage_of(chunk).model, output)
         if returns_outputs:
             tensors = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
@@ -68,11 +82,12 @@ def run_pipeline(
     runner: PipelineRunner = model.runner
     runner.forward_step = forward_step
     with model.failures_told():
-        if optimizer is None or not torch.is_grad_enabled():
-            outcome = runner.evaluate(parts, activations=shape)
-        else:
+        if trains:
             outcome = runner.step(parts, finalize=model.is_syncing(), activations=shape)
+        else:
+            outcome = runner.evaluate(parts, activations=shape)
+        loss = add_over_replicas(outcome.loss.clone(), groups) / replicas if trains else outcome.loss
     return {
-        "loss": outcome.loss.float() if returns_loss else None,
+        "loss": loss.float() if returns_loss else None,
         "outputs": joined_outputs(outputs) if returns_outputs and outputs else None,
     }
