@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from core.context_parallel.cut_sequence import CutSequence
+from core.hugging_face import partial_outputs
 from core.hugging_face.plan import Plan, PlanError, Seam
 from core.hugging_face.seams import on_first, on_output
 from core.hugging_face.sequence_attention import register_attention
@@ -31,14 +32,6 @@ OVER_TENSOR = ("split_gather", "ring")  # the same here: the ring of products in
 OVER_CONTEXT = ("all_to_all", "ring_attn")
 STYLE = "sequence"  # of the seams that this file makes
 MODES = (*OVER_TENSOR, *OVER_CONTEXT)
-REFUSED = {  # arguments of a forward, and why
-    "use_cache": "a cache of keys and values would hold a part of the sequence; set use_cache=False, or generate with "
-    "the model saved",
-    "output_router_logits": "the routers see a part of the sequence, and their loss is of all of it; set it to "
-    "False, or use 'split_gather'",
-    "output_hidden_states": "they would be of a part of the sequence; leave it out",
-    "output_attentions": "they would be of a part of the sequence; leave it out",
-}
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -69,6 +62,8 @@ class SequenceParallel(CutSequence):
     def attach(self, model: Any, layers: str) -> None:
         """Put the hooks into a model, or a stage."""
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+        refused = partial_outputs.CUT_LAYERS if self.mode in OVER_CONTEXT else partial_outputs.CUT_SEQUENCE
+        partial_outputs.refuse_partial_outputs(model, self.family, f"under {self.mode!r}", refused)
         model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         if self.mode in OVER_TENSOR:
             return
@@ -80,7 +75,7 @@ class SequenceParallel(CutSequence):
         present[-1].register_forward_hook(self.leave_layers)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse what cannot be cut before any rank communicates; documents of `cu_seq_lens_q` become position ids."""
+        """Refuse a length that cannot be cut; documents of `cu_seq_lens_q` become position ids."""
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
         ids = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
         kwargs = dict(kwargs)
@@ -89,11 +84,6 @@ class SequenceParallel(CutSequence):
             self._name_positions(ids, kwargs)
         if self.takes_cache:
             kwargs.setdefault("use_cache", False)
-        routers = getattr(model.config.get_text_config(), "output_router_logits", False)
-        asked = {"output_router_logits": routers, **kwargs}
-        for name, why in REFUSED.items():
-            if asked.get(name) and (self.mode in OVER_CONTEXT or name != "output_router_logits"):
-                raise ValueError(f"{self.family}, {name} under {self.mode!r}: {why}")
         return args, kwargs
 
     def check_length(self, length: int) -> None:

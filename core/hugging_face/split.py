@@ -21,11 +21,12 @@ from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
+from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.sequence import OVER_TENSOR, SequenceParallel, over_sequence
 from core.hugging_face.slices import slice_of
-from core.hugging_face.stages import list_of_layers, run_quietly
+from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
 from core.pipeline_parallel.layout import PipelineLayout
 from core.process_groups import ProcessGroups
@@ -166,6 +167,10 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         refuse_other_output(plan, before, after, f"under {mode!r}", OTHER_TOKENS)
     if tp * plan.ep > 1 or sequence is not None or "forward" in vars(model):  # a stage has a forward of its own
         refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
+    if tp > 1:
+        refuse_partial_outputs(model, plan.family, f"over tp {tp}", SPLIT_HEADS)
+    if isinstance(vars(model).get("forward"), StageForward):
+        refuse_partial_outputs(model, plan.family, "in stages", IN_STAGES)
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report

@@ -1,0 +1,47 @@
+"""Outputs of which a rank of a split model has a part: asked for, they are refused by name before any layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+HEADS = "they would be of this rank's heads; leave it out, or ask a model that is not split"
+LAYERS = "a stage has its own layers only; leave it out"
+# Arguments of a forward -> why they are refused, by what splits the model. Each may stand in the config too.
+SPLIT_HEADS: Mapping[str, str] = {"output_attentions": HEADS}
+IN_STAGES: Mapping[str, str] = {
+    "output_attentions": LAYERS,
+    "output_hidden_states": LAYERS,
+    "use_cache": "a stage would cache its own layers; set use_cache=False, or generate with the model saved",
+}
+CUT_SEQUENCE: Mapping[str, str] = {
+    "use_cache": "a cache of keys and values would hold a part of the sequence; set use_cache=False, or generate with "
+    "the model saved",
+    "output_hidden_states": "they would be of a part of the sequence; leave it out",
+    "output_attentions": "they would be of a part of the sequence; leave it out",
+}
+CUT_LAYERS: Mapping[str, str] = {
+    **CUT_SEQUENCE,
+    "output_router_logits": "the routers see a part of the sequence, and their loss is of all of it; set it to False, "
+    "or use 'split_gather'",
+}
+
+
+def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: Mapping[str, str]) -> None:
+    """Have a model refuse these arguments with a ValueError. where: what splits it, for the message."""
+    model.register_forward_pre_hook(partial(_refuse, family, where, refused), with_kwargs=True)
+
+
+def _refuse(
+    family: str, where: str, refused: Mapping[str, str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for name, why in refused.items():
+        asked = kwargs.get(name)
+        if asked is None and name != "use_cache":  # which models take from the config only to generate
+            configs = (model.config, model.config.get_text_config())
+            asked = any(getattr(config, name, None) for config in configs)
+        if asked:
+            raise ValueError(f"{family}, {name} {where}: {why}")
