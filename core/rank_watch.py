@@ -5,7 +5,8 @@ training. Every BEAT_S it tells the job's store where the main thread is, looks 
 reads the beat of the next rank. The thread calls no collective and never touches a GPU.
 
 - A process of this host that has ended, or that was stopped (SIGSTOP, a debugger), is seen in /proc.
-- A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there.
+- A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there. One of this host
+  that runs is busy, because a long call keeps Python's threads from running; it is not lost.
 - What one rank has found it appends to a list in the store. All ranks read it, and log it with their own place.
 - A rank that ends on purpose says so. One that fails because another rank was lost waits until that one is named. So
   the rank that fell first is blamed, and not those that followed.
@@ -40,7 +41,7 @@ from core.place import Place, place_in_code, place_of_main_thread
 from core.processes import ENDED, STOPPED, boot_id, state_of
 from core.prompt_store import PromptStore
 from core.stragglers import Stragglers, own_times
-from core.waiting import in_words, is_backends, waiting
+from core.waiting import error_chain, in_short, in_words, is_peers, own_failure, waiting
 
 BEAT_S = 0.5
 SILENT_S = 6.0  # without a beat; a thread of Python may be kept from running for seconds by a long call
@@ -114,6 +115,7 @@ class RankWatch:
         self.members = {member.rank: member}  # of the ranks that have come so far
         self.lost: dict[int, Finding] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
+        self.busy: set[int] = set()  # ranks of this host that run, and whose beats do not come
         self.place = Place("", time.monotonic())
         self.unfinished = ""  # the collective that the backend is at, if the place has not changed for a while
         self.failed = ""  # the last wait that failed here, in words
@@ -298,24 +300,35 @@ class RankWatch:
             self._publish(rank, MISSED, f"{self.members[rank]} {LEFT_EARLY}")
 
     def _look_at_beats(self) -> dict[int, tuple[str, str]]:
-        """The next rank that is there, which only this one looks at; and those that are silent."""
+        """The next rank that is there, which only this one looks at; and those whose beats have stopped."""
         now = time.monotonic()
         silent = [rank for rank, finding in self.lost.items() if finding.kind == SILENT]
         after = ((self.rank + step) % self.world for step in range(1, self.world))
-        there = (rank for rank in after if rank in self.members and rank not in self.lost and rank not in self.left)
+        gone = self.lost.keys() | self.left | self.busy
+        there = (rank for rank in after if rank in self.members and rank not in gone)
         found: dict[int, tuple[str, str]] = {}
         beats = {}
-        for rank in (*silent, *itertools.islice(there, 1)):
+        for rank in (*silent, *self.busy.difference(silent), *itertools.islice(there, 1)):
             beat = self._told_by(rank).get("beat", 0)
             before, since = self._beats.get(rank, (beat, now))
             beats[rank] = (beat, since if beat == before else now)
-            if rank in silent and beat != before:
-                found[rank] = BACK, f"{self.members[rank]} is there again"
-            elif rank not in silent and beat == before and now - since > SILENT_S:
-                what = f"is silent since {now - since:.0f} s: its host or process is lost, or stopped"
-                found[rank] = SILENT, f"{self.members[rank]} {what}"
+            if beat != before:
+                self.busy.discard(rank)
+                if rank in silent:
+                    found[rank] = BACK, f"{self.members[rank]} is there again"
+            elif now - since > SILENT_S and rank not in self.lost and rank not in self.busy:
+                found[rank] = self._without_beats(self.members[rank], now - since)
         self._beats = beats  # a rank that is looked at anew has all the time again
         return found
+
+    def _without_beats(self, member: Member, seconds: float) -> tuple[str, str]:
+        if member in self.neighbours and member.state is not None:
+            self.busy.add(member.rank)
+            return BACK, (
+                f"{member} runs, and has not said where it is for {seconds:.0f} s: it is busy in a call that keeps "
+                "Python's threads from running, such as a long import"
+            )
+        return SILENT, f"{member} is silent since {seconds:.0f} s: its host or process is lost, stopped or busy"
 
     def _publish(self, rank: int, kind: str, what: str, place: str = "") -> None:
         """Append a finding to the store's list. Of several about one event all ranks take the first."""
@@ -444,40 +457,9 @@ def start_watch(stage: int) -> RankWatch | None:
     return watch
 
 
-# --- what ends a rank -------------------------------------------------------------------------------------------------
-
-
-def own_failure(error: BaseException | None) -> str | None:
-    """The error by which a rank ends, in words; None for none, and for one that follows from another rank's."""
-    if error is None or is_peers(error):
-        return None
-    own = next((each for each in _chain(error) if not isinstance(each, SystemExit) and not is_backends(each)), None)
-    if own is not None:
-        return in_short(own)
-    return f"exit status {error.code}" if isinstance(error, SystemExit) and error.code else None
-
-
-def in_short(error: BaseException | None) -> str:
-    """An error's kind and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def is_peers(error: BaseException | None) -> bool:
-    """True if an error began with a wait for other ranks that failed."""
-    return error is not None and is_backends(_chain(error)[-1])
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came from, the first cause last."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    return chain
-
-
 def _place_of(error: BaseException | None) -> str:
     """Where an error was raised."""
-    trace = None if error is None else _chain(error)[-1].__traceback__
+    trace = None if error is None else error_chain(error)[-1].__traceback__
     if trace is None:
         return ""
     while trace.tb_next is not None:

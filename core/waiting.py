@@ -1,4 +1,4 @@
-"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails.
+"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails. Whose error one is.
 
 `waiting` surrounds a wait for other ranks, `calling` a call of the user that waits. Both cost about a microsecond where
 nothing fails. The rank watch reads them from its own thread.
@@ -41,6 +41,34 @@ def is_backends(error: BaseException) -> bool:
     if isinstance(error, PeerLost | dist.DistError):
         return True
     return type(error) is RuntimeError and BACKENDS_WORDS.search(str(error)) is not None
+
+
+def own_failure(error: BaseException | None) -> str | None:
+    """The error by which a rank ends, in words; None for none, and for one that follows from another rank's."""
+    if error is None or is_peers(error):
+        return None
+    for each in error_chain(error):
+        if not isinstance(each, SystemExit) and not is_backends(each):
+            return in_short(each)
+    return f"exit status {error.code}" if isinstance(error, SystemExit) and error.code else None
+
+
+def in_short(error: BaseException | None) -> str:
+    """An error's kind and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def is_peers(error: BaseException | None) -> bool:
+    """True if an error began with a wait for other ranks that failed."""
+    return error is not None and is_backends(error_chain(error)[-1])
+
+
+def error_chain(error: BaseException) -> list[BaseException]:
+    """An error and what it came from, the first cause last."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
 
 
 class waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -130,6 +131,49 @@ def test_every_survivor_names_the_lost_rank_in_time(
             assert "This rank is in forward of Sequential.1.0, in wait_for (unit_tests/test_rank_watch.py:" in line
         else:
             assert line.endswith("This rank is waiting for the reduction of bucket 7, ranks 0, 1, 2")
+
+
+def hold_one(folder: Path, how: str) -> None:
+    """Rank VICTIM lives, and none of its threads runs for seconds; the others write what they heard."""
+    heard = Lines()
+    logging.getLogger("core.rank_watch").addHandler(heard)
+    rank_watch.SILENT_S = 2.0
+    if how == "on another host":
+        rank_watch._machine = lambda: f"host-{dist.get_rank()}"
+    parallel_state.initialize_model_parallel(distributed_timeout_minutes=1)
+    dist.barrier()
+    rank, watch = dist.get_rank(), parallel_state.get_rank_watch()
+    assert watch is not None, "three ranks are watched"
+    if rank == VICTIM:
+        ctypes.PyDLL(None).sleep(5)  # as an import does that holds the interpreter
+    else:
+        wait_for(heard.lines, time.monotonic() + 2.0 + 2 * SLACK_S)
+    lost = VICTIM in watch.lost
+    with waiting("the reduction of", [0, 1, 2], "bucket 7"):
+        dist.barrier()
+    while VICTIM in watch.lost:
+        time.sleep(0.05)
+    (folder / f"{rank}.json").write_text(json.dumps([lost, [line for _, line in heard.lines]]))
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("how", ["here", "on another host"])
+def test_a_rank_of_this_host_that_lives_is_busy_and_not_lost(tmp_path: Path, how: str) -> None:
+    with RankPool(WORLD) as pool:
+        pool.run(hold_one, WORLD, (tmp_path, how), limit_s=60.0)
+    for rank in range(WORLD):
+        if rank == VICTIM:
+            continue
+        lost, lines = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert lost is (how != "here")
+        assert lines[0].startswith(f"rank {rank}: rank {VICTIM} (process ")
+        if how == "here":
+            assert "runs, and has not said where it is for" in lines[0] and "a long import" in lines[0]
+            assert not any("lost" in line for line in lines)
+            assert len([line for line in lines if f": rank {VICTIM} " in line]) == 1, lines
+        else:
+            assert "is silent since" in lines[0] and "lost, stopped or busy" in lines[0]
+            assert any("is there again" in line for line in lines)
 
 
 def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() -> None:

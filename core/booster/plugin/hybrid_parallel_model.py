@@ -23,7 +23,7 @@ from core.hugging_face.policies import Policy
 from core.parallel_state import get_rank_watch
 from core.pipeline_parallel import PipelineLayout
 from core.process_groups import ProcessGroups
-from core.rank_watch import is_peers
+from core.waiting import is_peers
 
 if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
