@@ -50,11 +50,12 @@ def read_random_state(blob: bytes) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put every stream of this process back to where it stood."""
+    """Put every stream of this process back to where it stood; one that the state has not stays as it is."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    get_rng_tracker().set_states(state["tracker"])
+    tracker = get_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **state["tracker"]})

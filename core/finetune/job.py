@@ -20,6 +20,7 @@ from core.hugging_face.split import REPORT
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import model_parallel_manual_seed
+from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM, dropout_seed
 from core.training.job import JobResult, conduct, on_started_ranks, prepared_by_one
 from core.training.launch import Launch
 from core.training.schedule import make_scheduler
@@ -71,8 +72,8 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
     model, optimizer = boosted(config, plan.micro_batch_size)
-    # Dropout of data ranks must differ, and that of tensor-parallel ranks must not.
-    model_parallel_manual_seed(config.run.seed + 1 + groups.rank("dp"))
+    # A model that is whole on its rank drops by torch's default stream: other elements on each data rank.
+    torch.manual_seed(dropout_seed(SEQUENCE_DROPOUT_STREAM, config.run.seed, groups))
     runner = None
     if model.layout is not None:
         shape = stage_activations(model.chunks[0], plan.micro_batch_size, config.model.sequence_length)

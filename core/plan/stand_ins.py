@@ -1,6 +1,6 @@
 """What stands in for other ranks and for the start of a run while a model runs without values.
 
-Experts have even loads, a ring has a neighbour, and there is a random stream of this rank for dropout of split tensors.
+Experts have even loads, a ring has a neighbour, and there are random streams for dropout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from core.context_parallel import ring
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
-from core.tensor_parallel.random import MODEL_PARALLEL_STREAM, RNGState, get_rng_tracker
+from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_tracker
 
 
 class EvenLoads(HostCounts):
@@ -59,7 +59,7 @@ def stand_ins(chosen: float) -> Iterator[None]:
     tracker = get_rng_tracker()
     streams = tracker.get_states()
     unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # nothing is drawn without values
-    tracker.set_states({MODEL_PARALLEL_STREAM: unused, **streams})
+    tracker.set_states({**dict.fromkeys(DROPOUT_STREAMS, unused), **streams})
     try:
         yield
     finally:

@@ -1,13 +1,26 @@
-"""Random numbers under tensor parallelism, and recomputation that draws the same ones again.
+"""Random streams of a rank, and recomputation that draws the same numbers again.
 
-torch's default generators are the stream that tensor-parallel ranks share: they drop the same elements of a replicated
-activation. Where an activation is split (heads, or positions under sequence parallelism) each rank draws from a stream
-of its own, kept by the tracker and put in place by `fork`.
+Note [Random streams]. `model_parallel_manual_seed` begins them all; `get_rng_tracker().fork(name)` draws from one.
+
+| stream | alike over | its own for each | who draws from it |
+|---|---|---|---|
+| torch's default | all ranks | | weights of modules that draw for themselves; user code |
+| "data-parallel-rng" | all ranks | | Megatron's users: weights that every rank has |
+| "model-parallel-rng", of `fork()` | dp, cp, pp | tp | Megatron's users: weights that are split |
+| "expert-parallel-rng" | dp, cp, pp | ep, expert tp | Megatron's users: weights of experts |
+| "dropout-rng" | tp | dp, cp, pp | dropout of what tensor-parallel ranks have copies of |
+| "split-dropout-rng" | | rank | dropout of heads, of positions under sequence parallelism, in experts |
+| "sequence-dropout-rng" | tp, cp | dp, pp | dropout of split Hugging Face models, which see whole sequences |
+
+Weights need numbers that data ranks share, and dropout needs others on each of them: hence streams of its own. Nothing
+else draws from these, so a rank that draws a number for itself changes no mask. A module of a user drops in such a fork
+too; from the default stream all data ranks would drop the same elements. Checkpoints hold all streams.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
@@ -21,6 +34,15 @@ from core.tensor_parallel.mappings import resolve_groups
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+DROPOUT_STREAM = "dropout-rng"
+SPLIT_DROPOUT_STREAM = "split-dropout-rng"
+SEQUENCE_DROPOUT_STREAM = "sequence-dropout-rng"
+# Stream -> the groups in which each rank has its own; 'dp_cp' stands for both where a caller holds no more.
+DROPOUT_STREAMS = {
+    DROPOUT_STREAM: ("pp", "dp", "cp", "dp_cp"),
+    SPLIT_DROPOUT_STREAM: ("pp", "dp", "cp", "dp_cp", "tp"),
+    SEQUENCE_DROPOUT_STREAM: ("pp", "dp"),
+}
 
 
 class RNGState(TypedDict):
@@ -110,9 +132,9 @@ def get_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = None) -> None:
-    """Seed this process: the default stream is shared by tensor-parallel ranks, the model-parallel one is a rank's own.
+    """Begin all random streams of this process: Note [Random streams] at the head of this file.
 
-    Every rank passes the same seed, or at least the ranks of a tensor-parallel group do.
+    Every rank passes the same seed. Local. Streams that were seeded before are forgotten.
     """
     groups = resolve_groups(pg_collection)
     torch.manual_seed(seed)
@@ -121,6 +143,15 @@ def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = 
     tracker.add(DATA_PARALLEL_STREAM, seed)
     tracker.add(MODEL_PARALLEL_STREAM, seed + 2718 + groups.rank("tp"))
     tracker.add(EXPERT_PARALLEL_STREAM, seed + 1024 + 100 * groups.rank("ep") + groups.rank("expt_tp"))
+    for stream in DROPOUT_STREAMS:
+        tracker.add(stream, dropout_seed(stream, seed, groups))
+
+
+def dropout_seed(stream: str, seed: int, groups: ProcessGroups) -> int:
+    """The seed of one of the streams of dropout at this rank's place, from the job's seed."""
+    place = [f"{axis} {groups.rank(axis)}" for axis in DROPOUT_STREAMS[stream]]
+    digest = hashlib.sha256(f"{seed}/{stream}/{'/'.join(place)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 # The names users of Megatron know; nothing in them needs CUDA.
@@ -133,6 +164,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """Call `function(*args)` keeping only its arguments; backward calls it again, with every random stream as it stood.
 
     Not reentrant: gradients of parameters arrive in the one backward pass that is running, so hooks on them fire once.
+    torch's own checkpoint would put back the default stream alone.
     distribute_saved_activations: must be False; under sequence parallelism the arguments are split already.
     """
     if distribute_saved_activations:

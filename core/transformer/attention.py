@@ -17,7 +17,7 @@ from core.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import group_rank, group_size
-from core.transformer.dropout import split_stream
+from core.transformer.dropout import dropout_stream
 from core.transformer.norms import build_norm
 from core.transformer.rotary import RotaryEmbedding
 from core.transformer.transformer_config import TransformerConfig
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
             return rearrange(context, "s b n d -> s b (n d)")
         query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
         dropout = self.config.attention_dropout if self.training else 0.0
-        with split_stream(dropout, self.tp_size):
+        with dropout_stream(dropout, self.tp_size, is_split=True):
             context = F.scaled_dot_product_attention(
                 query,
                 key,

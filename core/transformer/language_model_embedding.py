@@ -76,5 +76,6 @@ class LanguageModelEmbedding(nn.Module):
             hidden,
             self.config.hidden_dropout,
             training=self.training,
-            sequence_split_over=self.sequence_split_over,
+            tp_size=self.word_embeddings.tp_size,
+            is_split=self.config.sequence_parallel,
         )

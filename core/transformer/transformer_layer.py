@@ -38,8 +38,8 @@ class TransformerLayer(nn.Module):
             recompute_core=recompute_attention,
         )
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
+        self.tp_size = self.self_attention.tp_size
         self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number)
-        self.sequence_split_over = self.self_attention.tp_size if config.sequence_parallel else 1
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
         """The next hidden state. packed: the tokens' documents and positions, where they are not one sequence."""
@@ -48,7 +48,11 @@ class TransformerLayer(nn.Module):
 
     def _dropout(self, hidden: Tensor) -> Tensor:
         return hidden_dropout(
-            hidden, self.config.hidden_dropout, training=self.training, sequence_split_over=self.sequence_split_over
+            hidden,
+            self.config.hidden_dropout,
+            training=self.training,
+            tp_size=self.tp_size,
+            is_split=self.config.sequence_parallel,
         )
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.pipeline_parallel import build_gpt_stages, plan_pipeline
 from core.tensor_parallel import RNGStatesTracker, checkpoint, get_rng_tracker, model_parallel_manual_seed
 from core.tensor_parallel.mappings import gather_first
+from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM
+from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks
 
 
@@ -68,6 +74,89 @@ def test_streams_that_would_be_one_are_refused() -> None:
         tracker.add("b", 7)
     with pytest.raises(RuntimeError, match="'c' was never seeded.*model_parallel_manual_seed"), tracker.fork("c"):
         pass
+
+
+def regions(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], sequence_parallel: bool) -> dict[str, list[Tensor]]:
+    """The masks that a stage of a GPT draws in one forward, by region."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16, max_sequence_length=32, hidden_dropout=0.5,
+        tensor_model_parallel_size=sizes["tp"], context_parallel_size=sizes["cp"], sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=sizes["pp"], attention_dropout=0.0 if sizes["cp"] > 1 else 0.5,
+    )  # fmt: skip
+    layout = plan_pipeline(2, pp=sizes["pp"])
+    (stage,) = build_gpt_stages(config, layout)
+    groups = parallel_state.get_process_groups()
+    found: dict[str, list[Tensor]] = {"hidden": [], "attention": []}
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+
+    def recorded_dropout(x: Tensor, *args: Any) -> Tensor:
+        with torch.random.fork_rng():
+            found["hidden"].append(dropout(torch.ones(4, 1, 8), 0.5))
+        return dropout(x, *args)
+
+    def recorded_attention(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.random.fork_rng():
+            found["attention"].append(torch.rand(16))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(F, "dropout", recorded_dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded_attention)
+    positions = 16 // sizes["cp"]
+    if groups.rank("pp") > 0:
+        stage.set_input_tensor(torch.ones(positions // (sizes["tp"] if sequence_parallel else 1), 1, 8))
+    stage(torch.zeros(1, positions, dtype=torch.int64))
+    monkeypatch.undo()
+    assert found["hidden"] and (found["attention"] or sizes["cp"] > 1)
+    with get_rng_tracker().fork(SEQUENCE_DROPOUT_STREAM):
+        found["whole sequence"] = [torch.rand(16)]
+    return found
+
+
+GRIDS = ["tp cp", "tp dp", "tp pp", "cp dp"]
+
+
+@ranks(4)
+@pytest.mark.in_suite()
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("axes", GRIDS)
+def test_copies_over_tp_have_one_mask_and_everything_else_its_own(
+    rank: int, world: int, axes: str, sequence_parallel: bool
+) -> None:
+    check_masks(rank, axes, sequence_parallel and "tp" in axes)
+
+
+@pytest.mark.nightly
+@ranks(8)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("axes", ["tp cp dp", "tp cp pp", "tp dp pp"])
+def test_so_it_is_over_three_axes(rank: int, world: int, axes: str, sequence_parallel: bool) -> None:
+    check_masks(rank, axes, sequence_parallel)
+
+
+def check_masks(rank: int, axes: str, sequence_parallel: bool) -> None:
+    """Each region's masks on all ranks: equal where the places on the region's own axes are, different elsewhere."""
+    sizes = {axis: 2 if axis in axes.split() else 1 for axis in ("tp", "cp", "dp", "pp")}
+    parallel_state.initialize_model_parallel(sizes["tp"], sizes["pp"], context_parallel_size=sizes["cp"])
+    model_parallel_manual_seed(5)
+    torch.rand(rank)  # ranks that draw for themselves
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        mine = regions(monkeypatch, sizes, sequence_parallel)
+    groups = parallel_state.get_process_groups()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, ({axis: groups.rank(axis) for axis in sizes}, mine))
+    own = {
+        "hidden": {"dp", "cp", "pp", *(["tp"] if sequence_parallel else [])},
+        "attention": {"tp", "cp", "dp", "pp"},
+        "whole sequence": {"dp", "pp"},
+    }
+    for (place, masks), (other_place, others) in itertools.combinations(everywhere, 2):
+        for region, axes_of_region in own.items():
+            alike = all(place[axis] == other_place[axis] for axis in axes_of_region)
+            for mask, other in zip(masks[region], others[region], strict=False):  # the first stage drops embeddings too
+                assert torch.equal(mask, other) is alike, f"{region} of {place} and {other_place}"
+    whole = torch.cat([mask.flatten() for _, masks in everywhere for mask in masks["hidden"]])
+    assert 0.35 < (whole == 0).float().mean() < 0.65
+    get_rng_tracker().reset()
 
 
 @ranks(2)

@@ -155,11 +155,11 @@ def seeded(world: int) -> dist.ProcessGroup:
 def test_ranks_drop_the_same_of_a_replica_and_their_own_of_a_split(rank: int, world: int, split: bool) -> None:
     group = seeded(world)
     ones = torch.ones(8, 2, 16, dtype=torch.float64)
-    dropped = hidden_dropout(ones, 0.5, training=True, sequence_split_over=world if split else 1)
+    dropped = hidden_dropout(ones, 0.5, training=True, tp_size=world, is_split=split)
     both = gather_first(dropped.unsqueeze(0), group)
     assert torch.equal(both[0], both[1]) is not split
     assert 0 < (dropped == 0).double().mean() < 1 and set(dropped.unique().tolist()) == {0.0, 2.0}
-    assert hidden_dropout(ones, 0.5, training=False, sequence_split_over=1) is ones
+    assert hidden_dropout(ones, 0.5, training=False, tp_size=world, is_split=split) is ones
 
 
 @ranks(2)
@@ -205,12 +205,23 @@ def test_with_dropout_recomputed_layers_have_the_same_gradients(
 
 
 @ranks(2)
-def test_dropout_of_a_split_without_seeded_streams_says_what_to_call(rank: int, world: int) -> None:
+def test_dropout_over_ranks_without_seeded_streams_says_what_to_call(rank: int, world: int) -> None:
     get_rng_tracker().reset()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     attention = SelfAttention(config(tensor_model_parallel_size=world, attention_dropout=0.5), name="attention")
     with pytest.raises(RuntimeError, match="model_parallel_manual_seed"):
         attention(normal(8, 2, 16))
+    with pytest.raises(RuntimeError, match="model_parallel_manual_seed"):
+        hidden_dropout(torch.ones(8, 2, 16), 0.5, training=True, tp_size=world, is_split=False)
+
+
+def test_a_rank_alone_drops_as_its_user_has_seeded_it() -> None:
+    get_rng_tracker().reset()
+    ones = torch.ones(8, 2, 16)
+    torch.manual_seed(4)
+    expected = F.dropout(ones, 0.5)
+    torch.manual_seed(4)
+    assert torch.equal(hidden_dropout(ones, 0.5, training=True, tp_size=1, is_split=False), expected)
 
 
 # -- configuration --------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class TransformerLayer(OurLayer, MegatronModule, metaclass=Face):
         "!inference_params=None"
     )
     def forward(self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any) -> tuple[Tensor, None]:
-        group, split = self.self_attention.cp_group, self.sequence_split_over
+        group, split = self.self_attention.cp_group, self.tp_size if self.config.sequence_parallel else 1
         packed = _seen(attention_mask, packed_seq_params, group, hidden_states, split)
         return OurLayer.forward(self, hidden_states, packed), None
 

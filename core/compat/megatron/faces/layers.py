@@ -167,8 +167,11 @@ reduce_scatter_last_dim_to_tensor_parallel_region = _last_dim(ours.reduce_scatte
 def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_rank: Any) -> None:
     """core.tensor_parallel.model_parallel_manual_seed; the streams begin anew in any case."""
     said = {"tp": tp_rank, "ep": ep_rank, "expt_tp": etp_rank}
-    places = {name: resolve_groups(None).rank(name) if rank is None else rank for name, rank in said.items()}
-    ours.model_parallel_manual_seed(seed, SimpleNamespace(rank=places.__getitem__))  # type: ignore[arg-type]
+
+    def rank(axis: str) -> int:
+        return resolve_groups(None).rank(axis) if said.get(axis) is None else int(said[axis])
+
+    ours.model_parallel_manual_seed(seed, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
 
 
 _TRACKER = "!use_te_rng_tracker=False !inference_rng_tracker=False !use_cudagraphable_rng=False"
