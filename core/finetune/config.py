@@ -35,7 +35,7 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class TunedData:
-    """Lines of JSON, each with "messages" (a chat), "prompt" and "completion", or "text"."""
+    """Lines of JSON, each with "messages" (a chat), "prompt" and "completion", "text", or as Alpaca or ShareGPT."""
 
     file: Path | None = None  # None for files of the Python standard library, as text
     limit: int | None = None  # so many lines; None for all of a file, and for 100 files of the standard library

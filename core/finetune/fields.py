@@ -6,9 +6,10 @@ A field is obeyed or refused by its name. Null is the same as absent.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from core.finetune.formats import from_alpaca, from_prompt_and_completion, from_sharegpt
 from core.training.errors import ConfigError
 
 ASSISTANT = "assistant"
@@ -17,10 +18,23 @@ KINDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "completion": ("prompt", "completion"),
     "text": ("text",),
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
 }
+MORE: dict[str, tuple[str, ...]] = {"alpaca": ("input", "system"), "sharegpt": ("system",)}  # what else a kind may have
+TEXTS = ("completion", "text")
 CHAT_FIELDS = ("tools", "chat_template_kwargs")  # go to the chat template, so they are of chats alone
 MESSAGE_FIELDS = ("role", "content", "weight")
-ONE_OF = 'expected "messages", "prompt" and "completion", or "text"'
+ONE_OF = (
+    'expected "messages", "prompt" and "completion", or "text"; or "instruction" and "output" as Alpaca has them, or '
+    '"conversations" as ShareGPT has them'
+)
+_AS_MESSAGES: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "messages": lambda given, where: given["messages"],
+    "completion": from_prompt_and_completion,
+    "alpaca": from_alpaca,
+    "sharegpt": from_sharegpt,
+}
 # Arguments of `apply_chat_template`, which are no names that a template reads.
 RESERVED = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
@@ -30,24 +44,24 @@ RESERVED = frozenset(
 
 
 def checked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a record that are used. Contents of messages are text, and nulls are left out.
+    """The fields of a record that are used: of text, or of a chat whose contents are text. Nulls are left out.
 
     where: file and line, for errors. A record that this function returned is returned unchanged. ConfigError for a
     record of no kind, or of several, and for a value that cannot be obeyed.
     """
     given = {name: value for name, value in record.items() if value is not None}
     kind = kind_of(given, where)
-    if kind != "messages":
+    if kind in TEXTS and not isinstance(given.get("prompt"), list):
         for name in KINDS[kind]:
-            if not isinstance(record.get(name), str):
-                raise ConfigError(f"{where}: {name!r} is {record.get(name)!r}; expected text")
+            if not isinstance(given.get(name), str):
+                raise ConfigError(f"{where}: {name!r} is {given.get(name)!r}; expected text")
         for name in CHAT_FIELDS:
             if name in given:
                 raise ConfigError(f'{where}: {name!r} is read by chat templates; give the record as "messages"')
         return {name: given[name] for name in KINDS[kind]}
     _check_chat_fields(given, where)
     options = {name: given[name] for name in CHAT_FIELDS if name in given}
-    return {"messages": _messages(given["messages"], where), **options}
+    return {"messages": _messages(_AS_MESSAGES[kind](given, where), where), **options}
 
 
 def kind_of(given: Mapping[str, Any], where: str) -> str:
@@ -56,7 +70,7 @@ def kind_of(given: Mapping[str, Any], where: str) -> str:
     A chat that has a field of another kind stays a chat, unless it has all of them: data sets give the prompt twice.
     """
     kinds = [kind for kind, names in KINDS.items() if any(name in given for name in names)]
-    if "messages" in kinds:
+    if "messages" in kinds or "sharegpt" in kinds:
         kinds = [kind for kind in kinds if all(name in given for name in KINDS[kind])]
     if not kinds:
         fields = ", ".join(map(repr, given)) or "none"
@@ -135,11 +149,10 @@ def unread(record: Mapping[str, Any], template: str | None) -> set[str]:
     Fields of messages have a dot in front. record: one that `checked` takes.
     """
     given = {name: value for name, value in record.items() if value is not None}
-    found = given.keys() - {*CHAT_FIELDS, *KINDS[kind_of(given, "")]}
-    for message in given.get("messages", ()):
-        for name, value in message.items():
-            if value is not None and name not in MESSAGE_FIELDS and not is_named(name, template):
-                found.add(f".{name}")
+    kind = kind_of(given, "")
+    found = given.keys() - {*CHAT_FIELDS, *KINDS[kind], *MORE.get(kind, ())}
+    for message in checked(given, "").get("messages", ()):
+        found |= {f".{name}" for name in message if name not in MESSAGE_FIELDS and not is_named(name, template)}
     return found
 
 

@@ -25,7 +25,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.finetune.config import TINY, TuneConfig
-from core.finetune.model_files import check_weights, one_line, read_settings, refuse_missing
+from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, one_line, read_settings, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
@@ -138,13 +138,12 @@ def load_tokenizer(config: TuneConfig) -> Any:
 
 def stop_marks(config: TuneConfig, tokenizer: Any) -> list[str]:
     """Marks at which `generate` stops by the files of the model. ConfigError for a file that is broken."""
-    found: list[str] = []
-    for name in ("generation_config.json", "config.json"):
+    marks = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    found: set[str] = set()
+    for name in (GENERATION, CONFIGURATION):
         ids = read_settings(directory_of(config), name).get("eos_token_id")
-        for number in ids if isinstance(ids, list) else [ids]:
-            mark = tokenizer.convert_ids_to_tokens(number) if isinstance(number, int) else None
-            found += [mark] if mark and mark not in found else []
-    return found
+        found |= {marks[number] for number in (ids if isinstance(ids, list) else [ids]) if number in marks}
+    return sorted(found)
 
 
 def configuration_in(directory: Path) -> dict[str, Any]:

@@ -116,8 +116,9 @@ def encode(record: Mapping[str, Any], tokenizer: Any, where: str, stops: Sequenc
 
 def check_record(record: Mapping[str, Any], tokenizer: Any, where: str) -> None:
     """ConfigError for a chat that the tokenizer's template cannot write with all its fields."""
-    if "messages" in record:
-        check_template(checked(record, where), tokenizer, where)
+    used = checked(record, where)
+    if "messages" in used:
+        check_template(used, tokenizer, where)
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -546,6 +546,21 @@ def test_tokens_without_a_row_are_refused_before_ranks_start_if_the_data_has_the
     assert "data.jsonl, line 4: the token 'zebra' has the id 259, and the model's embedding has 259 rows" in told
 
 
+def test_marks_at_which_a_model_stops_are_those_of_its_files(tmp_path: Path) -> None:
+    from core.finetune.model import load_tokenizer, stop_marks
+
+    base = base_with_settings(tmp_path)
+    config = load_config(["--model", str(base)])
+    tokenizer = load_tokenizer(config)
+    assert stop_marks(config, tokenizer) == sorted(tokenizer.convert_ids_to_tokens([0, 2]))
+    change_config(base, eos_token_id=[1, 7, None, "x", 9999])
+    (base / "generation_config.json").unlink()
+    assert stop_marks(config, tokenizer) == [tokenizer.convert_ids_to_tokens(1)]
+    (base / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config.json cannot be read: "):
+        stop_marks(config, tokenizer)
+
+
 def test_what_is_right_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
