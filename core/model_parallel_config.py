@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,9 @@ class ModelParallelConfig:
     expert_tensor_parallel_size: ranks that share one expert; None for tensor_model_parallel_size.
     sequence_parallel: between split matrices, each tensor-parallel rank keeps its part of the sequence.
     params_dtype: of the parameters.
-    fp16, bf16: other words for params_dtype, which must agree.
+    fp16, bf16: other words for params_dtype; one of them with fp32 there is a warning, with other 16 bits refused.
     perform_initialization: draw initial weights; False leaves what memory holds.
-    use_cpu_initialization, has_cond_embedder: Megatron's names for what happens in any case; refused where True.
+    use_cpu_initialization, has_cond_embedder: Megatron's names for what happens in any case; a warning where True.
     gradient_accumulation_fusion: split layers add weight gradients straight to the buffer.
     calculate_per_token_loss: a loss is a sum over tokens, and gradients are divided by the tokens of all ranks.
     deterministic_mode: as the wrapper's deterministic_reduction.
@@ -98,23 +99,23 @@ class ModelParallelConfig:
         if self.fp16 and self.bf16:
             raise ValueError("fp16=True and bf16=True; choose one of them.")
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-            if getattr(self, name) and self.params_dtype != dtype:
-                raise ValueError(
-                    f"{name}=True with params_dtype={self.params_dtype}: parameters are made in params_dtype; set "
-                    f"params_dtype={dtype}, or leave {name} out."
-                )
+            if not getattr(self, name) or self.params_dtype == dtype:
+                continue
+            made = f"parameters are made in params_dtype={self.params_dtype}; set params_dtype={dtype}"
+            if self.params_dtype != torch.float32:
+                raise ValueError(f"{name}=True contradicts params_dtype: {made}, or leave {name} out.")
+            _warn(name, f"{made}, or convert the model")
         if self.use_cpu_initialization:
-            raise ValueError(
-                "use_cpu_initialization=True changes nothing: weights are always drawn whole, in fp32 on the CPU, and "
-                "each rank keeps its slice; leave it out."
-            )
+            _warn("use_cpu_initialization", "weights are drawn whole in any case, in fp32 on the CPU")
         if self.has_cond_embedder:
-            raise ValueError(
-                "has_cond_embedder=True changes nothing: set `param.pipeline_parallel = True` on the embedder's "
-                "parameters before they are wrapped, which has their gradients summed over the stages; leave it out."
-            )
+            _warn("has_cond_embedder", "gradients of parameters with `param.pipeline_parallel = True` are summed over "
+                  "the stages in any case")  # fmt: skip
         if self.moe_router_enable_expert_bias and not self.moe_router_bias_update_rate > 0:
             raise ValueError(
                 f"moe_router_bias_update_rate must be above 0 with moe_router_enable_expert_bias=True, got "
                 f"{self.moe_router_bias_update_rate}."
             )
+
+
+def _warn(name: str, why: str) -> None:
+    warnings.warn(f"{name}=True changes nothing here: {why}", stacklevel=4)

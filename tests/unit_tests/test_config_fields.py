@@ -40,14 +40,14 @@ for module, folders in ((training, ("training",)), (finetune, ("finetune", "trai
         for kind in vars(module).values()
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
     }
-REFUSED = {  # accepted with their default only, and refused by name otherwise
-    (DistributedDataParallelConfig, "align_param_gather"),
+REFUSED = {(DistributedDataParallelConfig, "align_param_gather")}  # refused by name, but for the default
+WITHOUT_EFFECT = {  # a warning names them, but for the default
     (ModelParallelConfig, "use_cpu_initialization"),
     (TransformerConfig, "use_cpu_initialization"),
     (ModelParallelConfig, "has_cond_embedder"),
     (TransformerConfig, "has_cond_embedder"),
 }
-CHECKED = {"fp16", "bf16"}  # of a model: other words for params_dtype, refused where they contradict it
+CHECKED = {"fp16", "bf16"}  # of a model: other words for params_dtype, judged by that
 
 
 def names_read(node: ast.AST) -> Iterator[str]:
@@ -78,7 +78,7 @@ def fields_read(kind: type, folders: tuple[str, ...]) -> set[str]:
 def test_every_option_is_read_somewhere(kind: type) -> None:
     found = fields_read(kind, READERS[kind])
     unread = [field.name for field in dataclasses.fields(kind) if field.name not in found]
-    known = {name for owner, name in REFUSED if owner is kind}
+    known = {name for owner, name in REFUSED | WITHOUT_EFFECT if owner is kind}
     known |= CHECKED if issubclass(kind, ModelParallelConfig) else set()
     assert set(unread) == known, "obey an option, or refuse it by name"
 
@@ -96,4 +96,12 @@ def test_a_field_that_nobody_reads_is_found() -> None:
 def test_an_option_that_nothing_obeys_is_refused_by_name(kind: type, name: str) -> None:
     kind()
     with pytest.raises(ValueError, match=name):
+        kind(**{name: True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), sorted(WITHOUT_EFFECT, key=str), ids=lambda part: getattr(part, "__name__", part)
+)
+def test_an_option_that_nothing_obeys_is_named_in_a_warning(kind: type, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}=True changes nothing here"):
         kind(**{name: True})

@@ -43,8 +43,7 @@ def test_a_size_that_is_needed_may_not_be_none(name):
         ({"sequence_parallel": True}, "sequence_parallel=True with tensor_model_parallel_size=1"),
         ({"virtual_pipeline_model_parallel_size": 2}, "with pipeline_model_parallel_size=1: pipeline-model-"),
         ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
-        ({"fp16": True}, "fp16=True with params_dtype=torch.float32"),
-        ({"bf16": True, "params_dtype": torch.float16}, "bf16=True with params_dtype=torch.float16"),
+        ({"bf16": True, "params_dtype": torch.float16}, "bf16=True contradicts params_dtype: parameters are made in"),
         (
             {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
             "moe_router_bias_update_rate must be above 0",
@@ -54,6 +53,20 @@ def test_a_size_that_is_needed_may_not_be_none(name):
 def test_fields_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ModelParallelConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fp16", "parameters are made in params_dtype=torch.float32; set params_dtype=torch.float16, or convert"),
+        ("bf16", "parameters are made in params_dtype=torch.float32; set params_dtype=torch.bfloat16, or convert"),
+        ("use_cpu_initialization", "weights are drawn whole in any case"),
+        ("has_cond_embedder", "gradients of parameters with `param.pipeline_parallel = True` are summed"),
+    ],
+)
+def test_what_changes_nothing_is_a_warning(name, why):
+    with pytest.warns(UserWarning, match=f"{name}=True changes nothing here: {why}"):
+        assert getattr(ModelParallelConfig(**{name: True}), name)
 
 
 def test_what_belongs_together_is_accepted():

@@ -23,6 +23,9 @@ distributed @distributed.distributed_data_parallel @distributed.distributed_data
 distributed.distributed_data_parallel .optimizer DistributedDataParallel
 distributed.distributed_data_parallel_config .configs DistributedDataParallelConfig
 distributed.finalize_model_grads core.distributed finalize_model_grads
+distributed.param_and_grad_buffer .buffers ParamAndGradBuffer _ParamAndGradBuffer=ParamAndGradBuffer
+    Bucket=ParamAndGradBucket _ParamAndGradBucket=ParamAndGradBucket _ParamAndGradBucketGroup=ParamAndGradBucketGroup
+    BufferType shard_buffer partition_buckets
 optimizer .optimizer get_megatron_optimizer core.optimizer get_standard_config_overrides
     @optimizer.optimizer @optimizer.optimizer_config @optimizer.distrib_optimizer
 optimizer.optimizer .optimizer MegatronOptimizer core.optimizer ChainedOptimizer FP32Optimizer=ReplicatedOptimizer
@@ -30,6 +33,7 @@ optimizer.optimizer .optimizer MegatronOptimizer core.optimizer ChainedOptimizer
 optimizer.optimizer_config .configs OptimizerConfig AdamOptimizerConfig=OptimizerConfig SGDOptimizerConfig
     core.optimizer ParamKey ParamPredicate ParamWithNamePredicate ParamGroupOverride
 optimizer.distrib_optimizer .optimizer DistributedOptimizer
+optimizer.clip_grads .clip_grads get_grad_norm_fp32 clip_grad_by_total_norm_fp32 count_zeros_fp32
 optimizer.grad_scaler core.optimizer.loss_scaler MegatronGradScaler=LossScaler ConstantGradScaler=ConstantLossScaler
     DynamicGradScaler=DynamicLossScaler
 optimizer_param_scheduler core.optimizer OptimizerParamScheduler get_canonical_lr_for_logging ParamGroupOverride
@@ -51,7 +55,7 @@ tensor_parallel.random .layers model_parallel_cuda_manual_seed get_cuda_rng_trac
 tensor_parallel.cross_entropy .layers vocab_parallel_cross_entropy
 tensor_parallel.data core.tensor_parallel broadcast_data
 tensor_parallel.utils .layers split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
-    VocabUtility
+    VocabUtility .tools divide ensure_divisibility
 
 pipeline_parallel @pipeline_parallel.schedules
 pipeline_parallel.schedules .schedules get_forward_backward_func forward_backward_no_pipelining=forward_backward
@@ -148,7 +152,6 @@ ABSENT = {
     "distributed.fsdp": _FSDP,
     "distributed.FullyShardedDataParallel": _FSDP,
     "distributed.TorchFullyShardedDataParallel": "core.booster.plugin.TorchFSDPPlugin wraps torch's FSDP2",
-    "distributed.param_and_grad_buffer": "model.grad_buffers are the buffers, model.describe() prints them",
     "dist_checkpointing.strategies": "checkpoints have one format here; save and load without this strategy",
     "dist_checkpointing.optimizer": "optimizer.sharded_state_dict() stands for an optimizer's state",
     "pipeline_parallel.p2p_communication": "torch's pipeline sends; core.pipeline_parallel.PipelineRunner drives it",

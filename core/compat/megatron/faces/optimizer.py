@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from core import agree
 from core import optimizer as ours
 from core.checkpoint import OptimizerState
 from core.compat.megatron.faces import configs
+from core.compat.megatron.faces.buffers import BufferList, partition_buckets
 from core.compat.megatron.faces.checkpoint import sharded_state_dict
 from core.compat.megatron.faces.refusals import arguments, never_made, refusal
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.finalize_model_grads import wrapped_chunks
+from core.process_groups import world_groups
 
 
 class DistributedDataParallel(OurWrapper):
     """core.distributed.DistributedDataParallel, which takes Megatron's configurations too.
 
     ddp_config is read once, when the model is wrapped; `self.ddp_config` is what was made of it. A gather is over when
-    the optimizer's step returns, so that the hooks before a forward have nothing to wait for, enabled or not.
+    the optimizer's step returns, so that the hooks before a forward have nothing to wait for, enabled or not. As in
+    Megatron, parameters get `grad_added_to_main_grad = False`: a kernel that adds to main_grad itself sets it to True.
     """
 
     @arguments(
@@ -27,16 +35,24 @@ class DistributedDataParallel(OurWrapper):
     )
     def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
         ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
+        for param in given["module"].parameters():
+            if param.requires_grad:
+                param.grad_added_to_main_grad = False
         super().__init__(config, ours, **given)
+
+    @property
+    def buffers(self) -> BufferList:
+        """The gradient buffers of dense parameters. A call gives the module's own buffers, as torch's method does."""
+        return BufferList(self.grad_buffers, super().buffers)
 
     @property
     def bucket_groups(self) -> list[Bucket]:
         """The buckets of dense parameters, each a group of its own, in the order in which backward completes them."""
-        return [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+        return partition_buckets(self.grad_buffers)
 
     @property
     def expert_parallel_bucket_groups(self) -> list[Bucket]:
-        return [bucket for buffer in self.expert_parallel_buffers for bucket in buffer.buckets]
+        return partition_buckets(self.expert_parallel_buffers)
 
     def enable_forward_pre_hook(self) -> None:
         """Nothing: parameters are whole before every forward, and no gather is dispatched by one."""
@@ -65,6 +81,9 @@ class _MegatronMethods:
     def chained_optimizers(self) -> list[Any]:
         """This optimizer alone: it holds dense and expert parameters of all chunks."""
         return [self]
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Nothing: a step writes the parameters themselves, and no copy of theirs waits for a gather."""
 
     def get_grad_stats_parallel_group(self) -> Any:
         """The ranks over which the norm of gradients is taken."""
@@ -120,15 +139,36 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any
     since no state is gathered. Overrides and conditions are said in core.optimizer.get_megatron_optimizer.
     """
     if isinstance(config, configs.OptimizerConfig):
-        for chunk in wrapped_chunks(model_chunks, "get_megatron_optimizer(OptimizerConfig(...), [model])"):
+        chunks = wrapped_chunks(model_chunks, "get_megatron_optimizer(OptimizerConfig(...), [model])")
+        for chunk in chunks:
             if config.overlap_param_gather and not chunk.ddp_config.overlap_param_gather:
                 raise ValueError(
                     "OptimizerConfig.overlap_param_gather is True and the model was wrapped with overlap_param_gather="
                     "False, so that nothing would overlap; set it in DistributedDataParallelConfig too"
                 )
-        config = config.ours()
+        config = _without_idle_precision(config.ours(), chunks)
     if callable(config_overrides):
         config_overrides, given["no_weight_decay_cond"] = None, config_overrides
     made = ours.get_megatron_optimizer(config, model_chunks, config_overrides=config_overrides, **given)
     made.__class__ = FACES[type(made)]  # the same object with Megatron's methods, as FSDP2 does it to modules
     return made
+
+
+def _without_idle_precision(config: ours.OptimizerConfig, chunks: Sequence[OurWrapper]) -> ours.OptimizerConfig:
+    """The configuration without fp16 or bf16 where no rank has parameters in it: Megatron trains fp32 ones under both.
+
+    Collective where one is set and params_dtype is not.
+    """
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if not getattr(config, name) or config.params_dtype is not None:
+            continue
+        held = any(param.dtype == dtype for chunk in chunks for param in chunk.parameters())
+        if not agree.any(held, world_groups(chunks[0].groups), "the dtypes of the model"):
+            warnings.warn(
+                f"OptimizerConfig.{name}=True changes nothing here: no parameter of the model is in {dtype}. Put it "
+                "into Float16Module before it is wrapped, or leave the option out",
+                stacklevel=4,
+            )
+            without: dict[str, Any] = {name: False}
+            config = dataclasses.replace(config, **without)
+    return config

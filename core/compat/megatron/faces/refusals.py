@@ -67,7 +67,6 @@ activations are not offloaded; use recompute_granularity, or OptimizerConfig.opt
     offload_modules=[] delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks=0
     activation_offload_fraction=1.0 fine_grained_offloading_max_inflight_offloads=None
 set grad_scale_func, which weighs auxiliary losses too | M: moe_grad_scale_func=None mtp_grad_scale_func=None
-set param.pipeline_parallel = True on the embedder's parameters | M: has_cond_embedder
 multi-token prediction is not built; train the next token, or write a head of your own over the hidden states | M:
     mtp_standalone T: mtp_num_layers=None mtp_loss_scaling_factor=0.1 mtp_use_repeated_layer mtp_detach_heads
     mtp_hybrid_override_pattern=None A: mtp_block_spec is_mtp_layer
@@ -172,7 +171,10 @@ use rampup_batch_size, or reconfigure the calculator at each step | A: step_batc
 modules say their place by global_names | A: sharded_offsets
 core.checkpoint.CheckpointSaver(asynchronous=True) saves while the program goes on | A: async_sharded_save
 gathers use the gradients' group | A: create_all_gather_group
+gradients lie in .grad | A: use_decoupled_grad
 [without effect]
+gradients of parameters with param.pipeline_parallel = True are summed over the stages in any case | M:
+    has_cond_embedder
 how memory is registered with NCCL is left to torch | D: nccl_ub disable_symmetric_registration fsdp_manual_registration
 buffers of sharded parameters are pooled in any case | D: fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
     megatron_fsdp_max_pool_double_buffer suggested_communication_unit_size=None

@@ -248,9 +248,7 @@ def test_a_parameter_that_is_resized_after_the_wrap_is_named(rank: int, world: i
     ids = torch.arange(8) + rank
     ddp(ids).sum().backward()
     finalize_model_grads([ddp])
-    with pytest.raises(
-        SyncError, match=rf"'0.weight' is \[{rows}, 4\] now and was \[11, 4\] when"
-    ):
+    with pytest.raises(SyncError, match=rf"'0.weight' is \[{rows}, 4\] now and was \[11, 4\] when"):
         with ddp.gathered():
             model[0].weight.data = torch.ones(rows, 4, dtype=torch.float64)
         ddp(ids)

@@ -1,0 +1,43 @@
+"""Megatron's names of gradient buffers: classes for isinstance, and the functions that programs take from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from core.compat.megatron.faces.refusals import arguments, never_made
+from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.grad_buffer import GradBuffer
+from core.tensor_parallel.mappings import divide
+
+_ADVICE = "DistributedDataParallel makes the buffers of a model; read them from ddp.buffers"
+ParamAndGradBuffer: Any = never_made("ParamAndGradBuffer", GradBuffer, _ADVICE)
+ParamAndGradBucket: Any = never_made("ParamAndGradBucket", Bucket, _ADVICE)
+ParamAndGradBucketGroup: Any = never_made("ParamAndGradBucketGroup", Bucket, _ADVICE)  # each bucket is a group here
+BufferType = Enum("BufferType", "PARAM GRAD")
+
+
+class BufferList(list[GradBuffer]):
+    """Gradient buffers, as Megatron's `ddp.buffers`. A call gives the module's own buffers, as torch's method does."""
+
+    def __init__(self, buffers: Iterable[GradBuffer], method: Callable[[bool], Iterator[Tensor]]) -> None:
+        super().__init__(buffers)
+        self._method = method
+
+    def __call__(self, recurse: bool = True) -> Iterator[Tensor]:
+        return self._method(recurse)
+
+
+@arguments("buffer data_parallel_world_size>count")
+def shard_buffer(buffer: Tensor, count: int) -> list[Tensor]:
+    """Views of `count` equal parts of a flat tensor. ValueError where it does not divide."""
+    return list(buffer.split(divide(buffer.numel(), count, "shard_buffer")))
+
+
+@arguments("buffers -force_single_bucket_group=False")
+def partition_buckets(buffers: Sequence[GradBuffer]) -> list[Bucket]:
+    """The buckets of some buffers, each a group of its own."""
+    return [bucket for buffer in buffers for bucket in buffer.buckets]
