@@ -117,6 +117,8 @@ def assemble(
     watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
     nan_watch = NonFiniteWatch(buckets) if watches_nan else None
     watch = ModelWatch(module, plan, buckets)
+    members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
+    nested = all(other <= members[0] for other in members[1:])
     reducer = GradReducer(
         buckets,
         gradient_collectives(ddp_config.grad_communication_dtype, plain),
@@ -124,6 +126,7 @@ def assemble(
         watch.problems,
         launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
+        may_join=nested and not any(unit.is_collective for unit in itertools.chain(*units)),
         watch=nan_watch,
         take_gathers=dict if unsharder is None else unsharder.order.take,
     )

@@ -84,8 +84,9 @@ class DistributedDataParallelConfig:
         'optim_grads_params' (parameters too: see docs/source/sharded_parameters.md).
     reduce_microbatches: where gradients are sharded, under accumulation, keep whole ones until the 'last' microbatch
         (they travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic;
-        what was reduced can no longer be cleared through `.grad`). With 'every' all ranks need equally many backwards
-        in a step, or all raise SyncError. `describe()` prints the bytes of both. None: 'every' where parameters are
+        what was reduced can no longer be cleared through `.grad`). With 'every' a rank that has fewer backwards in a
+        step adds zeros to those of the others; where backward gathers parameters over all ranks, or experts have other
+        data ranks, all raise SyncError. `describe()` prints the bytes of both. None: 'every' where parameters are
         sharded too, else 'last'.
 
     initial_weights: 'check' that all ranks which hold copies of a weight start equal (data ranks, tensor-parallel ranks

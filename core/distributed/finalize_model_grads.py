@@ -94,7 +94,6 @@ def _reduce_and_guard(
         for chunk in chunks:
             for bucket in chunk.reducer.buckets:
                 bucket.defer_scale(total.reciprocal())
-            chunk.reducer.needs_zero = True  # what a later backward adds would be divided by other tokens
     _guard(chunks, models, groups)
 
 

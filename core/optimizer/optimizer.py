@@ -204,11 +204,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
         factors = self._factors(self._spent)
         with attributes_alone():
-            for masters in self.masters:
+            loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value  # of the next step
+            for masters, factor in zip(self.masters, factors, strict=True):
                 masters.follow_freezing(self.optimizer)
                 masters.take_over_edits()
-                masters.bucket.pop_scale()
-                masters.bucket.spent = True
+                masters.note_spent(factor, loss_scale)
         with self._named():
             self._update(InnerStep(self.optimizer), factors)
         self.note_step(skipped=False)
@@ -271,7 +271,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Take over edits of `.grad`; one that cannot be followed, in words. Raises SyncError if a reduction is due."""
         for masters in self.masters:
             bucket = masters.bucket
-            if bucket.spent:
+            if bucket.owed is not None:
                 raise SyncError(
                     f"rank {dist.get_rank()}: an optimizer has made a step of the gradients of "
                     f"{bucket.layout.describe()} already, which may have multiplied them by its factor; a second step "

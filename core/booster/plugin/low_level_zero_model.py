@@ -63,6 +63,11 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         """Inside, backward adds to this rank's gradients without reducing them."""
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, as the optimizer's `zero_grad` does. Collective where a reduction has begun."""
+        for chunk in self.chunks:
+            chunk.zero_grad(set_to_none)
+
     def update_master_params(self) -> None:
         """Take master weights from parameters that were written from outside."""
         if self.engine is not None:

@@ -46,7 +46,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.max_norm = max_norm
         self.verbose = verbose
         self.found_inf = False  # in the gradients of the last step
-        self._ready = False  # are this step's gradients whole and measured?
+        self._measured = False  # see `_ready`
         self._scaled = False  # has a loss of this step been scaled?
         self._clip_once: float | None = None  # in place of max_norm, in this step
         self._stepped_at = -1  # steps that had been finalized when the last one was made
@@ -74,6 +74,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         )
 
     # -- one step, in order -----------------------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> bool:
+        """True if this step's gradients are whole and measured, and none were dropped since."""
+        return self._measured and not any(chunk.reducer.open for chunk in self.chunks)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients; a new step begins. Collective where a reduction has begun."""
@@ -170,6 +175,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         """Once a step: reduce what backward has not, and measure."""
         if self._ready:
             return
+        if self._measured:  # of gradients that the model's zero_grad has dropped
+            self._clip_once = None
         reducers = [chunk.reducer for chunk in self.chunks]
         # Of reducers, because a stage on which nothing is trained has no bucket.
         done = all(reducer.state not in (*OPEN, StepState.REDUCED) for reducer in reducers)
@@ -190,14 +197,14 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             finalize_model_grads(self.chunks)
         self.found_inf = self.engine.prepare_grads()
         self._grad_norm = self.engine.measured_norm
-        self._ready = True
+        self._measured = True
 
     def _finalized(self) -> int:
         """Steps whose gradients have been made whole so far."""
         return sum(chunk.reducer.steps for chunk in self.chunks)
 
     def _begin(self) -> None:
-        self._ready = False
+        self._measured = False
         self._scaled = False
         self._clip_once = None
 

@@ -12,6 +12,7 @@ ACCUMULATING.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -76,18 +77,26 @@ class Bucket(BucketMemory):
         self._due_scale = scale if scale_later else 1.0
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
-        self.spent = False  # True once an optimizer has made its step of these gradients
+        # Once an optimizer has made its step of these gradients, it tells (memory of gradients, factor): what that step
+        # has not multiplied there, and one that adds to it must.
+        self.owed: Callable[[], list[tuple[torch.Tensor, float]]] | None = None
+        self.held: dict[int, torch.Tensor] = {}  # kept gradients that cannot be added to where they lie, if not dropped
+        self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
         self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
         self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
-        self.carried: torch.Tensor | None = None  # those gradients where they are sharded: [shard]
-        self.used_without = self.kept  # 1 for each parameter that counts as used though it gets no gradient
+        self.carried: torch.Tensor | None = None  # those gradients where `.grad` does not show them: [shard]
+        self.used_without = bytearray(self.kept)  # 1 for each parameter that counts as used though it gets no gradient
         self.state = BucketState.ACCUMULATING
         self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
         self.arrivals = [0] * len(params)
         self.expected = [1] * len(params)  # a wrong number costs overlap or a second reduction, never correctness
         self.pending = len(params)
+        factor = scale if average else scale * dist.get_world_size(groups.data)
+        unchanged = not (sharded or any(contract.rules for contract in contracts))
+        # True if adding to reduced gradients where they lie, and reducing again, gives the sum of both.
+        self.adds_exactly = unchanged and abs(factor - 1.0) < 1e-9
         self.handle: Flight | None = None
         self.moved: torch.Tensor | None = None  # the shard on the device, if it lies elsewhere and is in flight
         self.copied: torch.Event | None = None  # behind the last copy of the shard to the host
@@ -99,28 +108,26 @@ class Bucket(BucketMemory):
         memory = self.params[0] if self.param_shard is None else self.param_shard
         return memory.is_cpu != (isinstance(self.state_tier, HostTier) or self.owned_grad.is_cpu)
 
-    @property
-    def adds_exactly(self) -> bool:
-        """True if adding to reduced gradients and reducing again gives the sum of both."""
-        factor = self.scale if self.op == "mean" else self.scale * dist.get_world_size(self.groups.data)
-        unchanged = not (self.sharded or self.scale_later or any(contract.rules for contract in self.contracts))
-        return unchanged and abs(factor - 1.0) < 1e-9
-
     # -- until the reduction ----------------------------------------------------------------------------------------
 
     def reset(self, *, keep: bool = False) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
 
-        keep: add to the reduced gradients that are still in `.grad`, as torch does.
+        keep: add to the reduced gradients that are still in `.grad`, as torch does; those of a spent step as it has
+        multiplied them. Where that is impossible, `lost` names one at the launch.
         """
         self.kept = self.attribute.kept if keep else bytes(len(self.params))
-        self.carried = self._copy_kept() if 1 in self.kept and not self.whole else None
-        self.used_without = bytes(len(self.params)) if self.carried is None else self.kept
+        self.carried, self.held, self.lost = None, {}, None
+        if 1 in self.kept and self.attribute.is_hidden:
+            self.carried = self._copy_kept()
+        elif 1 in self.kept and not (self.adds_exactly and all(factor == 1.0 for _, factor in self._owed())):
+            self.held = self.attribute.hold(self.kept, apart=self.pool is not None)
+        self.used_without = bytearray(len(self.params) if self.carried is None else self.kept)
         self.attribute.begin(self.kept)
         self.give_back()
         if self.copied is not None:
             self.await_copy()
-        self.gathered = self.spent = False
+        self.gathered, self.owed = False, None
         self.pending_scale = 1.0
         self.sums = 0
         self.handle = None
@@ -132,9 +139,14 @@ class Bucket(BucketMemory):
         self.arrivals = [0] * len(self.params)
         self.pending = len(self.expected) - self.expected.count(0)
 
+    def _owed(self) -> list[tuple[torch.Tensor, float]]:
+        return [] if self.owed is None else self.owed()
+
     @torch.no_grad()
     def _copy_kept(self) -> torch.Tensor:
-        """[shard], the kept gradients. Unsharded ones need no copy: autograd adds to them where they lie."""
+        """[shard], the kept gradients. Those in `.grad` need no copy: autograd adds to them where they lie."""
+        for memory, factor in self._owed():
+            memory.mul_(factor)
         copy = torch.zeros_like(self.owned_grad)
         for index, kept in enumerate(self.kept):
             if kept:
@@ -155,11 +167,23 @@ class Bucket(BucketMemory):
         """
         if torch.is_grad_enabled():  # under create_graph
             return
+        if self.used_without[index] or self.held:
+            self._follow_drops((index,))
         if not self.views:
             if not pool.has_room(self.layout.numel):
                 return
             self.borrow()
         self.attribute.collect((index,), self.views, None if self.sums else self.used_without)
+
+    def _follow_drops(self, indices: Sequence[int]) -> None:
+        """Forget kept gradients that the user has dropped since the step began, while nothing of it was reduced."""
+        for index in indices if self.carried is not None and not self.sums else ():
+            if self.used_without[index] and self.attribute.has_dropped(index):
+                self.part_of(self.carried, index, self.shard_range).zero_()
+                self.used_without[index] = self.used[index] = 0
+        for index, grad in self.held.items():
+            if self.params[index].grad is grad:
+                self.lost = self.contracts[index].name
 
     def _note_written(self) -> None:
         """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
@@ -179,6 +203,8 @@ class Bucket(BucketMemory):
         watched: False where no code of the user runs until the reduction is done.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
+        if 1 in self.kept:
+            self._follow_drops(range(len(self.params)))
         if 0 in self.used:
             self._note_written()
         if self.pool is not None:
@@ -373,6 +399,7 @@ class Bucket(BucketMemory):
             self.pending_scale = self.pending_scale * factor
         else:
             self._multiply(factor)
+            self.adds_exactly = False  # what a later backward adds would be multiplied by another factor
 
     @property
     def scale_is_due(self) -> bool:
@@ -389,8 +416,7 @@ class Bucket(BucketMemory):
         self._expect(BucketState.REDUCED, "closed")
         self.state = BucketState.FINAL
         if self.carried is not None:
-            self._multiply(self.pop_scale())
-            self.owned_grad.add_(self.carried)
+            self.owned_grad.add_(self.carried.div_(_on(self.carried.device, self.pending_scale)))
             self.carried = None
         self.copy_to_shard()
 

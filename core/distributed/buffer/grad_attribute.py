@@ -49,10 +49,21 @@ class GradAttribute:
                 param.grad = wanted
 
     def begin(self, kept: bytes) -> None:
-        """Begin a step. kept: 1 for each parameter whose reduced gradient this step adds to."""
-        self.withdraw()
+        """Begin a step. kept: 1 for each parameter whose reduced gradient this step adds to.
+
+        A placeholder of such a gradient stays in `.grad` and collects what comes, because it tells what is dropped.
+        """
+        self.withdraw(kept if 1 in kept and self.is_hidden else b"")
         self.used[:] = kept
         self.dropped = None
+
+    def hold(self, kept: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
+        """The gradients in `.grad` where `kept` is 1. apart: give them memory of their own."""
+        indices = [index for index, flag in enumerate(kept) if flag]
+        for index in indices if apart else ():
+            self.params[index].grad = self.shown[index].clone()
+        held = ((index, self.params[index].grad) for index in indices)
+        return {index: grad for index, grad in held if grad is not None}
 
     def take(self, index: int) -> torch.Tensor | None:
         """The gradient in `.grad`; of a placeholder what autograd has added to it."""
@@ -60,7 +71,12 @@ class GradAttribute:
         return grad.added if type(grad) is GradPlaceholder else grad
 
     def collect(
-        self, indices: Sequence[int], views: Sequence[torch.Tensor], without: bytes | None, *, watched: bool = True
+        self,
+        indices: Sequence[int],
+        views: Sequence[torch.Tensor],
+        without: Sequence[int] | None,
+        *,
+        watched: bool = True,
     ) -> None:
         """Bring gradients into `views`, wherever the user or autograd left them.
 
@@ -78,6 +94,8 @@ class GradAttribute:
             now = param.grad
             grad = (now.added if type(now) is GradPlaceholder else now) if param.requires_grad else None
             in_buffer = self.collected[index]
+            if type(now) is GradPlaceholder and not in_buffer:
+                now.reset()
             written = vars(param).get(_WRITTEN, False)
             if written:
                 param.grad_added_to_main_grad = False
@@ -122,13 +140,23 @@ class GradAttribute:
         self.collected = bytearray([watched]) * len(self.params)
         return True
 
-    def withdraw(self) -> None:
-        """Leave in `.grad` only what is not reduced yet."""
-        for param in self.params:
-            if type(param.grad) is GradPlaceholder:
+    def withdraw(self, but: bytes = b"") -> None:
+        """Leave in `.grad` only what is not reduced yet. but: 1 for each parameter whose placeholder stays."""
+        if 1 not in but:
+            but = bytes(len(self.params))
+        for param, stays in zip(self.params, but, strict=True):
+            if type(param.grad) is GradPlaceholder and not stays:
                 param.grad = param.grad.added
-        self._forget_added()
+        for placeholder, stays in zip(self.placeholders, but, strict=False):
+            if placeholder.touched and not stays:
+                placeholder.reset()
         self.collected = bytearray(len(self.params))
+
+    def has_dropped(self, index: int) -> bool:
+        """True if the user has dropped a gradient that `begin` has kept. False for one that is collected by now."""
+        placeholder = self.placeholders[index]
+        dropped = self.params[index].grad is not placeholder or placeholder.zeroed
+        return dropped and not self.collected[index]
 
     def note_dropped(self) -> str | None:
         """The first parameter whose gradient the user has dropped after it was collected; remembered for the step."""
@@ -173,6 +201,11 @@ class GradAttribute:
             wanted = grad if param.requires_grad and used else None
             if param.grad is not wanted:
                 param.grad = wanted
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if `show` or `collect` has put placeholders into `.grad`."""
+        return self.shown is self.placeholders
 
     @property
     def kept(self) -> bytes:

@@ -43,6 +43,7 @@ class Moment(IntEnum):
     BACKWARD = 0  # goes on with a backward, which has produced its first gradient
     END = 1  # launches the buckets that are left, after the last backward of the step
     FINISH = 2  # waits for the reductions
+    DROP = 3  # forgets them
 
 
 class StepAnswer(NamedTuple):
@@ -50,6 +51,7 @@ class StepAnswer(NamedTuple):
 
     late: set[int]  # ids of the buckets that got gradients after their launch on any rank
     whole: set[dist.ProcessGroup]  # data groups of which a rank wants whole gradients
+    goes_on: bool  # True if some ranks begin a backward while others end the step
 
 
 def agree_on_step(
@@ -58,6 +60,7 @@ def agree_on_step(
     backwards: int,
     launches: int,
     *,
+    may_join: bool = False,
     problems: Sequence[str] = (),
     has_gradients: bool = True,
     begun_by_forward: bool = False,
@@ -66,12 +69,13 @@ def agree_on_step(
 ) -> StepAnswer:
     """Tell the other ranks how this one ends its step; count a parameter as used where any rank has used it.
 
-    backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. problems:
-    in words. begun_by_forward: True if only a forward says that there is a step. gathers: those of parameters over each
-    data group, in their order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they
-    are at different steps. Collective over the data groups.
+    backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. may_join:
+    True where a rank that ends its step can add zeros to a backward that another one begins. problems: in words.
+    begun_by_forward: True if only a forward says that there is a step. gathers: those of parameters over each data
+    group, in their order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they are
+    at different steps. Collective over the data groups.
     """
-    answer = StepAnswer(set(), set())
+    late_buckets, wanting, goes_on = set[int](), set[dist.ProcessGroup](), False
     found: SyncError | None
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
     for entry in control:
@@ -92,13 +96,18 @@ def agree_on_step(
             "has gradients": has_gradients,
             "begun by forward": begun_by_forward,
             "wants whole": wants_whole,
-            "adds to shards": any(bucket.carried is not None for bucket in entry.buckets),
+            "adds to shards": any(bucket.carried is not None and bucket.sharded for bucket in entry.buckets),
             "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
         }
         what = f"the agreement of data group {entry.name}"
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
         low, high = (dict(zip(mine, found, strict=False)) for found in (least, largest))
         if low["moment"] != high["moment"]:  # what else differs follows from it
+            joins = (low["moment"], high["moment"]) == (Moment.BACKWARD, Moment.END) and low["model"] == high["model"]
+            # The first group has all ranks of the others, so that all of them know.
+            goes_on = goes_on or (may_join and joins and entry is control[0])
+            if goes_on:
+                continue
             found = _unequal_backwards(entry, moment, backwards)
             failure = failure or found
             continue
@@ -115,12 +124,12 @@ def agree_on_step(
         if high["unused"]:
             share_used(members_of(entry.buckets), entry.group)
         if high["wants whole"]:
-            answer.whole.update(bucket.groups.data for bucket in entry.buckets)
+            wanting.update(bucket.groups.data for bucket in entry.buckets)
         flags = zip(entry.buckets, largest[len(mine) :], strict=True)
-        answer.late.update(id(bucket) for bucket, is_late in flags if is_late)
+        late_buckets.update(id(bucket) for bucket, is_late in flags if is_late)
     if failure is not None:
         raise failure
-    return answer
+    return StepAnswer(late_buckets, wanting, goes_on)
 
 
 def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int]) -> str | None:
@@ -160,12 +169,21 @@ def _reported(entry: ControlGroup, problems: Sequence[str]) -> SyncError:
 
 def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> SyncError:
     does = f"begins backward {backwards + 1}" if moment is Moment.BACKWARD else f"ends its step after {backwards}"
+    does = "drops its step (zero_grad)" if moment is Moment.DROP else does
     told = agree.gather(does, entry.group, "the number of backwards")
+    if any("drops" in theirs for theirs in told.values()):
+        return SyncError(
+            f"the ranks of data group {entry.name!r} {list(told)} do not drop a step together: "
+            + ", ".join(f"rank {rank} {does.split(' after')[0]}" for rank, does in told.items())
+            + ". When reductions have begun a step is dropped on all ranks, or on none. zero_grad_buffer() on all of "
+            "them drops it"
+        )
     return SyncError(
         f"the ranks of data group {entry.name!r} {list(told)} have different numbers of backwards in this step: "
         + ", ".join(f"rank {rank} {does}" for rank, does in told.items())
-        + ". reduce_microbatches='every' needs as many on every rank: give ranks without data a microbatch whose "
-        "loss is multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
+        + ". reduce_microbatches='every' needs as many on every rank where all ranks gather parameters, and where "
+        "experts have other ranks: give ranks without data a microbatch whose loss is "
+        "multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
     )
 
 

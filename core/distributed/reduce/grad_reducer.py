@@ -7,8 +7,8 @@ complete is launched by `start` or `finish`. So a rank that did not use a parame
 for it.
 
 With `every_microbatch` the end of each backward completes a microbatch reduction, a launch of every bucket. All ranks
-must have equally many. So they agree before each one and at the end of the step, and a rank that has more backwards
-than another one raises on both.
+must have equally many. So they agree before each one and at the end of the step. A rank that ends its step while
+another one begins a backward adds zeros to that, or both raise where backward itself needs all ranks (`may_join`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
-    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. take_gathers:
-    tells the gathers of sharded parameters since it was called last.
+    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. may_join: True
+    if a rank can have fewer backwards than others then. take_gathers: tells the gathers of sharded parameters since it
+    was called last.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class GradReducer:
         *,
         launches: Launches,
         every_microbatch: bool = False,
+        may_join: bool = False,
         watch: NonFiniteWatch | None = None,
         take_gathers: Callable[[], dict[str, list[str]]] = dict,
     ) -> None:
@@ -82,6 +84,7 @@ class GradReducer:
         self.problems = problems
         self.when = launches
         self.every_microbatch = every_microbatch
+        self.may_join = may_join
         self.watch = watch
         self.take_gathers = take_gathers
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
@@ -100,7 +103,6 @@ class GradReducer:
         self.in_microbatch = False  # True while the end of a running backward is going to be told
         self.no_sync_depth = 0
         self.force_all_reduce = False
-        self.needs_zero = not all(bucket.adds_exactly for bucket in self.buckets)
         self.steps = 0  # finalized, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.report = StepReport()
@@ -193,11 +195,14 @@ class GradReducer:
             if self.microbatches:
                 self._launch_rest()  # of a backward that failed: other ranks wait for it
             self._agree(Moment.BACKWARD)
-            if self.microbatches:
-                self._learn()
-                for bucket in self.buckets:
-                    bucket.next_microbatch()
-                self.next = self.polled = 0
+            self._next_microbatch()
+
+    def _next_microbatch(self) -> None:
+        if self.microbatches:
+            self._learn()
+            for bucket in self.buckets:
+                bucket.next_microbatch()
+            self.next = self.polled = 0
         self.microbatches += 1
         self.state = StepState.LAUNCHING
 
@@ -216,8 +221,11 @@ class GradReducer:
         if self.every_microbatch and self.state is StepState.LAUNCHING:
             self.start()
 
-    def _agree(self, moment: Moment) -> None:
-        agree_on_step(self.control, moment, self.microbatches, self.launches)
+    def _agree(self, moment: Moment) -> bool:
+        """Ask all ranks; True if some begin a backward while others end the step."""
+        return agree_on_step(
+            self.control, moment, self.microbatches, self.launches, may_join=self.may_join
+        ).goes_on
 
     # -- the beginning of a step ------------------------------------------------------------------------------------
 
@@ -249,28 +257,7 @@ class GradReducer:
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
                 "zero_grad_buffer() before the next backward; or finish after the last backward"
             )
-        self._refuse_spent()
-        if self.needs_zero and self._keeps_whole:
-            raise SyncError(
-                f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came while gradients of the "
-                "last step, already reduced, are still there. Call zero_grad_buffer() (or "
-                "optimizer.zero_grad(set_to_none=True)) between finalize_model_grads and the next backward; to "
-                "accumulate microbatches finalize after the last one"
-            )
         self.begin()
-
-    def _refuse_spent(self) -> None:
-        """An optimizer may have multiplied the gradients of its step by its factor, so nothing can be added to them."""
-        if any(bucket.spent and 1 in bucket.attribute.kept for bucket in self.buckets):
-            raise SyncError(
-                f"rank {dist.get_rank()}: a new step begins and the gradients of the optimizer's last step() are still "
-                "there. Call optimizer.zero_grad() between its step() and the next backward"
-            )
-
-    @property
-    def _keeps_whole(self) -> bool:
-        """True if a whole reduced gradient is still in `.grad`."""
-        return any(bucket.whole and 1 in bucket.attribute.kept for bucket in self.buckets)
 
     def note_forward(self) -> None:
         """A training forward begins: after a finalized step other ranks may have gradients soon."""
@@ -286,7 +273,7 @@ class GradReducer:
         """
         if self.open or not any(1 in bucket.attribute.kept for bucket in self.buckets):
             return True
-        return self.state is StepState.AWAITED and not (self.needs_zero and self._keeps_whole)
+        return self.state is StepState.AWAITED
 
     def discard(self) -> None:
         """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.
@@ -297,7 +284,11 @@ class GradReducer:
         with self.named("zero_grad_buffer"):
             if self.state is StepState.LAUNCHING:
                 self.start()
-            self._drain()
+            try:
+                if self.state is StepState.LAUNCHED:
+                    self._agree(Moment.DROP)
+            finally:
+                self._drain()
         self.begin(keep=False)
 
     def _drain(self) -> None:
@@ -327,7 +318,6 @@ class GradReducer:
         if not self.open:
             if not self.has_new_step:
                 return
-            self._refuse_spent()
             self.begin()
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
         if self.state is StepState.LAUNCHED or (early and self.others):
@@ -339,7 +329,9 @@ class GradReducer:
         if self.every_microbatch:
             if self.microbatches:  # of a backward that failed, or outside of one: other ranks may wait for it
                 self._launch_rest()
-            self._agree(Moment.END)
+            while self._agree(Moment.END):  # another rank has more backwards: add zeros to each
+                self._next_microbatch()
+                self._launch_rest()
         self._launch_rest(watched=watched)
         self.state = StepState.LAUNCHED
 
@@ -375,7 +367,7 @@ class GradReducer:
                 Moment.FINISH,
                 self.microbatches,
                 self.launches,
-                problems=[*self._dropped(), *self.problems()],
+                problems=[*self._spoilt(), *self.problems()],
                 has_gradients=self.gradients > 0,
                 begun_by_forward=any(1 in bucket.kept for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
@@ -400,9 +392,20 @@ class GradReducer:
                 then(bucket)
         return len(answer.late)
 
-    def _dropped(self) -> list[str]:
-        """Gradients that the user has dropped too late, in words."""
+    def _spoilt(self) -> list[str]:
+        """Gradients that the user has dropped too late, or added to what cannot be added to, in words.
+
+        Found at the end: a loop may zero both instead, as torch's DCGAN example does.
+        """
         dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
+        lost = next((bucket.lost for bucket in self.buckets if bucket.lost is not None), None)
+        if lost is not None and self.gradients > 0:
+            return [
+                f"gradients came while that of {lost!r}, already reduced, was still in `.grad`, and what has "
+                "multiplied it (rules, tokens, an optimizer's step) would multiply a part of the sum twice. Call "
+                "zero_grad_buffer() (or optimizer.zero_grad()) between finalize_model_grads and the next backward; to "
+                "accumulate microbatches finalize after the last one"
+            ]
         return [
             f"the gradient of {name!r} was dropped through `.grad` (p.grad = None, or zero_grad of torch) after its "
             "reduction had begun, and is in it. Use zero_grad_buffer() of the wrapped model, or zero_grad() of its "

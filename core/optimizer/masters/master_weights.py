@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -262,6 +262,26 @@ class BucketMasters:
         for segment in self.segments:
             if segment.storage is not None:
                 segment.storage.take_edits()
+
+    def note_spent(self, factors: Mapping[str | None, float], loss_scale: float) -> None:
+        """A step is made of the bucket's gradients. It multiplies in memory what is stepped where it was reduced.
+
+        A backward that adds to gradients which the user has left there multiplies the rest, and by the loss scale that
+        the new ones carry.
+        """
+
+        def owed() -> list[tuple[torch.Tensor, float]]:
+            in_place = self.grad is self.bucket.owned_grad
+            done = [in_place and segment.live and not segment.in_scratch for segment in self.segments]
+            return [
+                (
+                    self.bucket.owned_grad[segment.start : segment.start + segment.numel],
+                    loss_scale * (1.0 if is_done else factors[segment.norm_group]),
+                )
+                for segment, is_done in zip(self.segments, done, strict=True)
+            ]
+
+        self.bucket.owed, self.bucket.pending_scale = owed, 1.0
 
     def note_written(self) -> None:
         """Tell autograd that a step has written the parameters."""

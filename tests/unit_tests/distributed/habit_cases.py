@@ -108,7 +108,13 @@ WEIGHT_EDITS = (
     "vector_to_parameters",
 )
 # After the step.
-READS = ("average of the weights", "a copy of the module", "norms of the weights", "a part's state_dict")
+READS = (
+    "average of the weights",
+    "a copy of the module",
+    "norms of the weights",
+    "a part's state_dict",
+    "a loss that is not stepped",
+)
 ZEROS = (
     "optimizer.zero_grad()",
     "optimizer.zero_grad(set_to_none=False)",

@@ -24,7 +24,6 @@ from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
 from core.optimizer import get_megatron_optimizer
 from tests.unit_tests.distributed.habit_cases import (
-    UNEQUAL,
     Case,
     draw,
     drops_by_ours,
@@ -284,20 +283,15 @@ class Refusal:
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
 REFUSALS = (
     Refusal(
-        "a step of our optimizer begins on the gradients of the one before",
-        lambda case: case.zero in ZEROED_UNSEEN and case.steps_by != "torch",
-        r"the gradients of the optimizer's last step\(\) are still there. Call optimizer.zero_grad\(\)",
-    ),
-    Refusal(
         "whole gradients of the step before are there, and cannot be added to",
         lambda case: (
-            (case.zero in ZEROED_UNSEEN and (case.sharding != "no_shard" or "scale_in_optimizer" in case.options))
+            (case.zero in ZEROED_UNSEEN and (case.whole_gradients or (case.clip > 0 and case.dtype == torch.bfloat16)))
             or (
-                "finalize after every microbatch" in case.habits
-                and (case.whole_gradients or "scale_in_optimizer" in case.options)
+                case.whole_gradients
+                and not case.habits.isdisjoint(("finalize after every microbatch", "a loss that is not stepped"))
             )
         ),
-        "while gradients of the last step, already reduced, are still there. Call zero_grad_buffer",
+        "already reduced, was still in `.grad`|force_all_reduce=True came .* has left sharded",
     ),
     Refusal(
         "gradients that are sharded, or still to be scaled, are edited or read",
@@ -308,7 +302,9 @@ REFUSALS = (
     Refusal(
         "gradients are dropped in torch's ways when their reduction has begun",
         lambda case: (
-            not case.habits.isdisjoint(("dropped and begun again", "a backward that raises"))
+            not case.habits.isdisjoint(
+                ("dropped and begun again", "a backward that raises", "a loss that is not stepped")
+            )
             and not drops_by_ours(case)
             and reduces_in_backward(case)
         ),
@@ -320,9 +316,9 @@ REFUSALS = (
         "which is not in `.grad` now: its reduction has begun",
     ),
     Refusal(
-        "every microbatch is reduced, and ranks have different numbers of them",
-        lambda case: case.reduces_every and not case.habits.isdisjoint(UNEQUAL),
-        "have different numbers of backwards in this step",
+        "a rank drops a step that others do not",
+        lambda case: reduces_in_backward(case) and "a backward that raises" in case.habits,
+        "do not drop a step together|have different numbers of backwards in this step",
     ),
     Refusal(
         "sharded parameters are read or written outside of a forward, and nobody has gathered them",

@@ -111,22 +111,6 @@ def test_a_rank_without_a_backward_adds_nothing_to_what_is_there(rank: int, worl
 
 
 @ranks(2)
-def test_a_forgotten_zero_grad_after_the_optimizers_step_is_refused(rank: int, world: int) -> None:
-    """The optimizer may have multiplied the gradients by its factor, so there is nothing right to add to."""
-    parallel_state.initialize_model_parallel()
-    for strategy in STRATEGIES:
-        ddp = wrap(make_net(), data_parallel_sharding_strategy=strategy)
-        optimizer = make_optimizer(ddp)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss_of(ddp, rank, 0).backward()
-            finalize_model_grads([ddp])
-            optimizer.step()
-        with pytest.raises(SyncError, match=r"last step\(\) are still there. Call optimizer.zero_grad"):
-            loss_of(ddp, rank, 0).backward()
-
-
-@ranks(2)
 def test_force_all_reduce_after_a_sharded_finalize_is_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(), use_distributed_optimizer=True)

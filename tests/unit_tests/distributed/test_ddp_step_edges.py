@@ -203,7 +203,7 @@ def test_finalize_twice_is_refused_and_changes_nothing(rank: int, world: int) ->
 
 
 @ranks(2)
-def test_a_backward_onto_reduced_gradients_is_refused_by_name(rank: int, world: int) -> None:
+def test_the_sum_of_a_reduced_gradient_and_a_new_one_is_refused_by_name_on_all_ranks(rank: int, world: int) -> None:
     """Adding to a sum that was divided by the tokens, and reducing again, would divide a part of it twice."""
     from types import SimpleNamespace
 
@@ -212,10 +212,14 @@ def test_a_backward_onto_reduced_gradients_is_refused_by_name(rank: int, world: 
         ddp = wrap(make_net(), SimpleNamespace(calculate_per_token_loss=True), overlap_grad_reduce=overlap)
         loss_of(ddp, rank, 0).backward()
         finalize_model_grads([ddp], num_tokens=torch.tensor(4))
-        with pytest.raises(
-            SyncError, match="a gradient of 'third.(weight|bias)' came while gradients of the last step"
-        ):
-            loss_of(ddp, rank, 1).backward()
+        loss_of(ddp, rank, 1).backward()
+        with pytest.raises(SyncError, match="rank [01]: gradients came while that of 'first.weight', already reduced"):
+            finalize_model_grads([ddp], num_tokens=torch.tensor(4))
+        ddp.zero_grad_buffer()
+        expected = mean_over_ranks(ddp.module, world, (2,))
+        loss_of(ddp, rank, 2).backward()
+        finalize_model_grads([ddp], num_tokens=torch.tensor(4))
+        assert_same(whole_grads(ddp), {name: grad / 4 for name, grad in expected.items()})
 
 
 @ranks(2)
