@@ -10,8 +10,8 @@ COMMANDS = """usage: python -m core doctor
 other commands, each with --help:
   python -m core.training           train a GPT (the same as pretrain_gpt.py)
   python -m core.training.compare   how far the losses of several runs are from each other
-  python -m core.generate           continue a text with a trained GPT
-  python -m core.convert            a trained GPT as a model of Hugging Face's transformers, and back
+  python -m core.generate           continue a text, or answer, with a trained model
+  python -m core.convert            a trained model as a directory of transformers, and back
   python -m core.finetune           fine-tune a checkpoint directory of Hugging Face
   python -m core.plan               memory and time of a run before it starts, and which layouts fit
   python -m core.verify             compare gradients of many layouts with one process

@@ -1,7 +1,8 @@
-"""`python -m core.convert`: a trained GPT as a model of Hugging Face's transformers, and back. One process.
+"""`python -m core.convert`: a trained model as a directory of Hugging Face's transformers, and back. One process.
 
 convert runs/latest my-model       a directory that AutoModelForCausalLM.from_pretrained loads
 convert my-model runs/start        a checkpoint of step 0, for python -m core.generate and load_checkpoint
+convert runs/finetune my-model     what fine-tuning has left, a run, checkpoints or an adapter, with adapters merged
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.convert import parse_size
-from core.checkpoint.transformers_files import CONFIG, read_transformers, write_transformers
-from core.generate import UNKNOWN, load_trained, words_of
+from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
+from core.finetune.trained import Tuned
+from core.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core.hugging_face.configuration import check_layers
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
@@ -33,11 +35,6 @@ from core.transformer.transformer_config import TransformerConfig
 BYTES = 256  # the vocabulary of a model that was trained on bytes
 
 
-def is_of_transformers(place: Path) -> bool:
-    """True for a directory whose config.json tells a model_type."""
-    return (place / CONFIG).is_file() and "model_type" in json.loads((place / CONFIG).read_text())
-
-
 def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: int) -> str:
     """Write the model of a run for transformers; what was written, in a sentence."""
     trained = load_trained(place, step)
@@ -50,6 +47,14 @@ def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: i
         named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
     return f"{target}: {layout_of(config)} of step {trained.step}, {count} tensors in {files} file(s)"
+
+
+def export_tuned(tuned: Tuned, target: Path, *, shard_bytes: int) -> str:
+    """Write what fine-tuning has left, with adapters merged, for transformers; what was written, in a sentence."""
+    model = tuned.merged()
+    model.save_pretrained(target, max_shard_size=shard_bytes)
+    tuned.tokenizer.save_pretrained(target)
+    return f"{target}: {model.config.model_type}, for AutoModelForCausalLM.from_pretrained"
 
 
 def bring_in(place: Path, target: Path) -> str:
@@ -125,6 +130,9 @@ def convert(options: Any) -> str:
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; choose another target, or move it away")
     if not is_of_transformers(source):
+        tuned = load_tuned(source, options.step)
+        if tuned is not None:
+            return export_tuned(tuned, target, shard_bytes=parse_size(options.max_shard_size))
         return export(source, target, step=options.step, shard_bytes=parse_size(options.max_shard_size))
     if options.step is not None:
         raise ConfigError(f"--step is for a run, and {source} is a model of transformers")

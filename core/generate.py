@@ -1,9 +1,13 @@
-"""`python -m core.generate runs/latest`: continue a text with a trained GPT. One process, whatever trained it."""
+"""`python -m core.generate runs/latest`: continue a text with a trained model, whatever layout trained it.
+
+The model is a GPT of the main job, or one of transformers: what fine-tuning has left, or any directory of theirs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,12 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core import parallel_state
 from core.checkpoint import CheckpointError, find_intact, load_checkpoint
+from core.checkpoint.transformers_files import is_of_transformers
+from core.finetune.trained import Tuned, is_tuned, load_directory, load_tuned_checkpoint, model_directory
+from core.hugging_face import load_split
+from core.hugging_face.transformers_plans import transformers_package
 from core.models.gpt import GPTModel
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra
+from core.training.extras import MissingExtra, require_installed
+from core.training.job import on_started_ranks
+from core.training.launch import Launch, find_launch
 from core.training.model_config import transformer_config
+from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION
 from core.training.sizes import check_vocabulary
 from core.training.token_file import TOKENIZER
@@ -103,6 +115,24 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
     return Trained(model.eval(), options, found.step, known if tokenizer == "bytes" else tokenizer)
 
 
+def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
+    """The model that fine-tuning has left, or that is transformers' own; None for the main job's.
+
+    step: of checkpoints; None for the newest, or for the model that the run has written at its end.
+    """
+    directory = model_directory(place)
+    if directory is None or step is not None:
+        if directory == place:
+            raise ConfigError(f"--step is for a run or its checkpoints, and {place} is a model of transformers")
+        if not place.is_dir() or not is_tuned(find_intact(checkpoints_of(place), step).meta.get("configuration", {})):
+            return None
+    require_installed("transformers", "a model of transformers", "transformers")
+    transformers_package().utils.logging.disable_progress_bar()
+    if directory is None or step is not None:
+        return load_tuned_checkpoint(checkpoints_of(place), step)
+    return load_directory(directory)
+
+
 def words_of(place: Path, trained: Trained, given: Path | None = None) -> Words:
     """What reads and writes text for a run's model; `given` is a tokenizer.json in place of the run's own."""
     if given is None and trained.tokenizer == "bytes":
@@ -158,8 +188,12 @@ def continued(
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; status 2 for one that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m core.generate", description=__doc__)
-    parser.add_argument("place", type=Path, help="a run's directory (runs/latest), or a directory of checkpoints")
+    parser.add_argument(
+        "place", type=Path, help="a run's directory (runs/latest), a directory of checkpoints, or one of transformers"
+    )
     parser.add_argument("--prompt", default="", help="the text to continue (default: the beginning of a document)")
+    parser.add_argument("--chat", action="store_true", help="--prompt is a user's message; answer it by the template")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a model of transformers (default 1)")
     parser.add_argument("--tokens", type=int, default=200, help="how many to write at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=40, help="draw from so many; 0 for all (default 40)")
@@ -167,29 +201,25 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json in place of the run's own")
     options = parser.parse_args(arguments)
-    for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+    for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0), ("tp", 1)):
         value = getattr(options, name)
         if not low <= value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} is {value}; give a number from {low} on")
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the text and what follows it; the exit status."""
-    options = read_arguments(arguments)
-    try:
-        trained = load_trained(options.place, options.step)
-        words = words_of(options.place, trained, options.tokenizer)
-        tokens = words.encode(options.prompt)
-        if not tokens and words.end is None:
-            raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
-    except (ConfigError, CheckpointError, MissingExtra, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    begin = tokens or [words.end or END_OF_DOCUMENT]
+def print_ours(options: argparse.Namespace) -> None:
+    """Print the text and what the main job's GPT makes of it, as it comes."""
+    if options.chat or options.tp > 1:
+        raise ConfigError(f"--chat and --tp are for models of transformers, and {options.place} has a GPT of ours")
+    trained = load_trained(options.place, options.step)
+    words = words_of(options.place, trained, options.tokenizer)
+    tokens = words.encode(options.prompt)
+    if not tokens and words.end is None:
+        raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
     made = continued(
         trained.model,
-        begin,
+        tokens or [words.end or END_OF_DOCUMENT],
         options.tokens,
         length=trained.options.sequence_length,
         vocab_size=trained.model.config.vocab_size,
@@ -198,7 +228,91 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end=words.end,
         generator=torch.Generator().manual_seed(options.seed),
     )
-    print(words.decode([*tokens, *made]))
+    shown = ""
+    for token in made:
+        tokens.append(token)
+        text = words.decode(tokens)
+        if not text.endswith("\ufffd"):  # of a character's first bytes
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(words.decode(tokens)[len(shown) :])
+
+
+def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) -> None:
+    """Print what a model of transformers makes of the prompt, as it comes. Ranks of a split model call it together.
+
+    shows: True on the rank that prints.
+    """
+    model, tokenizer = tuned
+    if options.tokenizer is not None:
+        raise ConfigError("--tokenizer is for a GPT of ours; a model of transformers has its own in its directory")
+    if options.chat:
+        if tokenizer.chat_template is None:
+            raise ConfigError(f"--chat: the tokenizer of {options.place} has no chat template; leave --chat out")
+        messages = [{"role": "user", "content": options.prompt}]
+        given = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        text = options.prompt or tokenizer.bos_token or tokenizer.eos_token
+        if text is None:
+            raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
+        given = tokenizer(text, return_tensors="pt")
+    streamer = transformers_package().TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
+    draws = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    if options.temperature > 0:
+        draws = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
+    torch.manual_seed(options.seed)  # alike on all ranks, which draw the same tokens
+    with torch.no_grad():
+        model.generate(
+            given["input_ids"].to(model.device),
+            attention_mask=given["attention_mask"].to(model.device),
+            max_new_tokens=options.tokens,
+            use_cache=True,
+            streamer=streamer if shows else None,
+            **draws,
+        )
+
+
+def print_split(options: argparse.Namespace, directory: Path, launch: Launch) -> None:
+    """Print as `print_theirs`, with a model that all ranks of the job share. Collective over the job."""
+
+    def run(device: torch.device, prepares_data: bool, keeps: bool) -> None:
+        transformers_package().utils.logging.disable_progress_bar()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+        tokenizer = transformers_package().AutoTokenizer.from_pretrained(directory)
+        model = load_split(directory, dtype="auto", device=device).eval()
+        print_theirs(Tuned(model, tokenizer), options, shows=launch.rank == 0)
+
+    on_started_ranks(run, "auto", 10, launch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the text and what follows it; the exit status."""
+    options = read_arguments(arguments)
+    try:
+        return _run(options)
+    except (ConfigError, CheckpointError, MissingExtra, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    directory = model_directory(options.place)
+    if options.tp == 1 or directory is None:
+        tuned = load_tuned(options.place, options.step)
+        print_ours(options) if tuned is None else print_theirs(tuned, options)
+        return 0
+    if options.step is not None or not is_of_transformers(directory):
+        raise ConfigError(
+            f"--tp takes a whole model's directory, and {directory} is an adapter or --step names a checkpoint; write "
+            "one by python -m core.convert, which merges adapters"
+        )
+    launch = find_launch(os.environ)
+    if launch is None:
+        return start_ranks(options.tp)
+    end_with_parent(os.environ)
+    print_split(options, directory, launch)
     return 0
 
 

@@ -33,6 +33,11 @@ SHARD_BYTES = 5 * 10**9
 FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "attention_dropout"}
 
 
+def is_of_transformers(place: Path) -> bool:
+    """True for a directory whose config.json tells a model_type."""
+    return (place / CONFIG).is_file() and "model_type" in json.loads((place / CONFIG).read_text())
+
+
 class Weights:
     """A state_dict as a source of whole tensors, for the writer of safetensors."""
 

@@ -13,6 +13,7 @@ from core.finetune.model import boosted, configuration_in, directory_of, load_to
 from core.finetune.model_files import write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
 from core.finetune.torch_plugins import TorchModel
+from core.finetune.trained import MODEL
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, check_rows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
@@ -23,9 +24,8 @@ from core.tensor_parallel import model_parallel_manual_seed
 from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM, dropout_seed
 from core.training.job import JobResult, conduct, on_started_ranks, prepared_by_one
 from core.training.launch import Launch
+from core.training.reporter import GENERATE, python_command
 from core.training.schedule import make_scheduler
-
-MODEL = "model"  # the folder of what is trained, in the run's directory
 
 
 def run_tuning(config: TuneConfig, plan: TunePlan, launch: Launch) -> JobResult:
@@ -62,6 +62,9 @@ def tune(
 
     def finish(run: Path) -> None:
         save_model(config, trainer, run / MODEL)
+        if dist.get_rank() == 0:
+            chat = " --chat --prompt Hello" if config.data.file is not None and tokenizer.chat_template else ""
+            print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
 
     keeps = keeps and config.parallel.plugin not in BY_TORCH
     return conduct(trainer, plan.describe(config), lambda path: None, keeps=keeps, hint="", finish=finish)

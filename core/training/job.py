@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from core.training.token_file import TokenFile, num_windows, open_token_file, pr
 from core.training.trainer import GptTrainer, Trainer
 
 NO_LIMIT = timedelta(days=365)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
 
 
 def on_started_ranks(
-    run: Callable[[torch.device, bool, bool], JobResult], device_name: str, timeout_minutes: int, launch: Launch
-) -> JobResult:
+    run: Callable[[torch.device, bool, bool], Result], device_name: str, timeout_minutes: int, launch: Launch
+) -> Result:
     """Start torch.distributed, run a job, and tear everything down. Collective: all ranks of the job.
 
     run: takes this rank's device, whether it prepares the data of its machine, and whether all ranks can write to the

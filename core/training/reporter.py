@@ -163,10 +163,10 @@ class Reporter:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
         return f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}" + (
             self.hint and "\n" + self.hint
-        ).format(python=_python(), directory=self.directory)
+        ).format(python=python_command(), directory=self.directory)
 
 
-def _python() -> str:
+def python_command() -> str:
     """What a user types for this interpreter: `python` where that is found, else its path, short where it is below."""
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):

@@ -199,11 +199,11 @@ def test_the_last_line_names_the_interpreter_that_has_the_package(
     (binaries / "python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(binaries / "python"))
     monkeypatch.setenv("PATH", str(binaries))
-    assert reporter._python() == "python"
+    assert reporter.python_command() == "python"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert reporter._python() == str(binaries / "python")
+    assert reporter.python_command() == str(binaries / "python")
     monkeypatch.chdir(tmp_path)
-    assert reporter._python() == ".venv/bin/python"
+    assert reporter.python_command() == ".venv/bin/python"
 
 
 @pytest.mark.parametrize(

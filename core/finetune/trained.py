@@ -1,0 +1,112 @@
+"""Load what fine-tuning leaves, on one process: a run, its model or adapter directory, or its checkpoints.
+
+Any directory of Hugging Face's transformers with a causal language model is loaded the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from core.checkpoint import find_intact, load_checkpoint
+from core.checkpoint.transformers_files import is_of_transformers
+from core.finetune.config import LoraOptions, TuneConfig, TunedModel
+from core.finetune.model import causal_class, directory_of, lora_config_of
+from core.finetune.model_files import ADAPTER
+from core.hugging_face.configuration import read_configuration
+from core.hugging_face.transformers_plans import transformers_package
+from core.training.config import RunOptions
+from core.training.errors import ConfigError
+from core.training.extras import require_installed
+from core.training.model_config import DTYPES
+
+Options = TypeVar("Options")
+MODEL = "model"  # the folder of what is trained, in the run's directory
+
+
+class Tuned(NamedTuple):
+    """A model of transformers in evaluation mode, or a peft.PeftModel around one, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+    def merged(self) -> Any:
+        """The model with its adapters added to its weights, and without them."""
+        return self.model.merge_and_unload() if hasattr(self.model, "peft_config") else self.model
+
+
+def model_directory(place: Path) -> Path | None:
+    """The directory of a model or an adapter that a path means: itself, or the one in a fine-tuning run.
+
+    None for the runs and the checkpoints of the main job.
+    """
+    found = (path for path in (place, place / MODEL) if (path / ADAPTER).is_file() or is_of_transformers(path))
+    return next(found, None)
+
+
+def is_tuned(configuration: Mapping[str, Any]) -> bool:
+    """True for the configuration in a checkpoint of the fine-tuning job."""
+    return "path" in configuration.get("model", {})
+
+
+def load_directory(directory: Path) -> Tuned:
+    """The model of a directory, with its adapter if it has one.
+
+    ConfigError for an adapter whose base model is not where the adapter's configuration says.
+    """
+    transformers = transformers_package()
+    kind = transformers.AutoModelForCausalLM
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    if not (directory / ADAPTER).is_file():
+        return Tuned(kind.from_pretrained(directory, dtype="auto").eval(), tokenizer)
+    require_installed("peft", "an adapter", "peft")
+    import peft
+
+    base = json.loads((directory / ADAPTER).read_text()).get("base_model_name_or_path")
+    if not base or not is_of_transformers(Path(base)):
+        raise ConfigError(
+            f"{directory / ADAPTER} names the base model {base!r}, which is no model's directory (from {Path.cwd()}); "
+            "start where it was trained, or write the right path there"
+        )
+    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), directory)
+    return Tuned(adapted.eval(), tokenizer)
+
+
+def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
+    """The model of a fine-tuning job's checkpoints. The base model's directory must still be there.
+
+    step: that one; None for the newest that is intact.
+    """
+    transformers = transformers_package()
+    found = find_intact(root, step)
+    saved = found.meta["configuration"]
+    config = TuneConfig(
+        run=_options(RunOptions, {**saved["run"], "directory": Path(saved["run"]["directory"])}),
+        model=_options(TunedModel, saved["model"]),
+        lora=_options(LoraOptions, saved["lora"]),
+    )
+    base = directory_of(config)
+    if not is_of_transformers(base):
+        raise ConfigError(f"{found.path} was trained from {base}, which is no model's directory (from {Path.cwd()})")
+    dtype = DTYPES[config.model.dtype]
+    if config.lora.r is None:
+        configuration = read_configuration(base)
+        model = causal_class(configuration, str(base))(configuration).to(dtype)
+    else:
+        require_installed("peft", "an adapter", "peft")
+        import peft
+
+        model = peft.get_peft_model(
+            transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype), lora_config_of(config)
+        )
+    load_checkpoint(root, [model], step=found.step)
+    return Tuned(model.eval(), transformers.AutoTokenizer.from_pretrained(base))
+
+
+def _options(kind: type[Options], saved: Mapping[str, Any]) -> Options:
+    """Options as a checkpoint tells them; those that have come or gone with a version are left out."""
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in saved.items() if name in known})

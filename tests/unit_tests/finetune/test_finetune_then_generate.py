@@ -1,0 +1,115 @@
+"""The command after fine-tuning: generate from what it has left, and make one directory of it.
+
+transformers' and peft's own loading and greedy search are the reference.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("tyro")
+
+import peft
+import transformers
+
+from core import convert, generate
+from core.finetune.model import check_model, directory_of
+from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
+from tests.unit_tests.ranks import ranks
+
+PROMPT, TOKENS = "count aaa", 9
+GREEDY = ["--prompt", PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]
+
+
+def answer_of(model: Any, tokenizer: Any, chat: bool) -> str:
+    """The text that `core.generate` shall print."""
+    text = PROMPT
+    if chat:
+        messages = [{"role": "user", "content": PROMPT}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    given = tokenizer(text, return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=TOKENS, do_sample=False)[0]
+    shown = found[given["input_ids"].shape[1] :] if chat else found
+    return str(tokenizer.decode(shown, skip_special_tokens=True))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert generate.main([*map(str, arguments), *GREEDY]) == 0
+    return capsys.readouterr().out.rstrip("\n")
+
+
+@ranks(2)
+def train(rank: int, world: int, folder: Path, flags: list[str]) -> None:
+    tuned(config_in(folder, "--run.steps", "25", "--run.micro-batch-size", "1", *flags), rank, world)
+
+
+def trained(folder: Path, *flags: str) -> Path:
+    """The directory of a run over two ranks."""
+    train(world=2, folder=folder, flags=list(flags))
+    return folder / "runs" / "finetune"
+
+
+def test_a_run_its_model_and_its_checkpoint_continue_a_text_and_answer_a_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, "--tp", "2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    text, chat = (answer_of(model, tokenizer, chat) for chat in (False, True))
+    assert text != PROMPT and chat.strip("b") == ""  # it has learned to answer with that letter
+    for place in (run, run / "model", run / "checkpoints"):
+        assert printed(capsys, place) == text, place
+        assert printed(capsys, place, "--chat") == chat, place
+    assert printed(capsys, run, "--step", 25) == text
+    assert generate.main([str(run / "model"), "--step", "25"]) == 2
+    assert "is a model of transformers" in capsys.readouterr().err
+    for source in (run, run / "checkpoints"):
+        target = tmp_path / f"out-{source.name}"
+        assert convert.main([str(source), str(target)]) == 0
+        again = transformers.AutoModelForCausalLM.from_pretrained(target)
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        assert printed(capsys, target) == text
+
+
+def test_an_adapter_answers_on_its_base_and_is_merged_into_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, "--lora.r", "4")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory_of(config_in(tmp_path)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    before = answer_of(base, tokenizer, chat=False)
+    model = peft.PeftModel.from_pretrained(base, run / "model").eval()
+    text = answer_of(model, tokenizer, chat=False)
+    assert text != before
+    for place in (run, run / "model", run / "checkpoints"):
+        assert printed(capsys, place) == text, place
+    assert generate.main([str(run), "--tp", "2"]) == 2
+    assert "python -m core.convert, which merges adapters" in capsys.readouterr().err
+    whole = model.merge_and_unload()
+    for source in (run / "model", run / "checkpoints"):
+        target = tmp_path / f"out-{source.name}"
+        assert convert.main([str(source), str(target)]) == 0
+        again = transformers.AutoModelForCausalLM.from_pretrained(target)
+        for name, param in whole.named_parameters():
+            torch.testing.assert_close(again.get_parameter(name), param, rtol=0, atol=1e-6)
+    (run / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "gone", "peft_type": "LORA"}')
+    assert generate.main([str(run), *GREEDY]) == 2
+    assert "names the base model 'gone', which is no model's directory" in capsys.readouterr().err
+
+
+def test_two_ranks_share_a_model_and_one_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = directory_of(config_in(tmp_path))
+    generate_from = [sys.executable, "-m", "core.generate", str(model), *GREEDY, "--tp", "2"]
+    check_model(config_in(tmp_path))
+    done = subprocess.run(generate_from, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n") == printed(capsys, model)
