@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from core import agree
 from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
@@ -48,10 +49,20 @@ class TorchFSDPModel(ModelWrapper):
 
 
 class FSDPOptimizerWrapper(OptimizerWrapper):
-    """An optimizer over shards: norms, limits and overflows are those of the whole gradient. All are collective."""
+    """An optimizer over shards: norms, limits and overflows are those of the whole gradient. All are collective.
 
-    def __init__(self, optim: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    model: the sharded model. A step, or clipping, raises RuntimeError where FSDP has left a gradient unreduced.
+    """
+
+    def __init__(self, optim: Any, model: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         super().__init__(optim)
+        # Where each sharded parameter is registered: a gathered one stands there until it is resharded.
+        self._places = [
+            (f"{path}.{leaf}".lstrip("."), module, leaf)
+            for path, module in model.named_modules()
+            for leaf, param in module.named_parameters(recurse=False)
+            if isinstance(param, DTensor)
+        ]
         self.groups = groups  # of ranks that shard, and of ranks that replicate
         self.device = device
 
@@ -61,12 +72,35 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         Raises ValueError on every rank where one passes another `max_norm`, or one that is not positive.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
+        self._check_reduced()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Bound each element of the whole gradient to [-clip_value, clip_value]; ValueError as in clip_grad_by_norm."""
         check_limit("clip_value", clip_value, check_clip_value, self.groups)
+        self._check_reduced()
         super().clip_grad_by_value(clip_value, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the shards."""
+        self._check_reduced()
+        return super().step(*args, **kwargs)
+
+    def _check_reduced(self) -> None:
+        """RuntimeError, by the parameter's name, for a whole gradient that FSDP has not reduced.
+
+        A reentrant checkpoint runs a backward of its own. FSDP takes its end for the last use of the layer, reduces
+        what has come, and keeps no account of uses that come later.
+        """
+        for name, module, leaf in self._places:
+            param = getattr(module, leaf)
+            if param.grad is not None and not isinstance(param, DTensor):
+                raise RuntimeError(
+                    f"rank {dist.get_rank()}: FSDP has left a gradient of {name!r} unreduced, so the gradient that it "
+                    "did reduce is wrong. The layer is used more than once, and one use runs under "
+                    "torch.utils.checkpoint with use_reentrant=True; set use_reentrant=False, which trains right, or "
+                    "leave the layer out of auto_wrap_policy"
+                )
 
     def agree_on_overflow(self, found: bool) -> bool:
         """True if any rank found inf or NaN in its shard."""
@@ -193,7 +227,9 @@ class TorchFSDPPlugin(DPPluginBase):
             self._shard(unit, mesh, device, ignored_params)
         if optimizer is not None:
             replace_parameters(optimizer, originals, dict(model.named_parameters()))
-            optimizer = FSDPOptimizerWrapper(optimizer, [mesh.get_group(dim) for dim in range(mesh.ndim)], device)
+            optimizer = FSDPOptimizerWrapper(
+                optimizer, model, [mesh.get_group(dim) for dim in range(mesh.ndim)], device
+            )
             optimizer.name_parameters(model)
             if self._is_fp16():
                 optimizer = TorchAMPOptimizer(optimizer, self.loss_scaler or FP16TorchMixedPrecision().new_scaler())
