@@ -97,6 +97,9 @@ def finish_adapters(
 ) -> None:
     """Slices, tags, seams and contracts of whole adapters. report: of the base model. example: that of `add_lora`."""
     model, tp = adapted.get_base_model(), groups.size("tp")
+    stream = getattr(model, "forward_stream", None)
+    if stream is not None:  # peft calls the model's forward, without its hooks
+        stream.attach(adapted)
     if tp == 1:
         setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
         return

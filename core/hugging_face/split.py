@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
+from core.hugging_face.dropout import ForwardStream
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
@@ -171,6 +172,9 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         refuse_partial_outputs(model, plan.family, f"over tp {tp}", SPLIT_HEADS)
     if isinstance(vars(model).get("forward"), StageForward):
         refuse_partial_outputs(model, plan.family, "in stages", IN_STAGES)
+    if tp > 1 or sequence is not None or isinstance(vars(model).get("forward"), StageForward):
+        model.forward_stream = ForwardStream(groups)
+        model.forward_stream.attach(model)
     setattr(model, REPORT, report)
     model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report
