@@ -2,6 +2,7 @@
 
 from core.verify.check import check_gradients
 from core.verify.layouts import Layout
+from core.verify.place import Where
 from core.verify.report import GradientReport, TrainingReport, WrongGradientError
 
-__all__ = ["GradientReport", "Layout", "TrainingReport", "WrongGradientError", "check_gradients"]
+__all__ = ["GradientReport", "Layout", "TrainingReport", "Where", "WrongGradientError", "check_gradients"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from core import agree
 from core.process_groups import ProcessGroups
 from core.rank_grid import AXES, GRID_KINDS, axes_of
-from core.verify.diagnosis import DATA_AXES, BiasPart, RankPart, explain, explain_bias
+from core.verify.diagnosis import DATA_AXES, BiasPart, Explanation, RankPart, explain, explain_bias
 from core.verify.gathered import Held
 from core.verify.job import Job
 from core.verify.reference import Expected, Reference
@@ -32,16 +33,16 @@ def cause_of_gradient(
     batch: Any,
     got: dict[tuple[int, str], Tensor],
     wrong: Sequence[str],
-) -> tuple[str, tuple[str, ...]]:
-    """The likely cause of the first wrong gradient, and lines of detail. One more backward, without any reduction."""
-    plain = reference.without_auxiliary(batch) if reference.has_auxiliary else None
+) -> Explanation:
+    """The likely cause of the first wrong gradient. One more backward, without any reduction."""
+    plain = reference.again(batch, auxiliary=0.0) if reference.has_auxiliary else None
     job.backward(batch)
     mine = [held for held in job.model.trained if held.name == wrong[0]]
     part = _part(job, mine, expected, plain, got) if mine else None
     job.clear()
     told = agree.gather((part, _reductions(job)), None, "the cause").values()
     parts, tables = [part for part, _ in told], [table for _, table in told]
-    answer: tuple[str, tuple[str, ...]] | None = None
+    answer: Explanation | None = None
     if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
         present = [part for part in parts if part is not None]
         reductions: dict[str, Reductions] = {}
@@ -50,24 +51,29 @@ def cause_of_gradient(
                 reductions.setdefault(name, entry)
         sizes = next(table[wrong[0]].sizes for table in tables if wrong[0] in table)
         blamed = _blamed(reductions, wrong)
-        cause, details = explain(
+        suspects = _suspects(reductions, wrong, blamed)
+        answer = explain(
             present,
             sizes,
-            _suspects(reductions, wrong, blamed),
+            suspects,
             tokens=expected.tokens,
             microbatches=job.microbatches,
         )
+        also = ""
         if blamed and len(reductions) > len(set(wrong) & reductions.keys()):
-            cause += f"; the wrong ones, and no right one, have {' and '.join(map(repr, blamed))}"
+            also = f"; the wrong ones, and no right one, have {' and '.join(map(repr, blamed))}"
         elif blamed:
-            cause += f"; all parameters are wrong, and all have {' and '.join(map(repr, blamed))}"
-        answer = cause, details
+            also = f"; all parameters are wrong, and all have {' and '.join(map(repr, blamed))}"
+        # A sum over tp that is missing is a reduction's fault only where the parameter has one over tp.
+        named = {axis for axis in sizes if re.search(rf"\b{axis}\b", answer.cause)}
+        explains = answer.of_reduction and bool(named & set(suspects) if named else suspects)
+        answer = Explanation(answer.cause + also, answer.details, explains)
     decided = agree.gather(answer, None, "the cause")[0]
     assert decided is not None, "rank 0 has explained it"
     return decided
 
 
-def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> tuple[str, tuple[str, ...]]:
+def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> Explanation:
     """Why a router's bias moved elsewhere, from the counts of one more backward. moved: by how much, by `Held.key`."""
     routers = [
         (held, job.model.chunks[held.chunk].module.get_submodule(held.place.local_name.rpartition(".")[0]))
@@ -85,7 +91,7 @@ def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], 
             part = BiasPart(dist.get_rank(), place, counts.tolist(), moved[held.key].tolist())
     parts = agree.gather(part, None, "the cause").values()
     rate = job.model.chunks[0].config.moe_router_bias_update_rate
-    return explain_bias([part for part in parts if part is not None], rate), ()
+    return Explanation(explain_bias([part for part in parts if part is not None], rate))
 
 
 def _part(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +20,20 @@ from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.pipeline_parallel import PipelineRunner
 from core.process_groups import ProcessGroups
 from core.verify.causes import cause_of_bias, cause_of_gradient
+from core.verify.diagnosis import Explanation
 from core.verify.gathered import Held, cast, on_tensors
 from core.verify.job import Job, LossFn, PipelineJob, PlainJob, SplitFn
+from core.verify.place import ALLOWANCE, Where, in_any_layer, largest_of_layers
 from core.verify.reference import Expected, ModelFn, Reference
 from core.verify.report import Comparison, GradientReport
+from core.verify.where import locate, random_module, shared_faults
 
-BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+BIAS_BOUND = 1e-5  # of the routers' biases, which move by equal steps
+BOUND = 1e-10  # relative, in fp64; in other dtypes errors are compared with those of the reference in that dtype
 # A parameter whose gradient is this much smaller than the whole gradient is all round-off; its error is measured
 # against this share of the whole instead.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+NAMES_SHOWN = 4
 DEFAULT_WRAPPER = DistributedDataParallelConfig(initial_weights="broadcast")
 
 
@@ -47,6 +54,8 @@ def check_gradients(
     pg_collection: ProcessGroups | None = None,
     title: str = "",
     ranks: int | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    optimizer_fn: Callable[[Any], Any] | None = None,
 ) -> GradientReport:
     """Compare every gradient of a model in the running layout with those of one process that splits nothing.
 
@@ -61,12 +70,16 @@ def check_gradients(
     weights; what it calls a stage's parameters, modules say (`global_names`, see core.global_names).
     config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
     and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
-    compared after each of so many steps without an update. bound: on the relative error; 1e-10 in fp64, 1e-5 in fp32.
+    compared after each of so many steps without an update. bound: on the relative error; by default 1e-10 in fp64. In
+    other dtypes the reference runs in fp64 and in that dtype, and a gradient may be off by 8 times what that costs it.
     ranks: outside of a process group, start so many processes on gloo; everything passed must then be importable and
-    picklable.
+    picklable. sizes: arguments of initialize_model_parallel, where no groups are up yet. optimizer_fn: (the wrapped
+    model or the PipelineRunner) -> its optimizer. One step then follows right gradients, and parameters that have a
+    gradient and do not move are a fault.
 
     Returns the same report on every rank. Collective over the default process group. The model must be
-    deterministic (no dropout, no batch statistics).
+    deterministic (no dropout, no batch statistics): a random one is reported as such. If something is wrong that no
+    reduction explains, the report says in which module it begins.
 
         report = check_gradients(build_model, mean_loss, (inputs, labels), ranks=4)
         report.raise_if_wrong()
@@ -89,6 +102,8 @@ def check_gradients(
             "bound": bound,
             "split_fn": split_fn,
             "title": title,
+            "sizes": sizes,
+            "optimizer_fn": optimizer_fn,
         }
         with RankPool(ranks) as pool:
             report: GradientReport = pool.run(check_gradients, ranks, (model_fn, loss_fn, batch), options)
@@ -98,22 +113,26 @@ def check_gradients(
             "check_gradients compares ranks, and torch.distributed is not started; start it (torchrun), or pass "
             "ranks=4 to let check_gradients start processes of its own"
         )
-    with _groups(pg_collection) as groups:
+    with _groups(pg_collection, sizes) as groups:
         model = model_fn()
         _check_axes(groups, model, split_fn)
         job: Job
+        given: Any = model
         if isinstance(model, PipelineRunner):
             job = PipelineJob(model, microbatches, split_fn)
         else:
-            ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
+            given = ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
             job = PlainJob(ddp, loss_fn, microbatches, split_fn)
         compute = job.model.dtype
         batch = on_tensors(lambda t: cast(t, dtype and compute, job.model.device), batch)
         build = _reference_builder(model_fn, reference_fn, job, model)
         reference = Reference(job, build, reference_dtype, loss_fn)
-        limit = BOUNDS.get(compute, 1e-2) if bound is None else bound
         title = title or f"{dist.get_world_size()} ranks"
-        return compare(job, reference, batch, bound=limit, noise=NOISE.get(compute, 1e-2), steps=steps, title=title)
+        noise = NOISE.get(compute, 1e-2)
+        report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
+        if optimizer_fn is not None and report.ok:
+            report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(given)))
+        return report
 
 
 def _check_axes(groups: ProcessGroups, model: Any, split_fn: SplitFn | None) -> None:
@@ -131,14 +150,16 @@ def _check_axes(groups: ProcessGroups, model: Any, split_fn: SplitFn | None) -> 
 
 
 @contextmanager
-def _groups(pg_collection: ProcessGroups | None) -> Iterator[ProcessGroups]:
-    """The given groups, parallel_state's, or plain data parallelism for as long as the check takes."""
+def _groups(pg_collection: ProcessGroups | None, sizes: Mapping[str, Any] | None) -> Iterator[ProcessGroups]:
+    """The given groups, parallel_state's, or groups of these sizes for as long as the check takes."""
+    if sizes is not None and (pg_collection is not None or parallel_state.model_parallel_is_initialized()):
+        raise ValueError(f"sizes={dict(sizes)} would make groups, and there are groups already; leave it out")
     if pg_collection is not None:
         yield pg_collection
     elif parallel_state.model_parallel_is_initialized():
         yield parallel_state.get_process_groups()
     else:
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(**(sizes or {}))
         try:
             yield parallel_state.get_process_groups()
         finally:
@@ -177,63 +198,166 @@ def _reference_builder(
 
 
 def compare(
-    job: Job, reference: Reference, batch: Any, *, bound: float, noise: float, steps: int, title: str
+    job: Job, reference: Reference, batch: Any, *, bound: float | None, noise: float, steps: int, title: str
 ) -> GradientReport:
     """Run steps and compare each with the reference. Collective over the world."""
-    largest, loss_error, digests = 0.0, 0.0, []
+    largest = share = loss_error = loss_bound = 0.0
+    digests: list[str] = []
     wrong: list[Comparison] = []
     cause = drift = ""
     details: tuple[str, ...] = ()
+    where: Where | None = None
+    random: str | None = None
     expected: Expected | None = None
-    norms: dict[str, float] = {}
     for step in range(steps):
         if expected is None or reference.moves:
             expected = reference.step(batch)
-            norms = {name: float(grad.double().norm()) for name, grad in expected.grads.items()}
-        floor = noise * sum(norm**2 for norm in norms.values()) ** 0.5
+            allowed = Allowed(expected, noise, bound, job.model.dtype)
         biases = {held.key: held.tensor.clone() for held in job.model.biases}
         loss = job.step(batch)
         # The sum of many losses of either sign can be small: measured against one at least.
         loss_error = max(loss_error, abs(loss - expected.loss) / max(abs(expected.loss), 1.0))
+        loss_bound = allowed.loss()
         got = job.model.gradients()
         digests.append(_digest(got))
         mine = [
-            _comparison(job, held, step, got[held.key], expected.grads[held.name], max(norms[held.name], floor))
+            _comparison(job, held, step, got[held.key], expected.grads[held.name], allowed)
             for held in job.model.trained
         ]
         mine += [_bias_comparison(held, step, expected.biases[held.name]) for held in job.model.biases]
         everyone = [comparison for rank in _from_all(mine) for comparison in rank]
         order = {name: number for number, name in enumerate([*expected.grads, *expected.biases])}
         largest = max([largest, *(c.error for c in everyone)])
-        wrong = sorted((c for c in everyone if not c.error <= bound), key=lambda c: (order[c.name], c.rank))
-        if wrong:
+        share = max([share, *(c.error / c.bound for c in everyone)])
+        wrong = sorted((c for c in everyone if not c.error <= c.bound), key=lambda c: (order[c.name], c.rank))
+        if wrong or not loss_error <= loss_bound:
             moved = {held.key: held.tensor - biases[held.key] for held in job.model.biases}
             for held in job.model.biases:  # so that a backward of the diagnosis chooses the same experts
                 held.tensor.copy_(biases[held.key])
             names = list(dict.fromkeys(c.name for c in wrong))
-            if names[0] in expected.biases:
-                cause, details = cause_of_bias(job, batch, names[0], moved)
-            else:
-                cause, details = cause_of_gradient(job, reference, expected, batch, got, names)
-            if step > 0:
+            random = random_module(reference, batch)
+            if random is not None:
+                cause = (
+                    f"the model is random: {random} gives another output when the reference runs a second time on the "
+                    "same batch, so nothing can be compared; set dropout to 0"
+                )
+                break
+            explanation = _explain(job, reference, expected, batch, got, names, moved)
+            cause, details = explanation.cause, explanation.details
+            if not explanation.of_reduction or not loss_error <= loss_bound:
+                options: dict[str, Any] = {
+                    "bound": allowed.least,
+                    "noise": noise,
+                    "parameters": list(expected.grads),
+                    "wrong": names,
+                }
+                where = locate(job, reference, batch, **options)
+            if step > 0 and cause:
                 cause += f" (only from step {step} on: the steps before left something behind)"
             break
         drift = drift or _drift(job)
-    if not loss_error <= bound:
+    assert expected is not None, f"steps must be 1 at least, got {steps}"
+    if wrong or not loss_error <= loss_bound:
+        broken: tuple[str, ...] = ()
+    else:
+        broken = shared_faults(reference, expected, batch)
+    if not loss_error <= loss_bound and random is None:
         then = f"; of the gradients: {cause}" if cause else ""
         cause = f"the forward passes differ already, relative error of the loss {loss_error:.3g}{then}"
     return GradientReport(
         title=title,
-        bound=bound,
-        parameters=len(norms),
+        bound=allowed.bound,
+        parameters=len(expected.grads),
         largest_error=largest,
         loss_error=loss_error,
         wrong=tuple(wrong),
         cause=cause,
-        unmoved=tuple(name for name, norm in norms.items() if norm == 0.0),
+        unmoved=tuple(name for name, norm in allowed.norms.items() if norm == 0.0),
         digest=hashlib.sha256(repr(_from_all(digests)).encode()).hexdigest()[:16],
         details=details,
         drift=drift,
+        loss_bound=loss_bound,
+        share=share,
+        names=tuple(expected.grads),
+        where=where,
+        broken=broken,
+    )
+
+
+class Allowed:
+    """How far a gradient may be off, relative: `bound`, or ALLOWANCE times what the layout's dtype costs the reference.
+
+    A parameter of few elements can be right by chance in the reference, so the cost is the largest of this parameter in
+    all layers, and the middle one of all parameters at least.
+    """
+
+    def __init__(self, expected: Expected, noise: float, bound: float | None, dtype: torch.dtype) -> None:
+        self.expected = expected
+        self.norms = {name: float(grad.double().norm()) for name, grad in expected.grads.items()}
+        self.floor = noise * sum(norm**2 for norm in self.norms.values()) ** 0.5
+        self.bound = bound if bound is not None or expected.noise else BOUND
+        self.eps = torch.finfo(dtype).eps
+        costs = {name: cost / (self.scale(name) or 1.0) for name, cost in expected.noise.items()}
+        self.costs = largest_of_layers(costs)
+        self.middle = max(statistics.median(costs.values()) if costs else 0.0, self.eps / 4)
+
+    @property
+    def least(self) -> float:
+        """What a tensor may be off by where the dtype costs the reference nothing."""
+        return max(self.bound or 0.0, ALLOWANCE * self.eps / 4 if self.expected.noise else 0.0)
+
+    def scale(self, name: str) -> float:
+        """What an error is relative to."""
+        return max(self.norms[name], self.floor)
+
+    def gradient(self, name: str) -> float:
+        """The largest relative error of a parameter that is right."""
+        if self.bound is not None:
+            return self.bound
+        return ALLOWANCE * max(self.costs[in_any_layer(name)], self.middle)
+
+    def loss(self) -> float:
+        """The same of the loss."""
+        if self.bound is not None:
+            return self.bound
+        return ALLOWANCE * max(self.expected.loss_noise / max(abs(self.expected.loss), 1.0), self.eps)
+
+
+def _explain(
+    job: Job,
+    reference: Reference,
+    expected: Expected,
+    batch: Any,
+    got: dict[tuple[int, str], Tensor],
+    names: list[str],
+    moved: dict[tuple[int, str], Tensor],
+) -> Explanation:
+    """The likely cause of what is wrong; of a loss alone nothing is known yet."""
+    if not names:
+        return Explanation("", of_reduction=False)
+    if names[0] in expected.biases:
+        return cause_of_bias(job, batch, names[0], moved)
+    return cause_of_gradient(job, reference, expected, batch, got, names)
+
+
+def _left_by_optimizer(job: Job, optimizer: Any) -> tuple[str, ...]:
+    """Parameters that have a gradient and that a step does not change, in words. Collective."""
+    grads = job.model.gradients()
+    with job.model.gathered():
+        before = {held.key: held.tensor.detach().clone() for held in job.model.trained if bool(grads[held.key].any())}
+    optimizer.step()
+    with job.model.gathered():
+        left = [h.name for h in job.model.trained if h.key in before and torch.equal(before[h.key], h.tensor)]
+    everyone = agree.gather(left, None, "the step of the optimizer")
+    names = list(dict.fromkeys(name for found in everyone.values() for name in found))
+    if not names:
+        return ()
+    ranks = [rank for rank, found in everyone.items() if found]
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return (
+        f"optimizer: {len(names)} parameters have a gradient, and a step does not move them on ranks {ranks}: "
+        f"{', '.join(map(repr, names[:NAMES_SHOWN]))}{more}. Make it of all parameters of the wrapped model, after the "
+        "wrap; it may hold those of a copy or of a part",
     )
 
 
@@ -241,7 +365,8 @@ def _from_all(value: Any) -> list[Any]:
     return list(agree.gather(value, None, "the oracle's findings").values())
 
 
-def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, scale: float) -> Comparison:
+def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, allowed: Allowed) -> Comparison:
+    scale, bound = allowed.scale(held.name), allowed.gradient(held.name)
     want = held.slice_of(whole).double()
     have = got.detach().cpu().double()
     if have.shape != want.shape:
@@ -252,14 +377,15 @@ def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, sca
     size = float(want.norm())
     error = float((have - want).norm()) / scale if scale > 0 else float(have.norm())
     ratio = float((have * want).sum()) / size**2 if size > 0 else float("nan")
-    return Comparison(held.name, dist.get_rank(), step, error, ratio)
+    return Comparison(held.name, dist.get_rank(), step, error, ratio, bound)
 
 
 def _bias_comparison(held: Held, step: int, want: Tensor) -> Comparison:
     have, want = held.tensor.detach().cpu().double(), want.double()
     size = float(want.norm())
     error = float((have - want).norm()) / max(size, 1e-30)
-    return Comparison(held.name, dist.get_rank(), step, error, float((have * want).sum()) / max(size, 1e-30) ** 2)
+    ratio = float((have * want).sum()) / max(size, 1e-30) ** 2
+    return Comparison(held.name, dist.get_rank(), step, error, ratio, BIAS_BOUND)
 
 
 def _digest(grads: dict[tuple[int, str], Tensor]) -> str:

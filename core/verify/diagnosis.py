@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ DATA_AXES = (
     *("optimizer instances", "dp inside an instance", "expert dp inside an instance"),
 )
 SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
+NO_SIZE = "which is no size of this layout"
+
+
+class Explanation(NamedTuple):
+    """The likely cause in words, and a line for each wrong rank. of_reduction: False if the fault lies before them."""
+
+    cause: str
+    details: tuple[str, ...] = ()
+    of_reduction: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ def explain(
     *,
     tokens: float | None = None,
     microbatches: int = 1,
-) -> tuple[str, tuple[str, ...]]:
-    """(the likely cause, a line for each rank that is wrong).
+) -> Explanation:
+    """The likely cause of a wrong gradient.
 
     sizes: ranks along each axis. suspects: the axes over which every wrong parameter is reduced and no right one.
     tokens: of the whole batch, where the loss is per token.
@@ -74,7 +84,7 @@ def explain(
     if weight is not None:
         weight = 0.0 if abs(weight) < SAME else weight  # round-off
         reason = _name_auxiliary(weight, sizes.get("cp", 1), microbatches)
-        return f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss{reason}", ()
+        return Explanation(f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss{reason}")
     classes = _representatives(parts)
     columns = sorted(set(classes.values()))
     by_rank = {part.rank: part for part in parts}
@@ -86,19 +96,18 @@ def explain(
         matrix = torch.stack([by_rank[rank].local[part.valid] for rank in columns], 1) if columns else None
         right = _fit(matrix, part.expected[part.valid])
         if right is None:
-            return _by_ratio(parts, sizes, suspects, tokens, microbatches), ()
+            return _by_ratio(parts, sizes, suspects, tokens, microbatches)
         if isinstance(right, str):
-            return (
+            return Explanation(
                 "the ranks' own gradients do not add up to the reference, so backward is wrong before any reduction: a "
                 "layer's backward, or the data or the weights of a rank",
-                (),
+                of_reduction=False,
             )
         found = _fit(matrix, part.reduced[part.valid])
         if found is None or isinstance(found, str):
-            return (
+            return Explanation(
                 "the gradient is no sum of the ranks' gradients: memory was overwritten, a slice lies elsewhere, or "
-                "another step's gradients were mixed in",
-                (),
+                "another step's gradients were mixed in"
             )
         strange = [
             rank
@@ -106,7 +115,9 @@ def explain(
             if abs(want) < SAME * max(map(abs, right)) and abs(have) > SAME * max(map(abs, right))
         ]
         if strange:
-            return f"rank {part.rank} also holds the gradient of ranks {strange}, which is not of this parameter", ()
+            return Explanation(
+                f"rank {part.rank} also holds the gradient of ranks {strange}, which is not of this parameter"
+            )
         times = {
             rank: have / want
             for rank, have, want in zip(columns, found, right, strict=True)
@@ -116,8 +127,12 @@ def explain(
     wrong = [m for m in mixtures if m.factor is None or not _same(m.factor, 1.0)]
     details += [f"rank {m.rank} has " + _in_words(m) for m in wrong]
     if not wrong:
-        return "each rank's part is there as often as it should be; the difference is smaller than a part", ()
-    return _name(wrong, mixtures, parts, classes, sizes, suspects, tokens, microbatches), tuple(details)
+        return Explanation(
+            "each rank's part is there as often as it should be; the difference is smaller than a part",
+            of_reduction=False,
+        )
+    cause = _name(wrong, mixtures, parts, classes, sizes, suspects, tokens, microbatches)
+    return Explanation(cause, tuple(details), NO_SIZE not in cause)
 
 
 def _weight_of_auxiliary(parts: Sequence[RankPart]) -> float | None:
@@ -221,7 +236,7 @@ def name_factor(
                     found.append(f"{first} x {second} = {product} times too {size}")
     if not found and tokens is not None and _same(tokens / factor, round(tokens / factor)):
         found.append(f"it is divided by {round(tokens / factor)} tokens, and the whole batch has {tokens:.10g}")
-    return "; or ".join(found) or f"it is {factor:.6g} times the reference, which is no size of this layout"
+    return "; or ".join(found) or f"it is {factor:.6g} times the reference, {NO_SIZE}"
 
 
 def _axis_factor(factor: float, axis: str, size: int) -> str | None:
@@ -333,7 +348,7 @@ def _by_ratio(
     suspects: Sequence[str],
     tokens: float | None,
     microbatches: int,
-) -> str:
+) -> Explanation:
     """With too few elements to tell the ranks' parts apart, one factor for all is what can still be seen."""
     factors = []
     for part in parts:
@@ -341,9 +356,10 @@ def _by_ratio(
         if want.numel() and float(want.norm()) > 0:
             factor = float(have @ want) / float(want @ want)
             if float((have - factor * want).norm()) > SAME * float(have.norm()):
-                return "the gradient points elsewhere than the reference"
+                return Explanation("the gradient points elsewhere than the reference", of_reduction=False)
             factors.append(factor)
     wrong = [factor for factor in factors if not _same(factor, 1.0)]
     if wrong and all(_same(factor, wrong[0]) for factor in wrong):
-        return name_factor(wrong[0], sizes, suspects, tokens=tokens, microbatches=microbatches)
-    return f"factors {[round(f, 6) for f in factors]} on the ranks"
+        cause = name_factor(wrong[0], sizes, suspects, tokens=tokens, microbatches=microbatches)
+        return Explanation(cause, of_reduction=NO_SIZE not in cause)
+    return Explanation(f"factors {[round(f, 6) for f in factors]} on the ranks", of_reduction=False)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import agree
 from core.checkpoint.boxes import Box, Index
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
 from core.distributed import DistributedDataParallel
@@ -120,14 +121,20 @@ class WrappedModel:
     def whole_weights(self) -> dict[str, Tensor]:
         """Parameters and router biases by name, put together, on the CPU; on rank 0, elsewhere nothing.
 
-        Collective over the world. Raises ValueError there where copies of one parameter differ.
+        Collective over the world. Raises ValueError on all ranks where copies of one parameter differ.
         """
         first = [held for held in (*self.held, *self.biases) if held.place.replica == 0]
         with self.gathered():
             mine = [(held.place, held.tensor.detach().cpu()) for held in first]
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyone, dst=0)
-        return {} if everyone is None else _assembled(everyone)
+        weights, failure = {}, None
+        try:
+            weights = {} if everyone is None else _assembled(everyone)
+        except ValueError as error:
+            failure = error
+        agree.refuse(failure, None, "the weights of the whole model", ValueError)
+        return weights
 
 
 def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict[str, Tensor]:
@@ -173,10 +180,13 @@ def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> N
     biases = {name: buffer for name, buffer in reference.named_buffers() if name.rpartition(".")[2] == BIAS}
     targets = {**params, **biases}
     if targets.keys() != weights.keys():
-        odd = sorted(targets.keys() ^ weights.keys())
+        lacking = [name for name in targets if name not in weights]
+        more = sorted(weights.keys() - targets.keys())
+        parts = [f"no rank of the layout holds {lacking[0]!r} ({len(lacking)} in all)"] if lacking else []
+        parts += [f"the reference has no {more[0]!r} ({len(more)} in all)"] if more else []
         raise ValueError(
-            f"the reference and the model differ in parameter {odd[0]!r} ({len(odd)} names in all); reference_fn must "
-            "build the same model without any splitting"
+            f"the parameters differ: {', and '.join(parts)}; reference_fn must build the same model without any "
+            "splitting, and stages and experts must say what theirs are called in it (global_names)"
         )
     with torch.no_grad():
         for name, target in targets.items():
@@ -198,6 +208,15 @@ def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(on_tensors(function, value) for value in batch)
     return batch
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """The first tensor of a batch."""
+    found: list[Tensor] = []
+    on_tensors(found.append, batch)
+    if not found:
+        raise ValueError("the batch holds no tensor; pass the whole global batch")
+    return found[0]
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:

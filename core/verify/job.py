@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, piece_of
+from core.verify.recording import Recorder
 
 LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
 SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of its context-parallel group holds of it
@@ -36,7 +37,7 @@ class Job(ABC):
         """A whole step on the global batch, up to whole gradients; the global loss. Collective."""
 
     @abstractmethod
-    def backward(self, batch: Any) -> None:
+    def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """All microbatches without any reduction: every rank keeps its own gradients."""
 
     def parts(self, batch: Any) -> list[Any]:
@@ -82,12 +83,14 @@ class PlainJob(Job):
             finalize_model_grads([self.ddp])
         return self.global_loss(loss, tokens)
 
-    def backward(self, batch: Any) -> None:
+    def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """See Job."""
         self.clear()
-        self._run(batch, reduce=False)
+        self._run(batch, reduce=False, around_backward=nullcontext if recorder is None else recorder.backward)
 
-    def _run(self, batch: Any, *, reduce: bool) -> tuple[float, float]:
+    def _run(
+        self, batch: Any, *, reduce: bool, around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> tuple[float, float]:
         """(this rank's loss, its number of tokens)."""
         total, tokens = 0.0, 0.0
         parts = self.parts(batch)
@@ -96,7 +99,7 @@ class PlainJob(Job):
             with nullcontext() if last else self.ddp.no_sync():
                 loss, count = split_loss(self.loss_fn(self.ddp, part), self.per_token)
                 weight = 1.0 if self.per_token else 1.0 / self.microbatches
-                with auxiliary_loss_scale(weight):
+                with auxiliary_loss_scale(weight), around_backward():
                     (loss * weight).backward()
             total += float(loss.detach()) * weight
             tokens += count
@@ -120,7 +123,7 @@ class PipelineJob(Job):
         tokens = float(outcome.num_tokens)
         return self.global_loss(float(outcome.loss) * tokens, tokens)
 
-    def backward(self, batch: Any) -> None:
+    def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """See Job."""
         self.clear()
         with ExitStack() as nothing_leaves:

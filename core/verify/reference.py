@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from core import agree
+from core.global_names import namer
 from core.moe import auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, split_loss
+from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
 
 ModelFn = Callable[[], nn.Module]
 
@@ -23,13 +26,33 @@ ModelFn = Callable[[], nn.Module]
 class Expected:
     """What is right after one step. Whole and on the CPU, on every rank. tokens: None where the loss is a mean.
 
-    biases: those of the routers, as this step leaves them.
+    biases: those of the routers, as this step leaves them. loss_noise, noise: how far loss and gradients are off in the
+    layout's dtype, absolute; nothing where that is the reference's own. unreached: parameters that got no gradient at
+    all. recomputes: True if a module ran again in backward.
     """
 
     loss: float
     tokens: float | None
     grads: dict[str, Tensor]
     biases: dict[str, Tensor] = field(default_factory=dict)
+    loss_noise: float = 0.0
+    noise: dict[str, float] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    recomputes: bool = False
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one data rank's microbatches give in the reference: its modules' outputs and the gradients at them.
+
+    Each with its noise: how far the layout's dtype alone takes it from there, relative. calls: of each module, in the
+    order of forward. stale: as in Recorder.
+    """
+
+    outputs: dict[Point, tuple[Tensor, float]]
+    gradients: dict[Point, tuple[Tensor, float]]
+    calls: dict[str, int]
+    stale: dict[str, float]
 
 
 class Reference:
@@ -49,6 +72,7 @@ class Reference:
         self.microbatches = job.microbatches
         weights = job.model.whole_weights()
         self.model: nn.Module | None = None
+        self.low: nn.Module | None = None  # with the layout's dtypes, where they are others
         self.biases: dict[str, Tensor] = {}  # before the last step, by router
         self._on_rank_zero(lambda: self._build(reference_fn, job, weights))
 
@@ -65,25 +89,67 @@ class Reference:
         return bool(has) and getattr(config, "num_moe_experts", None) is not None
 
     def step(self, batch: Any) -> Expected:
-        """Loss and gradients of the global batch."""
-        return self._shared(lambda model: self._compute(model, batch, 1.0))
+        """Loss and gradients of the global batch, and how far they are off in the layout's dtype."""
 
-    def without_auxiliary(self, batch: Any) -> Expected:
-        """The last step once more, without what auxiliary losses add to the gradients."""
-        return self._shared(lambda model: self._compute(model, batch, 0.0))
+        def compute(model: nn.Module) -> Expected:
+            expected = self._compute(model, batch, 1.0)
+            if self.low is None:
+                return expected
+            low = self._compute(self.low, batch, 1.0, again=True)
+            noise = {name: float((low.grads[name].double() - grad).norm()) for name, grad in expected.grads.items()}
+            return replace(expected, loss_noise=abs(low.loss - expected.loss), noise=noise)
+
+        return self._shared(compute)
+
+    def again(self, batch: Any, *, auxiliary: float = 1.0) -> Expected:
+        """The last step once more; with `auxiliary` 0 without what auxiliary losses add to the gradients."""
+        return self._shared(lambda model: self._compute(model, batch, auxiliary, again=True))
+
+    def record(self, batch: Any, mine: int) -> Recording:
+        """The modules' outputs and gradients for the part of the batch that data rank `mine` has."""
+        found: Recording | None = None
+        for number in range(self.data_ranks):
+
+            def run(number: int = number) -> Recording:
+                assert self.model is not None, "rank 0 has built it"
+                return self._record(self.model, batch, number)
+
+            sent = agree.gather(self._on_rank_zero(run), None, "the reference's modules")[0]
+            found = sent if number == mine else found
+        assert found is not None, f"data rank {mine} of {self.data_ranks}"
+        return found
+
+    def dense_parameters(self) -> dict[str, frozenset[str]]:
+        """The parameters below each module of the whole model, on every rank."""
+
+        def read() -> dict[str, frozenset[str]]:
+            assert self.model is not None, "rank 0 has built it"
+            return dense_parameters(self.model, lambda name: name)
+
+        found: dict[str, frozenset[str]] = agree.gather(self._on_rank_zero(read), None, "the reference's modules")[0]
+        return found
 
     def gather(self, values: Callable[[nn.Module], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of rank 0's model, on every rank."""
         return self._shared(lambda model: Expected(0.0, None, values(model))).grads
 
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
-        model = reference_fn()
-        if any(model is chunk.module for chunk in job.model.chunks):  # a model_fn that gives the same one every time
-            model = copy.deepcopy(model)
-        self.model = model.to(self.dtype)
+        self.model = self._whole_model(reference_fn, job).to(self.dtype)
         load_whole_weights(self.model, weights)
-        for param in self.model.parameters():
+        if any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
+            self.low = self._whole_model(reference_fn, job).to(job.model.dtype)
+            for name, param in self.low.named_parameters():
+                param.data = param.data.to(weights[name].dtype)
+            load_whole_weights(self.low, weights)
+
+    def _whole_model(self, reference_fn: ModelFn, job: Job) -> nn.Module:
+        """A new one: a copy, where the function gives the same one every time."""
+        model = reference_fn()
+        if model is self.model or any(model is chunk.module for chunk in job.model.chunks):
+            model = copy.deepcopy(model)
+        for param in model.parameters():
             param.grad = None
+        return model
 
     def pieces(self, batch: Any) -> list[Any]:
         """What the whole batch is cut into; each piece goes through the model by itself."""
@@ -95,21 +161,22 @@ class Reference:
             return parts
         return [_joined(parts[number :: self.microbatches]) for number in range(self.microbatches)]
 
-    def _compute(self, model: nn.Module, batch: Any, auxiliary: float) -> Expected:
-        batch = on_tensors(lambda t: cast(t, self.dtype, t.device), batch)
+    def _compute(self, model: nn.Module, batch: Any, auxiliary: float, *, again: bool = False) -> Expected:
         routers = {n: m for n, m in model.named_modules() if getattr(m, BIAS, None) is not None}
-        if auxiliary:
+        if not again:
             self.biases = {name: getattr(router, BIAS).clone() for name, router in routers.items()}
-        for name, router in routers.items():
-            getattr(router, BIAS).copy_(self.biases[name])
+        self._prepare(model)
         total, tokens = 0.0, 0.0
-        pieces = self.pieces(batch)
-        for param in model.parameters():
-            param.grad = None
+        ran: list[nn.Module] = []  # in backward
+        pieces = self.pieces(self._cast(model, batch))
         with auxiliary_loss_scale(auxiliary):
             for piece in pieces:
                 loss, count = split_loss(self.loss_fn(model, piece), self.per_token)
-                loss.backward()
+                handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
+                try:
+                    loss.backward()
+                finally:
+                    handle.remove()
                 total += float(loss.detach())
                 tokens += count
         divisor = (tokens or 1.0) if self.per_token else len(pieces)
@@ -119,7 +186,55 @@ class Reference:
             if param.requires_grad
         }
         biases = {f"{name}.{BIAS}": self._moved_bias(router) for name, router in routers.items()}
-        return Expected(total / divisor, tokens if self.per_token else None, grads, biases)
+        return Expected(
+            total / divisor,
+            tokens if self.per_token else None,
+            grads,
+            biases,
+            unreached=tuple(n for n, param in model.named_parameters() if param.requires_grad and param.grad is None),
+            recomputes=bool(ran),
+        )
+
+    def _prepare(self, model: nn.Module) -> None:
+        """No gradients, and the routers' biases from before the step."""
+        for param in model.parameters():
+            param.grad = None
+        for name, bias in self.biases.items():
+            model.get_submodule(name).get_buffer(BIAS).copy_(bias)
+
+    def _cast(self, model: nn.Module, batch: Any) -> Any:
+        """The batch in the reference's dtype; the layout's batch, as it came, is in the layout's."""
+        return batch if model is self.low else on_tensors(lambda t: cast(t, self.dtype, t.device), batch)
+
+    def _record(self, model: nn.Module, batch: Any, data_rank: int) -> Recording:
+        high = self._recorder(model, batch, data_rank)
+        low = high if self.low is None else self._recorder(self.low, batch, data_rank)
+
+        def with_noise(own: dict[Point, Tensor], other: dict[Point, Tensor]) -> dict[Point, tuple[Tensor, float]]:
+            return {
+                point: (tensor, relative_difference(other[point], tensor))
+                for point, tensor in own.items()
+                if point in other
+            }
+
+        outputs, gradients = with_noise(high.outputs, low.outputs), with_noise(high.gradients, low.gradients)
+        return Recording(outputs, gradients, high.calls, high.stale)
+
+    def _recorder(self, model: nn.Module, batch: Any, data_rank: int) -> Recorder:
+        """Hooks on the model during one data rank's microbatches."""
+        self._prepare(model)
+        batch = self._cast(model, batch)
+        weight = 1.0 if self.per_token else 1.0 / self.microbatches
+        first = data_rank * self.microbatches
+        with Recorder() as recorder, auxiliary_loss_scale(weight):
+            recorder.in_backward = False
+            recorder.add(model, namer(model))
+            for number in range(first, first + self.microbatches):
+                piece = piece_of(batch, self.data_ranks * self.microbatches, number)
+                loss, _ = split_loss(self.loss_fn(model, piece), self.per_token)
+                with recorder.backward():
+                    (loss * weight).backward()
+        return recorder
 
     def _moved_bias(self, router: Any) -> Tensor:
         """Up for experts with fewer tokens than the mean, down for those with more; one by one, as one does by hand."""
@@ -154,15 +269,15 @@ class Reference:
         answer: Any = None
         if mine is not None:
             shapes = {name: (grad.shape, grad.dtype) for name, grad in mine.grads.items()}
-            answer = mine.loss, mine.tokens, shapes, mine.biases
-        loss, tokens, shapes, biases = agree.gather(answer, None, "the reference")[0]
+            answer = replace(mine, grads={}), shapes
+        rest, shapes = agree.gather(answer, None, "the reference")[0]
         grads = {}
         for name, (shape, dtype) in shapes.items():
             grad = torch.empty(shape, dtype=dtype) if mine is None else mine.grads[name]
             grad = grad.to(self.device).contiguous()
             dist.broadcast(grad, src=0)
             grads[name] = grad.cpu()
-        return Expected(loss, tokens, grads, biases)
+        return replace(rest, grads=grads)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from core.verify.place import ALLOWANCE, Where
+
+LAYERS_SHOWN = 6
 
 
 class WrongGradientError(AssertionError):
@@ -35,19 +40,23 @@ class Comparison:
     step: int
     error: float
     ratio: float  # projection on the reference; nan where the reference is zero
+    bound: float  # the largest error of a right gradient
 
 
 @dataclass(frozen=True)
 class GradientReport:
     """The verdict on one layout; equal on all ranks.
 
-    wrong: what is out of bounds, in registration order, one entry a rank. cause: the likely one, of the first wrong
-    parameter. unmoved: parameters whose reference gradient is zero, about which nothing was shown. digest: a hash over
-    the bits of every rank's whole gradients. drift: what the guard against drifting copies says of right gradients.
+    bound: of every gradient's error; None where each has its own, from what the dtype costs the reference. wrong: what
+    is out of bounds, in registration order, one entry a rank. cause: the likely one, of the first wrong parameter.
+    unmoved: parameters whose reference gradient is zero, about which nothing was shown. digest: a hash over the bits of
+    every rank's whole gradients. drift: what the guard against drifting copies says of right gradients. share: the
+    largest error over its bound. names: of all parameters, in order. where: the modules where the fault begins, if no
+    reduction explains it. broken: faults that layout and reference share.
     """
 
     title: str
-    bound: float
+    bound: float | None
     parameters: int
     largest_error: float
     loss_error: float
@@ -57,11 +66,16 @@ class GradientReport:
     digest: str = ""
     details: tuple[str, ...] = field(default=())
     drift: str = ""
+    loss_bound: float = 0.0
+    share: float = 0.0
+    names: tuple[str, ...] = ()
+    where: Where | None = None
+    broken: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Were all gradients, and the loss, within the bound?"""
-        return not self.wrong and not self.drift and self.loss_error <= self.bound
+        """True if all gradients, and the loss, are within their bounds."""
+        return not self.wrong and not self.drift and not self.broken and self.loss_error <= self.loss_bound
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -73,28 +87,58 @@ class GradientReport:
             silent = f"; zero in the reference, so not tested: {', '.join(self.unmoved)}" if self.unmoved else ""
             return (
                 f"{self.title}: {self.parameters} gradients right, largest relative error {self.largest_error:.2g} "
-                f"(bound {self.bound:g}){silent}"
+                f"({self._bound()}){silent}"
             )
         first = self.first_wrong
+        places = self.where.lines if self.where is not None else ()
         if first is None and self.drift:
             return f"{self.title}: every gradient is right, and the guard against drifting copies raises: {self.drift}"
         if first is None:
-            return f"{self.title}: {self.cause}"
-        names = dict.fromkeys(entry.name for entry in self.wrong)
+            shared = f"{self.parameters} gradients are those of one process; it has a fault all the same"
+            return "\n  ".join([f"{self.title}: {self.cause or shared}", *self.broken, *places])
+        names = list(dict.fromkeys(entry.name for entry in self.wrong))
         wrong_ranks = sorted({entry.rank for entry in self.wrong if entry.name == first.name})
         lines = [
             f"{self.title}: {len(names)} of {self.parameters} gradients are wrong, first {first.name!r} on ranks "
-            f"{wrong_ranks} in step {first.step}: relative error {first.error:.3g} (bound {self.bound:g}), "
+            f"{wrong_ranks} in step {first.step}: relative error {first.error:.3g} (bound {first.bound:.2g}), "
             f"{first.ratio:.6g} times the reference",
+            wrong_by_layer(self.names, names),
             f"likely cause: {self.cause}",
             *self.details,
+            *places,
         ]
         return "\n  ".join(lines)
+
+    def _bound(self) -> str:
+        if self.bound is not None:
+            return f"bound {self.bound:g}"
+        return f"{self.share:.2g} of what is allowed, {ALLOWANCE:g} times what the dtype costs the reference"
 
     def raise_if_wrong(self) -> None:
         """WrongGradientError with the report as its message, unless everything is right."""
         if not self.ok:
             raise WrongGradientError(str(self))
+
+
+def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
+    """Which layers hold the wrong parameters, in one line. names: of all parameters, in their order."""
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    faulty = {name.rpartition(".")[0] for name in wrong}
+    marks = [layer in faulty for layer in layers]
+    right = sum(name not in set(wrong) for name in names)
+    count = marks.count(True)
+    if not right:
+        text = "all parameters"
+    elif marks == [True] * count + [False] * (len(marks) - count) and count > 1:
+        text = f"everything before {layers[count] or 'the model itself'}"
+    elif marks == [False] * (len(marks) - count) + [True] * count and count > 1:
+        text = f"everything from {layers[-count] or 'the model itself'} on"
+    else:
+        shown = [layer or "the model itself" for layer in layers if layer in faulty]
+        text = ", ".join(shown[:LAYERS_SHOWN]) + (
+            f" and {len(shown) - LAYERS_SHOWN} more" if len(shown) > LAYERS_SHOWN else ""
+        )
+    return f"wrong: {text}; right: {right} of {len(names)} parameters"
 
 
 @dataclass(frozen=True)

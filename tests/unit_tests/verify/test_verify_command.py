@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,12 @@ def test_every_table_has_its_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_layout_that_cannot_run_is_refused_before_any_group_exists() -> None:
-    with RankPool(1) as pool, pytest.raises(RankFailure, match=r"layout \[dp1 tp1\+sp no_shard\] cannot run: sp=True"):
+    with (
+        RankPool(1) as pool,
+        pytest.raises(
+            RankFailure, match=r"layout \[dp1 tp1\+sp no_shard\] cannot run: sp=True"
+        ),
+    ):
         pool.run(check_gpt, 1, (Layout(sp=True),))
 
 
@@ -170,7 +176,10 @@ def test_the_program_in_the_docs_runs(tmp_path: Path) -> None:
     program.write_text(program_of(ROOT / "docs" / "source" / "verify.md"))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2 ranks: 4 gradients right")
+    shown = (ROOT / "docs" / "source" / "verify.md").read_text().split("$ python mlp.py\n")[1].split("```")[0]
+    report, table = re.split(r" +output, rank", done.stdout)
+    assert report.split() == shown.partition("   output, rank")[0].split()
+    assert [line.split()[0] for line in table.splitlines() if "<- here" in line] == ["2.norm"]
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------

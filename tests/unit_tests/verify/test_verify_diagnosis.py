@@ -44,8 +44,7 @@ def diagnose(
     own = own_gradients() if own is None else own
     everything = torch.ones(own[0].numel(), dtype=torch.bool)
     parts = [RankPart(r, place(r), own[r], got(r, own), right(r, own), everything) for r in range(4)]
-    cause, _ = explain(parts, sizes, suspects, **options)
-    return cause
+    return explain(parts, sizes, suspects, **options).cause
 
 
 @pytest.mark.parametrize(

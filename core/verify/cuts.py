@@ -1,0 +1,112 @@
+"""Which part of an activation of the whole model a rank's activation is, read from the two shapes. Pure.
+
+A dimension that is shorter on a rank is cut over context parallelism, over tensor parallelism, or over both. A cut
+takes equal chunks, or of each of n sections its chunk: gate and value (2), queries, keys and values (3), or the samples
+of a batch that is flattened with its sequence. Context parallelism also takes a chunk of the head and one of the tail.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.global_slices import GlobalSlice, Places
+
+AXES = ("cp", "tp")
+SECTIONS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """For each dimension the places in the whole tensor, in the order of the rank's; None for all of them.
+
+    here: of the last dimension, the places in the rank's tensor, where that ends in padding. turned: True if samples
+    and positions come in the other order.
+    """
+
+    places: tuple[Tensor | None, ...]
+    here: Tensor | None = None
+    turned: bool = False
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rank's part of the whole."""
+        whole = whole.transpose(0, 1) if self.turned else whole
+        for dim, places in enumerate(self.places):
+            whole = whole if places is None else whole.index_select(dim, places)
+        return whole
+
+    def without_padding(self, mine: Tensor) -> Tensor:
+        """What of a rank's tensor is in the whole."""
+        return mine if self.here is None else mine.index_select(mine.dim() - 1, self.here)
+
+
+def cuts_of(
+    mine: Sequence[int], whole: Sequence[int], ranks: Places, *, samples: int, weight: GlobalSlice | None = None
+) -> list[Cut]:
+    """All ways in which a tensor of shape `mine` may lie in one of shape `whole`; none where it cannot.
+
+    samples: in the microbatch. weight: where the weight of the module that gives the tensor lies in the whole weight;
+    a column-parallel layer's output is cut as its rows are.
+    """
+    if len(mine) != len(whole):
+        return []
+    found = _cuts(mine, whole, ranks, samples, weight)
+    if len(whole) > 2:
+        other = _cuts(mine, (whole[1], whole[0], *whole[2:]), ranks, samples, weight)
+        found += [replace(cut, turned=True) for cut in other]
+    return found
+
+
+def _cuts(
+    mine: Sequence[int], whole: Sequence[int], ranks: Places, samples: int, weight: GlobalSlice | None
+) -> list[Cut]:
+    found = []
+    axes = [axis for axis in AXES if ranks.size(axis) > 1]
+    ways: list[list[Tensor | None]] = []
+    for here, there in zip(mine, whole, strict=True):
+        ways.append([None] if here == there else list(_ways(there, here, axes, ranks, samples)))
+    if mine and weight is not None and weight.shape[0] == whole[-1] and weight.local_shape[0] == mine[-1] != whole[-1]:
+        rows = [(box.global_offset[0], box.local_offset[0], box.size[0]) for box in weight.boxes]
+        there = torch.cat([torch.arange(start, start + size) for start, _, size in rows]) if rows else torch.arange(0)
+        here = torch.cat([torch.arange(start, start + size) for _, start, size in rows]) if rows else torch.arange(0)
+        found = [Cut((*first, there), here) for first in itertools.product(*ways[:-1])]
+    if mine and mine[-1] < whole[-1] < mine[-1] * ranks.size("tp"):  # of a vocabulary the last rank's end is padding
+        first = mine[-1] * ranks.rank("tp")
+        there = torch.arange(first, max(first, min(first + mine[-1], whole[-1])))
+        found += [Cut((*head, there), torch.arange(len(there))) for head in itertools.product(*ways[:-1])]
+    return found + [Cut(places) for places in itertools.product(*ways)]
+
+
+def _ways(length: int, part: int, axes: Sequence[str], ranks: Places, samples: int) -> Iterator[Tensor]:
+    """The different index vectors [part] that a dimension of `length` may be cut to."""
+    seen = set()
+    for count in range(1, len(axes) + 1):
+        for chain in itertools.permutations(axes, count):
+            if part * math.prod(ranks.size(axis) for axis in chain) != length:
+                continue
+            for sections in itertools.product((*SECTIONS, samples), repeat=count):
+                for ends in itertools.product((True, False), repeat=count):
+                    places: Tensor | None = torch.arange(length)
+                    for axis, number, both_ends in zip(chain, sections, ends, strict=True):
+                        if places is not None:
+                            places = _taken(
+                                places, number, ranks.size(axis), ranks.rank(axis), both_ends and axis == "cp"
+                            )
+                    if places is not None and (key := tuple(places.tolist())) not in seen:
+                        seen.add(key)
+                        yield places
+
+
+def _taken(places: Tensor, sections: int, size: int, rank: int, both_ends: bool) -> Tensor | None:
+    """Of each section one of `size` chunks, or a chunk of its head and one of its tail."""
+    chunks = sections * size * (2 if both_ends else 1)
+    if sections < 1 or len(places) % chunks:
+        return None
+    rows = places.view(sections, chunks // sections, -1)
+    chosen = rows[:, [rank, 2 * size - 1 - rank]] if both_ends else rows[:, rank]
+    return chosen.reshape(-1)

@@ -1,0 +1,261 @@
+"""Where: the module at which a fault begins, found among comparisons of all modules, in words and as a table. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# A tensor may be off by so many times what the reference itself is off in the layout's dtype (docs: the margin).
+ALLOWANCE = 8.0
+RUN = 6  # longer runs of rows of one kind are cut short
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One comparison of a tensor. error: relative; share: of what is allowed, above 1 is wrong."""
+
+    error: float
+    share: float
+
+    @property
+    def ok(self) -> bool:
+        """True if the error is within what is allowed; False for a nan."""
+        return self.share <= 1.0
+
+    @property
+    def level(self) -> float:
+        """The decimal logarithm of the share, between -99 and 99."""
+        return math.log10(max(self.share, 1e-99)) if self.share < 1e99 else 99.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module: the worst comparison on each rank that has one, of its outputs and of the gradients at them."""
+
+    module: str
+    outputs: Mapping[int, Measured] = field(default_factory=dict)
+    gradients: Mapping[int, Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a fault begins; equal on all ranks.
+
+    rows: the modules in the order of forward. forward: the first module whose output is wrong, or None. backward: the
+    last one whose gradient is wrong, or that of its own parameters alone. lines: the same in words.
+    """
+
+    rows: tuple[Row, ...]
+    forward: str | None = None
+    backward: str | None = None
+    lines: tuple[str, ...] = ()
+
+    def table(self, *, color: bool = False) -> str:
+        """A row a module in the order of forward; a cell a rank, of the output and of the gradient at it.
+
+        A cell is log10 of the error over what is allowed, so above 0 is wrong; `=` is no error at all, a dot is not
+        compared. Of a long run of rows of one kind the middle is left out. color: in green, red and grey.
+        """
+        ranks = sorted({rank for row in self.rows for rank in (*row.outputs, *row.gradients)})
+        width = max([len(row.module) for row in self.rows] + [len("the whole model"), 24])
+        heads = " ".join(f"{rank:>6}" for rank in ranks)
+        lines = [f"{'':{width}}   {'output, rank':<{len(heads)}}   gradient, rank", f"{'':{width}}   {heads}   {heads}"]
+        for calm, run in itertools.groupby(self.rows, lambda row: _right(row.outputs) and _right(row.gradients)):
+            rows = list(run)
+            shown = rows if not calm or len(rows) <= 3 else [rows[0], None, rows[-1]]
+            for row in shown:
+                if row is None:
+                    lines.append(f"{f'... {len(rows) - 2} more':{width}}")
+                    continue
+                cells = [
+                    " ".join(_cell(found.get(rank), color) for rank in ranks) for found in (row.outputs, row.gradients)
+                ]
+                mark = "  <- here" if row.module in (self.forward, self.backward) else ""
+                lines.append(f"{row.module or 'the whole model':{width}}   {cells[0]}   {cells[1]}{mark}")
+        return "\n".join(lines)
+
+
+def _cell(measured: Measured | None, color: bool) -> str:
+    text = "." if measured is None else "=" if measured.share == 0.0 else f"{measured.level:.1f}"
+    text = f"{text:>6}"
+    if not color:
+        return text
+    return f"\033[{90 if measured is None else 32 if measured.ok else 31}m{text}\033[0m"
+
+
+def in_any_layer(name: str) -> str:
+    """A name without its numbers, which the same module of all layers has."""
+    return re.sub(r"\d+", "*", name)
+
+
+def largest_of_layers(costs: Mapping[str, float]) -> dict[str, float]:
+    """What a dtype costs a module or parameter, by its name in any layer: in one layer it can be little by chance."""
+    found: dict[str, float] = {}
+    for name, cost in costs.items():
+        found[in_any_layer(name)] = max(cost, found.get(in_any_layer(name), 0.0))
+    return found
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    rows: Sequence[Row],
+    parameters: Sequence[str],
+    wrong: Sequence[str],
+    stale: Mapping[str, Mapping[int, float]],
+    more_calls: Mapping[str, Mapping[int, int]],
+) -> Where:
+    """From what was compared to the modules where the fault begins. Pure.
+
+    A layout may keep partial sums between modules. Such an output is excused where a module around it gives the right
+    one, and such a gradient where the module's own parameters come out right, or without any what lies before it.
+    """
+    lines = [stale_line(name, found) for name, found in list(stale.items())[:1]]
+    lines += [
+        f"calls: {quoted(name)} runs {max(found.values())} times {in_ranks(found)}, more often than in the reference"
+        for name, found in list(more_calls.items())[:1]
+    ]
+    excused = _excused_outputs(rows)
+    forward = next((n for n, row in enumerate(rows) if not _right(row.outputs) and n not in excused), None)
+    backward: int | None = None
+    if forward is not None:  # then gradients are wrong as well, and say nothing of backward
+        lines.append(_forward_line(rows, forward))
+    else:
+        backward, said = _backward_line(rows, parameters, wrong)
+        lines += said
+    outputs, gradients = [row for row in rows if row.outputs], [row for row in rows if row.gradients]
+    sums = sum(not _right(rows[n].outputs) for n in excused)
+    wrong_outputs = sum(not _right(row.outputs) for row in outputs) - sums
+    lines.append(
+        f"compared: the outputs of {len(outputs)} modules, {wrong_outputs} wrong"
+        f"{f', {sums} parts of sums' if sums else ''}; the gradients at {len(gradients)}, "
+        f"{sum(not _right(row.gradients) for row in gradients)} wrong"
+    )
+    return Where(
+        tuple(rows),
+        None if forward is None else rows[forward].module,
+        None if backward is None else rows[backward].module,
+        tuple(lines),
+    )
+
+
+def _forward_line(rows: Sequence[Row], first: int) -> str:
+    row = rows[first]
+    before = next((r.module for r in reversed(rows[:first]) if r.outputs and _right(r.outputs)), None)
+    return (
+        f"forward: first wrong output {quoted(row.module)} {in_ranks(_wrong(row.outputs))}, {_size(row.outputs)}; "
+        f"right before it: {'nothing that was compared' if before is None else quoted(before, row.module)}"
+    )
+
+
+def _backward_line(
+    rows: Sequence[Row], parameters: Sequence[str], wrong: Sequence[str]
+) -> tuple[int | None, list[str]]:
+    """(the row where the fault begins, a sentence); of the last gradient that is wrong, and the last own weight."""
+    last = _last_wrong_gradient(rows, parameters, wrong)
+    own = _last_wrong_by_itself(rows, wrong)
+    if own is not None and (last is None or own > last):
+        module = rows[own].module
+        names = [name.rpartition(".")[2] for name in wrong if name.rpartition(".")[0] == module]
+        line = (
+            f"the gradient is right at the output of {quoted(module)}, and that of its own {', '.join(names)} is wrong"
+        )
+        return own, [f"backward: {line}"]
+    if last is None:
+        return None, []
+    row = rows[last]
+    after = next((r.module for r in rows[last + 1 :] if r.gradients and _right(r.gradients)), None)
+    found = f"{in_ranks(_wrong(row.gradients))}, {_size(row.gradients)}"
+    if after is None:
+        return last, [f"backward: the gradient is wrong from the loss on, first at {quoted(row.module)}, {found}"]
+    line = f"right at the output of {quoted(after)} and wrong at that of {quoted(row.module, after)}, {found}"
+    return last, [f"backward: the gradient is {line}"]
+
+
+def _excused_outputs(rows: Sequence[Row]) -> set[int]:
+    """Rows whose output may be a part of a sum: a module around them gives the right output."""
+    right = {row.module for row in rows if row.outputs and _right(row.outputs)}
+    return {number for number, row in enumerate(rows) if any(outer in right for outer in around(row.module))}
+
+
+def _last_wrong_gradient(rows: Sequence[Row], parameters: Sequence[str], wrong: Sequence[str]) -> int | None:
+    for number in reversed(range(len(rows))):
+        row = rows[number]
+        if _right(row.gradients):
+            continue
+        below = [name for name in parameters if is_in(name, row.module)]
+        if below:
+            excused = not any(name in wrong for name in below)
+        else:
+            earlier = [r for r in rows[:number] if r.gradients and not is_in(r.module, row.module)]
+            excused = bool(earlier) and _right(earlier[-1].gradients)
+        if not excused:
+            return _innermost(rows, number)
+    return None
+
+
+def _innermost(rows: Sequence[Row], number: int) -> int:
+    """A container may give the very tensor of its last child, which has just been called."""
+    while number and is_in(rows[number - 1].module, rows[number].module):
+        if rows[number - 1].gradients != rows[number].gradients:
+            break
+        number -= 1
+    return number
+
+
+def _last_wrong_by_itself(rows: Sequence[Row], wrong: Sequence[str]) -> int | None:
+    """A module whose own parameters have wrong gradients though the gradient at its output is right."""
+    owners = {name.rpartition(".")[0] for name in wrong}
+    for number in reversed(range(len(rows))):
+        row = rows[number]
+        if row.module in owners and row.gradients and _right(row.gradients) and _right(row.outputs):
+            return number
+    return None
+
+
+def around(module: str) -> Iterator[str]:
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def is_in(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _right(found: Mapping[int, Measured]) -> bool:
+    return all(measured.ok for measured in found.values())
+
+
+def _wrong(found: Mapping[int, Measured]) -> list[int]:
+    return [rank for rank, measured in found.items() if not measured.ok]
+
+
+def _size(found: Mapping[int, Measured]) -> str:
+    worst = max((m for m in found.values() if not m.ok), key=lambda m: (math.isnan(m.error), m.error))
+    return f"relative error {worst.error:.2g} ({worst.error / worst.share:.2g} is allowed)"
+
+
+def in_ranks(found: Sequence[int] | Mapping[int, Any]) -> str:
+    ranks = sorted(found)
+    return f"on rank{'' if len(ranks) == 1 else 's'} {ranks}"
+
+
+def quoted(module: str, after: str | None = None) -> str:
+    """In quotes; of a module with the same parent as one that was just named, the last part."""
+    parent, _, last = module.rpartition(".")
+    if after is not None and parent and parent == after.rpartition(".")[0] and not last.isdigit():
+        module = last
+    return f"`{module}`" if module else "the whole model"
+
+
+def stale_line(name: str, found: Mapping[int, float]) -> str:
+    return (
+        f"recomputation: {quoted(name)} gives another output in backward than in forward, {in_ranks(found)} (relative "
+        f"difference {max(found.values()):.2g}): what it reads was changed in between"
+    )

@@ -1,0 +1,137 @@
+"""Recording: the output of every module in a step, and the gradient that comes back to it in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.distributed.contract.gradient_contract import data_group_of
+
+
+class Point(NamedTuple):
+    """One output of one call of a module: its name in the whole model, which call, which tensor of the output."""
+
+    module: str
+    call: int
+    part: int
+
+
+class Recorder:
+    """Records modules while hooks are on them. A context manager: leaving it takes the hooks away.
+
+    outputs, gradients: by point, on the CPU, in the order of forward. Calls are counted over a step, so a layer that is
+    called twice in each of two microbatches has the calls 0 to 3. stale: modules that a checkpoint ran again in
+    backward with another output than in forward, and the relative difference.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[Point, Tensor] = {}
+        self.gradients: dict[Point, Tensor] = {}
+        self.stale: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self.again: set[tuple[str, int]] = set()  # calls that were run again
+        self.depth = 0  # of forwards of whole chunks
+        self.in_backward: bool | None = None  # None, as in a pipeline: outside of a chunk's forward is backward
+        self.handles: list[Any] = []
+
+    def add(self, model: nn.Module, name_of: Callable[[str], str], leave_out: Collection[str] = ()) -> None:
+        """Put hooks on the modules of a model or chunk. name_of: a local name -> the name in the whole model."""
+        self.handles.append(model.register_forward_pre_hook(lambda *_: self._deeper(1)))
+        for local_name, module in model.named_modules():
+            name = name_of(local_name)
+            if name not in leave_out:
+                self.handles.append(module.register_forward_hook(self._hook(name)))
+        self.handles.append(model.register_forward_hook(lambda *_: self._deeper(-1), always_call=True))
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Modules that run inside of this block are run again, by a checkpoint."""
+        self.in_backward = True
+        yield
+        self.in_backward = False
+
+    def _deeper(self, by: int) -> None:
+        self.depth += by
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def take(_: nn.Module, __: Any, output: Any) -> None:
+            tensors = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+            if self.depth == 0 if self.in_backward is None else self.in_backward:
+                self._take_again(name, tensors)
+                return
+            call = self.calls.get(name, 0)
+            self.calls[name] = call + 1
+            for part, tensor in enumerate(tensors):
+                point = Point(name, call, part)
+                self.outputs[point] = tensor.detach().cpu().clone()
+                self._listen(point, tensor)
+
+        return take
+
+    def _listen(self, point: Point, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(
+                lambda grad: None if self.gradients.setdefault(point, grad.detach().cpu().clone()) is None else None
+            )
+
+    def _take_again(self, name: str, tensors: list[Tensor]) -> None:
+        """Find the call that is run again: the outputs are equal. A reentrant checkpoint has its graph only now."""
+        differences = {}
+        for call in range(self.calls.get(name, 0)):
+            if (name, call) in self.again:
+                continue
+            points = [Point(name, call, part) for part in range(len(tensors))]
+            known = [self.outputs.get(point) for point in points]
+            differences[call] = max(
+                (relative_difference(new, old) for new, old in zip(tensors, known, strict=True)), default=0.0
+            )
+            if all(
+                differences[call] <= 64 * torch.finfo(tensor.dtype).eps for tensor in tensors
+            ):  # a GPU's atomics may add in another order
+                self.again.add((name, call))
+                for point, tensor in zip(points, tensors, strict=True):
+                    self._listen(point, tensor)
+                return
+        if differences:
+            self.stale.setdefault(name, min(differences.values()))
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_of(value)
+
+
+def relative_difference(have: Tensor, want: Tensor | None) -> float:
+    """The norm of the difference over that of `want`; infinite where the shapes differ."""
+    if want is None or have.shape != want.shape:
+        return float("inf")
+    wide = want.double()
+    return float((have.detach().cpu().double() - wide).norm()) / max(float(wide.norm()), 1e-300)
+
+
+def dense_parameters(model: nn.Module, name_of: Callable[[str], str]) -> dict[str, frozenset[str]]:
+    """Names of the parameters below each module, experts left out: it shows which containers a stage holds whole."""
+    below: dict[str, set[str]] = {name_of(name): set() for name, _ in model.named_modules()}
+    for local_name, param in model.named_parameters():
+        if data_group_of(param) == "expt_dp":
+            continue
+        owner, name = local_name, name_of(local_name)
+        while owner:
+            owner = owner.rpartition(".")[0]
+            below[name_of(owner)].add(name)
+    return {name: frozenset(names) for name, names in below.items()}

@@ -1,0 +1,203 @@
+"""locate: compare all modules of a layout with the reference, to see where a fault begins.
+
+The layout's microbatches run once more without any reduction, with hooks on all modules, and so does the reference. A
+tensor of a rank is compared with its part of the reference's tensor of the same name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from core import agree
+from core.checkpoint.global_slices import GlobalSlice
+from core.global_names import namer
+from core.verify.cuts import cuts_of
+from core.verify.gathered import first_tensor
+from core.verify.job import Job, PipelineJob
+from core.verify.place import (
+    ALLOWANCE,
+    Measured,
+    Row,
+    Where,
+    around,
+    in_any_layer,
+    is_in,
+    judge,
+    largest_of_layers,
+    quoted,
+    stale_line,
+)
+from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
+from core.verify.reference import Expected, Reference
+
+REPEATS = 1e-9  # two runs of a reference that is not random; a GPU may add in another order
+
+
+def locate(
+    job: Job,
+    reference: Reference,
+    batch: Any,
+    *,
+    bound: float,
+    noise: float,
+    parameters: Sequence[str],
+    wrong: Sequence[str],
+) -> Where:
+    """Run the layout and the reference once more, with hooks. Collective over the world.
+
+    bound: the relative error that is allowed at least. noise: a tensor that is smaller than this share of the largest
+    one is measured against that. parameters: all trained ones. wrong: those of them whose gradients are.
+    """
+    with _recorder(job, reference) as mine:
+        mine.in_backward = None if isinstance(job, PipelineJob) else False
+        job.backward(batch, mine)
+    job.clear()
+    axis = "dp" if job.groups.dp is not None else "dp_cp"
+    expected = reference.record(batch, job.groups.rank(axis))
+    samples = first_tensor(batch).shape[0] // (job.groups.size(axis) * job.microbatches)
+    compare = _Comparer(job, bound, noise, samples)
+    # A rank's loss is the mean over its own positions, so gradients are cp times as large, unless tokens divide later.
+    factor = 1.0 if job.per_token else float(job.groups.size("cp"))
+    numbered = {name for name, count in mine.calls.items() if count == expected.calls.get(name)}
+    found = (
+        compare.all(mine.outputs, expected.outputs, numbered, 1.0),
+        compare.all(mine.gradients, expected.gradients, numbered, factor),
+        mine.stale,
+        {name: count for name, count in mine.calls.items() if count > expected.calls.get(name, count)},
+    )
+    told = agree.gather(found, None, "where it begins")
+    outputs, gradients, stale, more_calls = [
+        _by_module([part[column] for part in told.values()]) for column in range(4)
+    ]
+    rows = [Row(module, outputs.get(module, {}), gradients.get(module, {})) for module in expected.calls]
+    return judge(rows, parameters, wrong, stale, more_calls)
+
+
+def _by_module(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
+    """From a table of each rank to one of modules."""
+    found: dict[str, dict[int, Any]] = {}
+    for rank, table in enumerate(ranks):
+        for module, value in table.items():
+            found.setdefault(module, {})[rank] = value
+    return found
+
+
+def _recorder(job: Job, reference: Reference) -> Recorder:
+    """Hooks on this rank's chunks; of a pipeline not on containers of which a stage holds a part, nor in experts."""
+    whole = reference.dense_parameters() if job.groups.size("pp") > 1 else None
+    recorder = Recorder()
+    for number, chunk in enumerate(job.model.chunks):
+        name_of = namer(chunk.module)
+        leave_out = set()
+        if whole is not None:
+            below = dense_parameters(chunk.module, name_of)
+            leave_out = {name for name, names in below.items() if names != whole.get(name)}
+        if any(job.groups.size(axis) > 1 for axis in ("ep", "expt_tp", "tp")):
+            owners = {
+                held.place.local_name.rpartition(".")[0]
+                for held in job.model.trained
+                if held.chunk == number and held.contract is not None and held.contract.is_expert
+            }
+            names = [name for name, _ in chunk.module.named_modules()]
+            leave_out |= {name_of(name) for name in names if any(is_in(name, owner) for owner in owners)}
+        recorder.add(chunk.module, name_of, leave_out)
+    return recorder
+
+
+class _Comparer:
+    """Compares a rank's tensors with their parts of the reference's."""
+
+    def __init__(self, job: Job, bound: float, noise: float, samples: int) -> None:
+        self.groups = job.groups
+        self.bound = bound
+        self.noise = noise
+        self.samples = samples
+        self.weights: dict[str, GlobalSlice] = {
+            held.name.removesuffix(".weight"): held.place
+            for held in job.model.held
+            if held.name.endswith(".weight") and held.place.shape != held.place.local_shape
+        }
+
+    def all(
+        self,
+        mine: Mapping[Point, Tensor],
+        whole: Mapping[Point, tuple[Tensor, float]],
+        modules: Collection[str],
+        factor: float,
+    ) -> dict[str, Measured]:
+        """The worst comparison of each of these modules; none where shapes tell nothing."""
+        largest = max((_rms(tensor) for tensor, _ in whole.values()), default=0.0)
+        costs: dict[str, float] = {}
+        for point, (_, cost) in whole.items():
+            costs[point.module] = max(cost, costs.get(point.module, 0.0))
+        costs = largest_of_layers(costs)
+        found: dict[str, Measured] = {}
+        for point in mine.keys() & whole.keys():
+            if point.module not in modules:
+                continue
+            cost = costs[in_any_layer(point.module)]
+            measured = self._one(point, mine[point], whole[point][0], cost, factor, largest)
+            if measured is not None and (point.module not in found or not measured.share <= found[point.module].share):
+                found[point.module] = measured
+        return found
+
+    def _one(
+        self, point: Point, mine: Tensor, whole: Tensor, cost: float, factor: float, largest: float
+    ) -> Measured | None:
+        if mine.dim() == 0 and self.groups.size("cp") > 1:  # a loss of this rank's positions alone
+            return None
+        weight = self.weights.get(point.module)
+        cuts = cuts_of(mine.shape, whole.shape, self.groups, samples=self.samples, weight=weight)
+        if not cuts or mine.numel() == 0:
+            return None
+        scale = max(_rms(whole), self.noise * largest) * factor
+        differences = [cut.without_padding(mine).double() - cut.of(whole).double() * factor for cut in cuts]
+        errors = [_rms(difference) / (scale or 1.0) for difference in differences]
+        error = min((error for error in errors if not math.isnan(error)), default=math.nan)
+        return Measured(error, error / max(ALLOWANCE * cost, self.bound))
+
+
+def _rms(tensor: Tensor) -> float:
+    """The root of the mean square, which a part of a tensor has about as large as the whole."""
+    return float(tensor.double().norm()) / max(tensor.numel(), 1) ** 0.5
+
+
+def random_module(reference: Reference, batch: Any) -> str | None:
+    """The first module with another output when the reference runs a second time, or None. Collective."""
+    first, second = reference.record(batch, 0), reference.record(batch, 0)
+    for point, (output, _) in first.outputs.items():
+        other = second.outputs.get(point)
+        if other is None or not relative_difference(other[0], output) <= REPEATS:
+            return quoted(point.module)
+    return None
+
+
+def shared_faults(reference: Reference, expected: Expected, batch: Any) -> tuple[str, ...]:
+    """Faults of a model that one process has too, so that comparing shows none. Collective.
+
+    A checkpoint that runs again on other values; and a graph that is cut: a module runs, and none of its parameters
+    gets a gradient. Parameters of modules that never run are not at fault.
+    """
+    if not expected.recomputes and not expected.unreached:
+        return ()
+    recording = reference.record(batch, 0)
+    faults = [stale_line(name, {0: error}) for name, error in list(recording.stale.items())[:1]]
+    trained: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in expected.grads}
+    for name in expected.grads:
+        trained[name.rpartition(".")[0]].append(name)
+    containers = {outer for owner in trained for outer in around(owner)}
+    cut = [
+        owner
+        for owner, names in trained.items()
+        if owner in recording.calls and owner not in containers and set(names) <= set(expected.unreached)
+    ]
+    if cut:
+        faults.append(
+            f"cut graph: {', '.join(map(quoted, cut))} runs in forward, and no gradient comes back to it on one "
+            "process either (detach, no_grad, an output that is not used); if that is meant, set requires_grad_(False)"
+        )
+    return tuple(faults)
