@@ -219,12 +219,14 @@ def _last_wrong_by_itself(rows: Sequence[Row], wrong: Sequence[str]) -> int | No
 
 
 def around(module: str) -> Iterator[str]:
+    """The names of the modules around one, the innermost first; the whole model is ''."""
     while module:
         module = module.rpartition(".")[0]
         yield module
 
 
 def is_in(name: str, module: str) -> bool:
+    """True if a module or parameter is this module or lies in it."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
@@ -242,6 +244,7 @@ def _size(found: Mapping[int, Measured]) -> str:
 
 
 def in_ranks(found: Sequence[int] | Mapping[int, Any]) -> str:
+    """Ranks in words."""
     ranks = sorted(found)
     return f"on rank{'' if len(ranks) == 1 else 's'} {ranks}"
 
@@ -255,6 +258,7 @@ def quoted(module: str, after: str | None = None) -> str:
 
 
 def stale_line(name: str, found: Mapping[int, float]) -> str:
+    """A module that a checkpoint ran again with another output, in words. found: the relative difference by rank."""
     return (
         f"recomputation: {quoted(name)} gives another output in backward than in forward, {in_ranks(found)} (relative "
         f"difference {max(found.values()):.2g}): what it reads was changed in between"

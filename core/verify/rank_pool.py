@@ -55,7 +55,15 @@ class _Worker:
         if not self.ready:
             if not self.pipe.poll(START_LIMIT_S):
                 raise RankFailure(f"a process did not start within {START_LIMIT_S:.0f} s")
-            self.pipe.recv()
+            try:
+                self.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.process.join()
+                raise RankFailure(
+                    f"a process ended with exit code {self.process.exitcode} while it started. It runs the program's "
+                    "file first: keep what starts processes under `if __name__ == '__main__':`; what else went wrong "
+                    "there is in its own traceback, above"
+                ) from None
             self.ready = True
 
 
@@ -213,5 +221,5 @@ def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         return None, result if task.rank == 0 else None
-    except Exception:  # the groups stay up, so that this is the first that anybody hears of it; the pool ends us
-        return traceback.format_exc(), None
+    except Exception as error:  # the groups stay up, so that this is what is reported first; the pool ends us
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None

@@ -112,7 +112,7 @@ def test_a_layout_that_cannot_run_is_refused_before_any_group_exists() -> None:
     with (
         RankPool(1) as pool,
         pytest.raises(
-            RankFailure, match=r"layout \[dp1 tp1\+sp no_shard\] cannot run: sp=True"
+            RankFailure, match=r"rank 0 of 1: ValueError: layout \[dp1 tp1\+sp no_shard\] cannot run: sp=True"
         ),
     ):
         pool.run(check_gpt, 1, (Layout(sp=True),))
@@ -284,3 +284,21 @@ def test_check_gradients_starts_ranks_of_its_own() -> None:
     report = check_gradients(Net, mean_loss, samples(), ranks=1, microbatches=3)
     report.raise_if_wrong()
     assert report.parameters == 7
+
+
+@pytest.mark.nightly
+def test_a_program_that_starts_ranks_without_a_guard_hears_of_the_guard(tmp_path: Path) -> None:
+    program = tmp_path / "unguarded.py"
+    program.write_text("from core.verify.rank_pool import RankPool\nRankPool(1).start()\n")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=170,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "core.verify.rank_pool.RankFailure: a process ended with exit code 1"
+    )
+    assert "under `if __name__ == '__main__':`" in done.stderr
