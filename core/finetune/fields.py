@@ -114,7 +114,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = found.get("content")
     if isinstance(content, list):
         found["content"] = _joined(content, where)
-    elif content is None and "tool_calls" not in found:  # templates would write the word None
+    elif content is None and not found.get("tool_calls"):  # templates would write the word None
         raise ConfigError(f"{where} has the content null; expected text")
     elif content is not None and not isinstance(content, str):
         raise ConfigError(f"{where} has the content {_short(content)}; expected text")
@@ -136,8 +136,10 @@ def _joined(parts: Sequence[Any], where: str) -> str:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            told = f"of type {kind!r}" if isinstance(kind, str) else _short(part)
-            raise ConfigError(f'{where} has a part {told}; only parts {{"type": "text", "text": ...}} are read')
+            part_in_words = f"of type {kind!r}" if isinstance(kind, str) else _short(part)
+            raise ConfigError(
+                f'{where} has a part {part_in_words}; only parts {{"type": "text", "text": ...}} are read'
+            )
         if not isinstance(part.get("text"), str):
             raise ConfigError(f"{where} has a part whose text is {_short(part.get('text'))}; expected text")
     return "".join(part["text"] for part in parts)
@@ -162,5 +164,5 @@ def is_named(name: str, template: str | None) -> bool:
 
 
 def _short(value: Any) -> str:
-    told = repr(value)
-    return told if len(told) <= 60 else f"{told[:57]}..."
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

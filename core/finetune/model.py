@@ -142,7 +142,11 @@ def stop_marks(config: TuneConfig, tokenizer: Any) -> list[str]:
     found: set[str] = set()
     for name in (GENERATION, CONFIGURATION):
         ids = read_settings(directory_of(config), name).get("eos_token_id")
-        found |= {marks[number] for number in (ids if isinstance(ids, list) else [ids]) if number in marks}
+        found |= {
+            marks[number]
+            for number in (ids if isinstance(ids, list) else [ids])
+            if isinstance(number, int) and number in marks
+        }
     return sorted(found)
 
 
@@ -153,7 +157,7 @@ def configuration_in(directory: Path) -> dict[str, Any]:
 
 def rows_of(config: TuneConfig) -> int:
     """How many tokens the model has an embedding of, by its configuration."""
-    return int(read_configuration(directory_of(config)).get_text_config().vocab_size)
+    return int(read_configuration(directory_of(config)).get_text_config(decoder=True).vocab_size)
 
 
 def make_tiny(config: TuneConfig) -> None:

@@ -211,10 +211,10 @@ def _write_whole(folder: Path, header: WindowsHeader, parts: Mapping[str, np.nda
     try:
         for name, windows in parts.items():
             np.save(partial / f"{name}.npy", windows)
-        told = json.dumps(asdict(header))
+        body = json.dumps(asdict(header))
         sums = {name: _sha256(partial / f"{name}.npy") for name in parts}
-        sums["header"] = hashlib.sha256(told.encode()).hexdigest()
-        (partial / HEADER).write_text(json.dumps({"header": told, "sha256": sums}, indent=2))
+        sums["header"] = hashlib.sha256(body.encode()).hexdigest()
+        (partial / HEADER).write_text(json.dumps({"header": body, "sha256": sums}, indent=2))
         if os.path.lexists(folder) and damage_of(folder) is not None:
             folder.rename(old)
         partial.rename(folder)
@@ -243,10 +243,10 @@ def _read_header(folder: Path) -> tuple[WindowsHeader, dict[str, str]]:
     content = parse_json(read_bytes(folder / HEADER))
     if not isinstance(content, dict) or content.keys() != {"header", "sha256"}:
         raise ValueError(f"{HEADER} is no header of windows")
-    told, sums = str(content["header"]), dict(content["sha256"])
-    if hashlib.sha256(told.encode()).hexdigest() != sums["header"]:
+    body, sums = str(content["header"]), dict(content["sha256"])
+    if hashlib.sha256(body.encode()).hexdigest() != sums["header"]:
         raise ValueError(f"{HEADER} has other content than was written")
-    return WindowsHeader(**json.loads(told)), sums
+    return WindowsHeader(**json.loads(body)), sums
 
 
 def _sha256(path: Path) -> str:

@@ -107,6 +107,7 @@ def test_a_template_that_writes_answers_in_another_way_later_is_refused() -> Non
         (chat(tools={"a": 1}), "line 2: 'tools' is {'a': 1}; expected a list of objects"),
         (chat(chat_template_kwargs=[1]), "line 2: 'chat_template_kwargs' is [1]; expected an object"),
         (chat(chat_template_kwargs={"tokenize": True}), "line 2: 'chat_template_kwargs' has 'tokenize', which the job"),
+        (chat(content=None, tool_calls=[]), "line 2: message 1 has the content null; expected text"),
         (chat(content=3), "line 2: message 1 has the content 3; expected text"),
         (chat(content=["x"]), "line 2: message 1 has a part 'x'; only parts"),
         (chat(content=[{"type": "image_url"}]), "line 2: message 1 has a part of type 'image_url'; only parts"),

@@ -553,7 +553,7 @@ def test_marks_at_which_a_model_stops_are_those_of_its_files(tmp_path: Path) -> 
     config = load_config(["--model", str(base)])
     tokenizer = load_tokenizer(config)
     assert stop_marks(config, tokenizer) == sorted(tokenizer.convert_ids_to_tokens([0, 2]))
-    change_config(base, eos_token_id=[1, 7, None, "x", 9999])
+    change_config(base, eos_token_id=[1, 7, None, "x", [2], 9999])
     (base / "generation_config.json").unlink()
     assert stop_marks(config, tokenizer) == [tokenizer.convert_ids_to_tokens(1)]
     (base / "generation_config.json").write_text("{")
