@@ -31,6 +31,7 @@ from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
 from core.hugging_face.configuration import read_configuration
 from core.hugging_face.experts import check_experts
+from core.hugging_face.precision import cast_model
 from core.hugging_face.stages import find_cut
 from core.hugging_face.ties import untie_by_files
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
@@ -245,7 +246,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
         if in_slices:
             with torch.device("meta"):
                 model = kind(configuration)
-            model = model.to(dtype)
+            model = model.float() if dtype is torch.float32 else cast_model(model, dtype)
             untie_by_files(model, directory, weight_files(directory))
         else:
             model, told = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)

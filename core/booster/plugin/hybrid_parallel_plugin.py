@@ -32,6 +32,7 @@ from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, Zero
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config
+from core.hugging_face.precision import cast_model
 from core.hugging_face.split_stages import draw, split_empty
 from core.hugging_face.stages import find_cut
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
@@ -297,13 +298,13 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         dtype = DTYPES[self.precision]
         base = self._cast(base)
         if dtype is not None:
-            shell = shell.to(dtype)
+            shell = cast_model(shell, dtype)
         parts = self._cut(base, layout, plan, empty=empty)
         if self.gradient_checkpoint_config is not None:
             checkpoint_layers(parts, self.gradient_checkpoint_config, parts_of.find_layers(parts[0], layout))
         if adapters is not None:
             parts = put_on(parts, adapters, learning, groups, staged=layout is not None)
-            parts = parts if dtype is None else [part.to(dtype) for part in parts]
+            parts = parts if dtype is None else [cast_model(part, dtype) for part in parts]
         here = parts_of.parameters_here(parts, tied)
         splits = {name: split for part in parts for name, split in parts_of.splits_of(part).items()}
         whole = WholeModel(shell, tied, splits, self.custom_policy)

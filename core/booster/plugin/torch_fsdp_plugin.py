@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ from core.booster.plugin.fsdp_options import (
 from core.booster.plugin.limit_agreement import check_limit
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
+from core.hugging_face.precision import kept_dtypes
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.loss_scaler import DynamicLossScaler
@@ -214,11 +215,13 @@ class TorchFSDPPlugin(DPPluginBase):
         mesh = mesh_of(self.process_group, self.sharding_strategy, device)
         originals = dict(model.named_parameters())
         tied = _tied_names(model)
+        buffer_dtype = getattr(self.mixed_precision, "buffer_dtype", None)
+        kept = () if buffer_dtype is None else kept_dtypes(model, buffer_dtype).keys()
         for dim in range(mesh.ndim):
             agree_on_model(model, mesh.get_group(dim), "TorchFSDPPlugin", warn_of_values=not self.sync_module_states)
         for unit in units:
             borders = {other.module for other in units} | ignored
-            self._prepare(unit, borders, mesh, device)
+            self._prepare(unit, borders, mesh, device, kept)
         for module in self.ignored_modules:
             module.to(device)
         _tie(model, tied)
@@ -235,8 +238,10 @@ class TorchFSDPPlugin(DPPluginBase):
                 optimizer = TorchAMPOptimizer(optimizer, self.loss_scaler or FP16TorchMixedPrecision().new_scaler())
         return TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler
 
-    def _prepare(self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-        """Give a unit's own tensors memory on the device, rank 0's values and their dtype."""
+    def _prepare(
+        self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device, kept: Collection[str]
+    ) -> None:
+        """Give a unit's own tensors memory on the device, rank 0's values and their dtype. kept: names not cast."""
         for path, module in own_modules(unit.module, borders, f"{unit.name}."):
             if any(tensor.is_meta for tensor in own_tensors(module)):
                 self._materialize(path.strip(".") or "the model", module, device)
@@ -247,8 +252,8 @@ class TorchFSDPPlugin(DPPluginBase):
                         dist.broadcast(tensor.data, group=mesh.get_group(dim), group_src=0)
             exempt = isinstance(module, tuple(getattr(self.mixed_precision, "_module_classes_to_ignore", ())))
             buffer_dtype = None if exempt else getattr(self.mixed_precision, "buffer_dtype", None)
-            for buffer in module.buffers(recurse=False):
-                if buffer_dtype is not None and buffer.is_floating_point():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer_dtype is not None and buffer.is_floating_point() and f"{path}{name}".strip(".") not in kept:
                     buffer.data = buffer.data.to(buffer_dtype)
 
     def _materialize(self, name: str, module: nn.Module, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.hugging_face.precision import cast_model
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
@@ -220,10 +221,10 @@ class ZeroPluginBase(DPPluginBase):
         return boosted, zero, criterion, dataloader, lr_scheduler
 
     def _cast(self, model: nn.Module) -> nn.Module:
-        """The model in `precision`, with linear layers that multiply in 8 bits if `use_fp8` says so."""
+        """The model in `precision` (`cast_model`), with linear layers that multiply in 8 bits if `use_fp8` says so."""
         dtype = DTYPES[self.precision]
         if dtype is not None:
-            model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
+            model = cast_model(model, dtype)
         if self.use_fp8 and not use_fp8_linears(model):
             raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
         return model
