@@ -35,16 +35,17 @@ class LayoutMismatch(RuntimeError):
     """The ranks of a group do not hold the same model, or not the same weights."""
 
 
-def bounds(values: Sequence[int], groups: Groups, what: str) -> tuple[list[int], list[int]]:
-    """The least and the largest of each value over all ranks: one small maximum a group."""
-    count = len(values)
-    told = [*(-value for value in values), *values]
+def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
+    """The least and the largest of each value over all ranks: one small maximum a group. values: numbers, or a [n]."""
+    both = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+    count, both = both.numel(), torch.cat([-both, both])
     for group in _chain(groups):
         with _asking(what, group):
-            both = torch.tensor(told, dtype=torch.int64, device=control_device(group))
+            both = both.to(control_device(group))
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
-            told = both.tolist()
-    return [-value for value in told[:count]], told[count:]
+            both = both.cpu()  # waits here
+    found = both.tolist()
+    return [-value for value in found[:count]], found[count:]
 
 
 def any(flag: bool, groups: Groups, what: str) -> bool:

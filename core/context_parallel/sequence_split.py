@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core import parallel_state
+from core.distributed.guard.inputs import note_whole
 
 
 def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: bool = False) -> None:
@@ -44,7 +45,7 @@ def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
     check_sequence_length(whole.shape[dim], cp)
     chunk = whole.shape[dim] // (2 * cp)
     head, tail = rank * chunk, (2 * cp - 1 - rank) * chunk
-    return torch.cat([whole.narrow(dim, head, chunk), whole.narrow(dim, tail, chunk)], dim)
+    return note_whole(whole, torch.cat([whole.narrow(dim, head, chunk), whole.narrow(dim, tail, chunk)], dim))
 
 
 def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:

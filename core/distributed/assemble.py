@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from core.distributed.contract.placement import Placement
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
+from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
 from core.distributed.layout.param_layout import BufferLayout
@@ -62,6 +64,15 @@ class Engine:
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
     model_watch: ModelWatch
+    make_first_steps: Callable[[], FirstSteps]
+
+    @functools.cached_property
+    def first_steps(self) -> FirstSteps:
+        """The watch of the first two steps, made in the first of them."""
+        watch = self.make_first_steps()
+        if watch.active:
+            self.reducer.at_begin = watch.note_begin
+        return watch
 
 
 def assemble(
@@ -130,6 +141,7 @@ def assemble(
         watch=nan_watch,
         take_gathers=dict if unsharder is None else unsharder.order.take,
     )
+    own_part = unsharder.own_part_of if unsharder is not None else lambda param: None
     return Engine(
         module,
         frozenset({id(module), *map(id, plan.params.values())}),
@@ -146,6 +158,7 @@ def assemble(
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
         watch,
+        functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, own_part),
     )
 
 

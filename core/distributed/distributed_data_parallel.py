@@ -118,7 +118,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_weights(engine.plan, self.groups, engine.param_sync.collectives)
         elif self.ddp_config.initial_weights == "check":
             finding = unequal_within_stage(engine.plan, self.groups)
-            refuse_unequal(finding, self.groups, at_wrap=True, trained=False)
+            refuse_unequal(finding, self.groups, step=0)
         if init is None and engine.unsharder is not None:
             for param in engine.plan.named.values():
                 engine.unsharder.cut(param)
@@ -202,11 +202,7 @@ class DistributedDataParallel(nn.Module):
         `note_param_write`, which every rank of the shard group calls.
         """
         engine = vars(self).get("engine")  # a copy has none
-        if engine is None or engine.unsharder is None or id(param) not in engine.unsharder.unit_of:
-            return None
-        unit = engine.unsharder.unit_of[id(param)]
-        part: tuple[int, torch.Tensor] = unit.own_part_of(unit.index_of[id(param)])
-        return part
+        return None if engine is None or engine.unsharder is None else engine.unsharder.own_part_of(param)
 
     def begin_param_update(self) -> None:
         """An optimizer is about to write this rank's shards of the parameters. Collective over the shard groups.
@@ -387,9 +383,15 @@ class DistributedDataParallel(nn.Module):
             buckets[name].restore(shard)
 
     def unequal_weights(self) -> Finding | None:
-        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
-        with self.reading():
-            return unequal_within_stage(self.plan, self.groups)
+        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies.
+
+        Of sharded parameters ranks compare their shards, of which data ranks hold no copies. Frozen ones that are
+        sharded are not compared: nothing writes them.
+        """
+        parts = ((name, self.param_shard(param)) for name, param in self.plan.named.items())
+        frozen = self.plan.frozen
+        shards = {name: part[1][:0] if name in frozen else part[1] for name, part in parts if part is not None}
+        return unequal_within_stage(self.plan, self.groups, shards=shards)
 
     def reading(self) -> AbstractContextManager[None]:
         """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""

@@ -93,7 +93,8 @@ class DistributedDataParallelConfig:
         of what is not split, stages), 'broadcast' the first rank's, or 'ignore'. Copies on several stages are checked
         in the first finalize_model_grads and are not broadcast.
     check_weights_interval: compare all of those copies in every so many finalize_model_grads, by checksums of their
-        memory, and name a drift; 0 for never. Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
+        memory, and name a drift; 0 for never, and never with initial_weights='ignore'. Megatron's
+        check_weight_hash_across_dp_replicas_interval, for all copies.
     check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
@@ -114,6 +115,8 @@ class DistributedDataParallelConfig:
         next backward: fewer gathers, and memory for the whole model.
     placement: which buckets stay whole, and which lie, or are stepped, in files below the device. None: all is sharded,
         as the strategy says, and lies on the device.
+    first_steps: 'check' the first two steps for what a wrong program does (see core/distributed/guard/first_steps.py),
+        'warn' where that would raise, or 'ignore' it.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -133,7 +136,7 @@ class DistributedDataParallelConfig:
     reduce_microbatches: Literal["last", "every"] | None = None
 
     initial_weights: Literal["check", "broadcast", "ignore"] = "check"
-    check_weights_interval: int = 0
+    check_weights_interval: int = 1000
     check_replicas: bool = False
     deterministic_reduction: bool = False
     record_nan_in_grad: bool = False
@@ -144,6 +147,7 @@ class DistributedDataParallelConfig:
     sync_rules: tuple[GradSyncRule, ...] = ()
     reshard_after_forward: bool = True
     placement: Placement | None = None
+    first_steps: Literal["check", "warn", "ignore"] = "check"
 
     def __post_init__(self) -> None:
         reshard = self.reshard_after_forward
@@ -193,6 +197,8 @@ class DistributedDataParallelConfig:
             raise ValueError(f"keep_params_whole {self.keep_params_whole!r} is not one of False, True, 'all'")
         if self.initial_weights not in ("check", "broadcast", "ignore"):
             raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
+        if self.first_steps not in ("check", "warn", "ignore"):
+            raise ValueError(f"first_steps {self.first_steps!r} is not one of check, warn, ignore")
         if self.scale_in_optimizer and self.average_in_collective:
             raise ValueError(
                 "scale_in_optimizer leaves the division by the data ranks to the optimizer, and "

@@ -15,6 +15,7 @@ from core.agree import SyncError
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
+from core.distributed.guard.first_steps import look
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.model_turns import link_chunks
@@ -248,27 +249,19 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
 
 
 def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
-    """Compare the copies of one model's weights: across stages in its first step, all of them at the interval."""
-    first, config = parts[0], parts[0].ddp_config
-    step = first.reducer.steps + 1
+    """Compare the copies of one model's weights, in its first two steps and at the interval."""
+    config, watch = parts[0].ddp_config, parts[0].engine.first_steps
+    step = parts[0].reducer.steps + 1
     is_due = config.check_weights_interval > 0 and step % config.check_weights_interval == 0
-    if not is_due and (step > 1 or config.initial_weights == "ignore"):
+    if config.initial_weights == "ignore" or not (is_due or watch.active or step == 1):
         return
-    findings = [part.unequal_weights() for part in parts] if is_due else []
+    findings = [part.unequal_weights() for part in parts] if is_due or watch.active else []
     with torch.no_grad(), ExitStack() as stack:  # nothing is saved for a backward, so chunks may be read together
         for part in parts:
             stack.enter_context(part.reading())
         findings.append(unequal_across_stages([part.plan for part in parts], groups))
     finding = next((found for found in findings if found is not None), None)
-    refuse_unequal(finding, groups, at_wrap=False, trained=step > 1)
-
-
-def _checks_replicas(chunk: DistributedDataParallel) -> bool:
-    """True always where the config says so; once for a model that says so, because its contracts were derived."""
-    if chunk.ddp_config.check_replicas:
-        return True
-    modules = chunk.module.modules() if chunk.reducer.steps == 0 else ()
-    return any(getattr(module, "check_replicas_in_first_step", False) for module in modules)
+    refuse_unequal(finding, groups, step=step, warns=watch.active and watch.warns)
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
@@ -281,5 +274,18 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
     for chunk in chunks:
         if chunk.large_watch is not None:
             chunk.large_watch.look()
-    if any(_checks_replicas(chunk) for chunk in chunks):
+    if any(chunk.ddp_config.check_replicas for chunk in chunks):
         check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)
+    for parts in models:
+        if parts[0].engine.first_steps.active:
+            _look(parts, groups)
+
+
+def _look(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
+    """Look at one of the first two steps of a model."""
+    watches = [part.engine.first_steps for part in parts]
+    with attributes_alone():
+        look(watches, groups, optimizer_steps=sum(part.step_guard.steps for part in parts))
+    if not watches[0].active:
+        for part in parts:
+            part.reducer.at_begin = None

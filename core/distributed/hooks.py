@@ -39,7 +39,7 @@ def hook(engine: Engine) -> None:
     """Set the hooks of an engine. They are removed when the engine goes, which leaves a plain module."""
     module = engine.module  # calling it without the wrapper is the same
     hooks = [
-        module.register_forward_pre_hook(_begin_forward, prepend=True),
+        module.register_forward_pre_hook(_begin_forward, prepend=True, with_kwargs=True),
         module.register_state_dict_pre_hook(_finish_gathers),
         module.register_load_state_dict_pre_hook(_finish_gathers),
     ]
@@ -63,7 +63,7 @@ def hook(engine: Engine) -> None:
     _ENGINES.add(engine)
 
 
-def _begin_forward(module: nn.Module, _inputs: Any) -> None:
+def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
     engine = engine_of(module)
     if engine is None:
@@ -80,6 +80,8 @@ def _begin_forward(module: nn.Module, _inputs: Any) -> None:
         engine.files.check()
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
+        if engine.first_steps.active:
+            engine.first_steps.note_forward(args, kwargs, trains=module.training)
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:

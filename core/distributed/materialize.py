@@ -130,7 +130,7 @@ def make_and_cut(
         if initial_weights == "broadcast":
             broadcast_weights(plan, groups, collectives, only=ready)
         for name, param in ready.items():
-            sums[name] = torch.tensor(checksum(param), device="cpu")
+            sums[name] = checksum(param).cpu()
             kept += param.nbytes
             unsharder.cut(param)
         if kept >= GIVEN_BACK:
@@ -138,7 +138,7 @@ def make_and_cut(
             kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
-        refuse_unequal(unequal_within_stage(plan, groups, sums), groups, at_wrap=True, trained=False)
+        refuse_unequal(unequal_within_stage(plan, groups, sums), groups, step=0)
     unsharder.publish()
 
 

@@ -111,7 +111,6 @@ def finish_adapters(
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
     setattr(adapted, REPORT, declare_whole(adapted, plan, tp, arguments, split_ones))
     refuse_whole_methods(adapted, plan.family, parallel_output=False)
-    adapted.check_replicas_in_first_step = True
 
 
 def with_adapters(

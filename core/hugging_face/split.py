@@ -176,7 +176,6 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         model.forward_stream = ForwardStream(groups)
         model.forward_stream.attach(model)
     setattr(model, REPORT, report)
-    model.check_replicas_in_first_step = tp * plan.ep > 1  # finalize_model_grads compares what must be equal, once
     return report
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
+from core.distributed.guard.first_steps import note_microbatch
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -192,8 +193,11 @@ class PipelineRunner:
             if position > 0 and position + 1 < len(self.param_syncs):
                 self.param_syncs[position + 1]()
         hidden = None if not received else received[0] if len(received) == 1 else received
+        is_last = self.stage_numbers[position] == self.layout.num_stages - 1
+        if is_last or self.stage_numbers[position] == 0:
+            note_microbatch(self.chunks[position], self.microbatches[number])
         output = self.forward_step(self.chunks[position], self.microbatches[number], hidden)
-        if self.stage_numbers[position] < self.layout.num_stages - 1:
+        if not is_last:
             return output
         loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
         return self._record(loss, number).to(LOSS_DTYPE).reshape(1)

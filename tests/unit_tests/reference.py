@@ -77,6 +77,11 @@ def wrap(
     )
 
 
+def wrap_unwatched(model: nn.Module, config: Any = None, **options: Any) -> DistributedDataParallel:
+    """`wrap` for gradients that a test makes, so that those of copies differ between ranks."""
+    return wrap(model, config, first_steps="ignore", **options)
+
+
 def whole_grads(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Every reduced gradient by name; where they are sharded, put together from all ranks' shards. Collective."""
     grads = {}

@@ -82,6 +82,7 @@ class Bucket(BucketMemory):
         self.owed: Callable[[], list[tuple[torch.Tensor, float]]] | None = None
         self.held: dict[int, torch.Tensor] = {}  # kept gradients that cannot be added to where they lie, if not dropped
         self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
+        self.optimizer_steps = 0  # that ours has made of earlier gradients
         self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
         self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
@@ -127,6 +128,7 @@ class Bucket(BucketMemory):
         self.give_back()
         if self.copied is not None:
             self.await_copy()
+        self.optimizer_steps += self.owed is not None
         self.gathered, self.owed = False, None
         self.pending_scale = 1.0
         self.sums = 0

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from core.distributed.contract.split_widths import params_beside_split_layers
 from core.process_groups import ProcessGroups
 from core.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
@@ -281,22 +280,13 @@ def read_contracts(
     Parameters of which layers have said the same have the same contract, which is worked out once. Only a rule of the
     user's may look at names, so those rules are asked for every parameter.
     """
-    modules = list(modules)
     embeddings = embeddings_of(modules)
-    beside = params_beside_split_layers(modules) if groups.size("tp") > 1 else set()
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
     known: dict[tuple[Tags, bool], GradientContract] = {}
     contracts: dict[str, GradientContract] = {}
     for name, param in named_params:
         tags = read_tags(param, embeddings)
         is_qk = _is_qk_layernorm(name, config)
-        if id(param) in beside and not is_qk and tags.declaration is None and tags.sequence_parallel is None:
-            raise ContractError(
-                f"parameter {name!r} {list(param.shape)} is replicated over {groups.size('tp')} tensor-parallel ranks "
-                "and lies beside split layers, of another width than what goes into them and comes out of them. If it "
-                "sees this rank's part of what they split, as a norm of queries sees this rank's heads, say so by "
-                "declare_gradient(param, partial_over=('tp',)); if all ranks see the same, by declare_gradient(param)"
-            )
         if (tags, is_qk) not in known:
             draft = _without_rules(name, tags, groups, config)
             known[tags, is_qk] = draft if names_matter else _with_rules(draft, rules, groups)

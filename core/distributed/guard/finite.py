@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -12,9 +13,14 @@ from core import agree
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 from core.process_groups import ProcessGroups, world_groups
+from core.rank_grid import DATA_KINDS, STAGE_CROSSING
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1
+# Gradients of copies are equal within this part of their norm: where all is computed in 32 bits or more, or in 16.
+FINE, COARSE = 1e-5, 1e-2
+MARKS_OFF = 1e-6  # equal marks of what is not finite differ by rounding
+NOISE = 0.05  # of the largest norm: a gradient that is zero but for rounding (a bias of keys) is not compared closer
 
 Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.first` tells all ranks the smallest
 
@@ -107,20 +113,20 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
         if seen is not None:
             return 0, rank, seen
     buckets = [bucket for watch in watches for bucket in watch.buckets]
-    found = [_all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
+    found = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
     if not found or bool(torch.stack(found).all()):
         return None
     for watch in watches:
         for bucket, i in _all_params(watch.buckets):
             part = bucket.valid_part(i)
-            if not _all_finite(part):
+            if not all_finite(part):
                 name = bucket.contracts[i].name
                 where = f"in its reduction in {part.dtype} or before it"
                 return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
     return None
 
 
-def _all_finite(values: torch.Tensor) -> torch.Tensor:
+def all_finite(values: torch.Tensor) -> torch.Tensor:
     """0-dim bool on the device of the values. One pass over them, and no synchronisation with the device."""
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
@@ -156,62 +162,160 @@ class LargeGradientWatch:
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
     """Raise ReplicaDriftError on all ranks if the copies of a parameter in some group got different gradients.
 
-    buckets: those of all chunks of this rank, because copies may lie in other chunks on other ranks. Ranks compare a
-    norm and a random projection of each parameter's valid part, in fp64, over each group that replicates it. Data
-    ranks do so where gradients are not sharded. Collective: every rank of the job.
+    buckets: those of all chunks of this rank, because copies may lie in other chunks on other ranks. Data ranks compare
+    too where gradients are not sharded. Collective: every rank of the job.
+    """
+    drift = agree.first(
+        unequal_gradients(buckets, groups, data=True), world_groups(groups), "the guard of equal copies"
+    )
+    if drift is not None:
+        raise ReplicaDriftError(drift[2])
+
+
+def unequal_gradients(
+    buckets: Sequence[Bucket], groups: ProcessGroups, *, data: bool = False, coarse: bool = False
+) -> Finding | None:
+    """The first parameter whose copies over some group have got different gradients. Collective over these groups.
+
+    Four numbers a parameter travel, in one maximum a group: the norm of its valid part, a random projection, marks of
+    what is not finite, and the tolerance. Copies are compared within a tolerance and not by bits: each rank computes
+    the gradient of its copy with kernels that may add in another order. A missing reduction is off by far more.
+
+    data: compare data ranks too, where gradients are not sharded. coarse: True if the model computes in 16 bits though
+    its parameters have more. Ranks of another group may not know of a finding; the caller lets all of them agree.
     """
     by_group: dict[str, list[tuple[Bucket, int]]] = {}
     for bucket, i in _all_params(buckets):
         contract = bucket.contracts[i]
         for name in contract.replicated_over:
             by_group.setdefault(name, []).append((bucket, i))
-        if bucket.whole:
+        if data and bucket.whole:
             by_group.setdefault(contract.data_group, []).append((bucket, i))
-    drift: Finding | None = None
+    coarse = coarse or any(_has_16_bits(dtype) for bucket in buckets for dtype in (bucket.dtype, *_dtypes(bucket)))
+    found: Finding | None = None
     for name in sorted(by_group):
         if groups.size(name) > 1:
-            found = _compare_over(name, by_group[name], groups.control(name))
-            # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
-            drift = drift or (None if found is None else (0, dist.get_rank(), found))
-    drift = agree.first(drift, world_groups(groups), "the guard of equal copies")
-    if drift is not None:
-        raise ReplicaDriftError(drift[2])
+            text = _compare_over(name, by_group[name], groups.control(name), COARSE if coarse else FINE)
+            found = found or (None if text is None else (2, dist.get_rank(), text))
+    return found
 
 
-def _compare_over(name: str, served: list[tuple[Bucket, int]], group: dist.ProcessGroup) -> str | None:
-    """The first difference between the ranks of a group, in words."""
-    sketches = torch.stack([_sketch(bucket.valid_part(i)).to(bucket.device) for bucket, i in served])  # [parameters, 3]
-    told = agree.gather(sketches.cpu(), group, f"the gradients of copies over group {name}")
-    ranks, everyone = list(told), list(told.values())
-    for rank, other in zip(ranks[1:], everyone[1:], strict=True):
-        for n, (bucket, i) in enumerate(served):
-            tolerance = 1e-2 if bucket.dtype.itemsize == 2 else 1e-5
-            norms = float(everyone[0][n, 0]), float(other[n, 0])
-            off = (other[n] - everyone[0][n]).abs()
-            elsewhere = bool(off[2] > 1e-9)
-            if elsewhere or bool((off[:2] > tolerance * max(norms)).any()):
-                also = ", and elements that are not finite are not the same ones" if elsewhere else ""
-                return (
-                    f"the gradient of {bucket.contracts[i].name!r} differs between ranks {ranks[0]} and {rank} of "
-                    f"group {name!r} {ranks}: norms {norms[0]:.6g} and {norms[1]:.6g}{also}. Both "
-                    "hold a copy of this parameter; a reduction is missing in its contract (see ddp.describe()), or "
-                    "the ranks saw different inputs"
-                )
-    return None
+def _compare_over(
+    name: str, served: Sequence[tuple[Bucket, int]], group: dist.ProcessGroup, tolerance: float
+) -> str | None:
+    """The first difference between the ranks of a group, in words. served: in the order of backward."""
+    directions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    sketches = torch.stack(
+        [_sketch(bucket.valid_part(i), tolerance, directions).to(bucket.device) for bucket, i in served]
+    )
+    what = f"the gradients of copies over group {name}"
+    ends = agree.bounds(sketches.reshape(-1), group, what)
+    low, high = (torch.tensor(end, dtype=torch.float64, device="cpu").view(sketches.shape) for end in ends)
+    limits = high[:, 3] * torch.maximum(high[:, 0], NOISE * high[:, 0].max())  # tolerances may differ between stages
+    off = high - low
+    differs = (off[:, 0] > limits) | (off[:, 1] > limits) | (off[:, 2] > MARKS_OFF)
+    if not bool(differs.any()):
+        return None
+    n = int(differs.int().argmax())
+    told = agree.gather(sketches[n].cpu(), group, what)
+    (first_rank, mine), *others = told.items()
+    rank, theirs = max(others, key=lambda other: float((other[1] - mine)[:3].abs().max()))
+    also = ", and elements that are not finite are not the same ones" if bool(off[n, 2] > MARKS_OFF) else ""
+    bucket, i = served[n]
+    return (
+        f"the gradient of {bucket.contracts[i].name!r} differs between ranks {first_rank} and {rank} of group "
+        f"{name!r} {list(told)}: norms {float(mine[0]):.6g} and {float(theirs[0]):.6g}{also}. Each of these ranks "
+        f"holds a copy of it, so they must be equal. {_cause(name, served, differs.tolist(), n)}"
+    )
 
 
-def _sketch(part: torch.Tensor) -> torch.Tensor:
-    """[norm, projection on a fixed random direction, the same projection of marks], in fp64.
+def _cause(name: str, served: Sequence[tuple[Bucket, int]], differs: Sequence[bool], first: int) -> str:
+    """What is likeliest wrong, from where in the model the copies differ, and its remedy. Pure."""
+    bucket, i = served[first]
+    count = sum(differs)
+    if name in DATA_KINDS:
+        return "Something has changed a gradient after its reduction on some ranks only; see ddp.describe()"
+    if name in STAGE_CROSSING:
+        return (
+            f"Copies on several stages get the sum of their gradients by a rule over {name!r}: ddp.describe() lists "
+            "none for this one, or something has changed it since"
+        )
+    contracts = [bucket.contracts[i] for bucket, i in served]
+    # What a rule makes equal says nothing about where the others begin to differ.
+    own = [
+        is_bad
+        for contract, is_bad in zip(contracts, differs, strict=True)
+        if is_bad or name not in (*contract.partial_over, *contract.averaged_over)
+    ]
+    modules = {c.name.rpartition(".")[0] for c, is_bad in zip(contracts, differs, strict=True) if is_bad}
+    if own[0] and 2 * count > len(own) and len(modules) > 1:
+        return (
+            f"{count} of {len(served)} copies differ, from the loss backwards, so these ranks have computed different "
+            f"outputs: likeliest the outputs of a split layer are not added over {name!r}, or the ranks saw different "
+            "inputs or dropped out other elements"
+        )
+    before = own[own.index(True) :]
+    if len(modules) > 1 and 4 * sum(before) >= 3 * len(before):  # the order is that of registration, not of the forward
+        return (
+            f"So do {count - 1} copies before it in the model, and those behind it are equal: likeliest the layer "
+            f"behind it is split and sends back only its own part of a gradient. Add the gradient of that layer's "
+            f"input over {name!r} in its backward"
+        )
+    tag = getattr(bucket.params[i], "sequence_parallel", None)
+    reason = (
+        "It says sequence_parallel=False; if its layer sees this rank's part of the sequence, set it True"
+        if tag is False
+        else "Likeliest it is used on what the ranks of this group split (heads, features, part of a sequence), and no "
+        f"rule adds its gradients: say declare_gradient(param, partial_over=({name!r},)), or "
+        "param.sequence_parallel = True under sequence parallelism"
+    )
+    return f"{reason}. Else the ranks saw different inputs. {count} of {len(served)} copies differ; see ddp.describe()"
 
-    The first two leave out what is not finite, because NaN equals nothing. The marks stand for NaN, Inf and -Inf.
+
+def _dtypes(bucket: Bucket) -> list[torch.dtype]:
+    return [param.dtype for param in bucket.params]
+
+
+def _has_16_bits(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize <= 2
+
+
+def _sketch(
+    part: torch.Tensor, tolerance: float, directions: dict[int, tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """[norm, projection, projection of marks, tolerance], in fp64; no synchronisation with the device.
+
+    The first two leave out what is not finite, because NaN equals nothing. The marks stand for NaN, Inf and -Inf. The
+    projection is on a fixed direction of rank one, of which two vectors of sqrt(numel) numbers are drawn.
     """
-    values = part.detach().to(torch.float64)
-    generator = torch.Generator("cpu").manual_seed(values.numel())  # the same numbers for every kind of device
-    direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
-    direction = (direction / max(1.0, float(direction.norm()))).to(values.device)
+    values = part.detach().to(torch.promote_types(part.dtype, torch.float32))
+    if values.numel() not in directions:
+        directions[values.numel()] = _direction(values)
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))
-    return torch.stack([torch.linalg.vector_norm(finite), finite @ direction, marks @ direction])
+    norm = torch.linalg.vector_norm(finite, dtype=torch.float64)
+    ends = [_project(flat, *directions[values.numel()]) for flat in (finite, marks.double())]
+    return torch.stack([norm, *ends, torch.full_like(norm, tolerance)])
+
+
+def _direction(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two normal vectors, of columns and of rows, so that a projection is about as large as what is projected."""
+    columns = max(1, math.isqrt(values.numel()))
+    rows = -(-values.numel() // columns)
+    generator = torch.Generator("cpu").manual_seed(values.numel())  # the same numbers for every kind of device
+    across, down = (torch.randn(n, generator=generator, device="cpu").to(values.device) for n in (columns, rows))
+    return across, down
+
+
+def _project(flat: torch.Tensor, across: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """0-dim fp64: the sum over rows and columns of value x across x down. The last row may be shorter."""
+    columns = across.numel()
+    body = flat.numel() // columns * columns
+    across = across.to(flat.dtype)
+    sums = [flat[:body].view(-1, columns) @ across]
+    if body < flat.numel():
+        sums.append(torch.dot(flat[body:], across[: flat.numel() - body]).reshape(1))
+    return torch.dot(torch.cat(sums).double(), down.double())
 
 
 def _all_params(buckets: Sequence[Bucket]) -> list[tuple[Bucket, int]]:

@@ -141,6 +141,7 @@ class StepGuard:
         self.reducer = reducer
         self.params = params
         self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
+        self.steps = 0  # of such optimizers, ever
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)
 
@@ -172,6 +173,7 @@ class StepGuard:
                 f"{type(optimizer).__name__} would step on gradients that are not divided yet: scale_in_optimizer=True "
                 "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
             )
+        self.steps += 1
 
     def not_ready(self) -> str | None:
         """Why an optimizer may not step now; None when it may."""

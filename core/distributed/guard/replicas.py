@@ -1,4 +1,4 @@
-"""Copies of a weight must be equal on all ranks that hold one. Ranks compare them at the start, and at an interval.
+"""Copies of a weight must be equal on all ranks that hold one. Ranks compare them in the first steps, then at times.
 
 Small parameters are compared and sent many at a time. Buffers of modules (running statistics) are not compared.
 """
@@ -6,6 +6,7 @@ Small parameters are compared and sent many at a time. Buffers of modules (runni
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -28,6 +29,21 @@ REMEDIES = {
     "another slice, set tensor_model_parallel = True on the parameter",
     ACROSS_STAGES: "Stages hold copies of one weight: draw them from one seed or load the same checkpoint before the "
     "first step; initial_weights='broadcast' does not reach across stages",
+}
+AFTER_THE_WRAP = (
+    "Some ranks have initialised, loaded or written them since. Do it before the wrap, or on all ranks alike."
+)
+RESTART = "Otherwise restart from a checkpoint that was saved before, and look for a lost message or damaged memory"
+CAUSES = {  # of weights that have become unequal in training, likeliest first
+    DATA: "Likeliest: a rank left out an optimizer's step, clipped alone, or stepped with another learning rate, decay "
+    "or seed; or weights were initialised or loaded again on some ranks. All data ranks make the same step. " + RESTART,
+    WITHIN_STAGE: "Likeliest: torch.nn.utils.clip_grad_norm_, which clips by the norm of one rank's own slices; clip "
+    "by OptimizerConfig(clip_grad=...) or optimizer.clip_grad_norm, which count every gradient once. Else: a rank left "
+    "out an optimizer's step, or stepped with another learning rate, decay or seed; or weights were initialised or "
+    "loaded again. " + RESTART,
+    ACROSS_STAGES: "Likeliest: torch.nn.utils.clip_grad_norm_, which clips by the norm of one stage; clip by "
+    "OptimizerConfig(clip_grad=...). Else: stages left out an optimizer's step, or stepped with another learning rate "
+    "or decay. " + RESTART,
 }
 SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
 PACK_NUMEL = 2**20  # elements of small ones that are copied together
@@ -68,7 +84,7 @@ def first_unequal(
     """
     named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
     with torch.inference_mode():  # autograd keeps no account of the views
-        sums = [checksum(_flat(pack)) for pack in packs_of(copies[0] for _, copies in named)]
+        sums = [checksum(_flat(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
     several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
     if agree.equal((sums, several), group, what):
         return None
@@ -92,18 +108,20 @@ def first_unequal(
 
 def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
     """The checksum of equal copies. Where a rank's own copies differ, the result differs from that of every rank."""
-    sums = {checksum(copy) for copy in copies}
+    sums = {tuple(checksum(copy).tolist()) for copy in copies}
     return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Three int64 sums over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Three int64 sums [3] over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
 
-    Equal for equal tensors; one changed element, or two exchanged ones, change at least one of the sums.
+    Equal for equal tensors; one changed element, or two exchanged ones, change at least one of the sums. They lie on
+    the tensor's device, which is not waited for.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
-        return 0, 0, 0
+        return torch.zeros(3, dtype=torch.int64, device=flat.device)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point else flat
     width = 61
@@ -113,7 +131,7 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int, int]:
     rows = torch.cat([body.sum(dim=1, dtype=torch.int64), tail.sum(dtype=torch.int64).reshape(1)])
     numbers = torch.arange(1, max(width, rows.numel()) + 1, device=flat.device)
     by_column, by_row = columns * numbers[:width], rows * numbers[: rows.numel()]
-    return int(columns.sum()), int(by_column.sum()), int(by_row.sum())
+    return torch.stack([columns.sum(), by_column.sum(), by_row.sum()])
 
 
 def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
@@ -125,19 +143,30 @@ def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str,
 
 
 def unequal_within_stage(
-    plan: ModelPlan, groups: ProcessGroups, values: Mapping[str, torch.Tensor] | None = None
+    plan: ModelPlan,
+    groups: ProcessGroups,
+    values: Mapping[str, torch.Tensor] | None = None,
+    shards: Mapping[str, torch.Tensor] | None = None,
 ) -> Finding | None:
     """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups.
 
-    values: by parameter what is compared in its place, such as a checksum.
+    values: by parameter what is compared in its place, such as a checksum. shards: likewise this rank's elements of
+    each sharded parameter, of which data ranks hold no copies, but those of other optimizer instances do.
     """
     finding: Finding | None = None
-    for name, held in _within_stage(plan, groups):
-        of = held if values is None else {key: values[key] for key in held}
-        found = first_unequal(((key, [value]) for key, value in of.items()), groups.control(name), name)
+    shards = shards or {}
+    held_over = [(name, name, held) for name, held in _within_stage(plan, groups)]
+    if shards:
+        held_over += [
+            (f"inter_{name}", name, plan.of_group(name)) for name in DATA_KINDS if groups.size(f"inter_{name}") > 1
+        ]
+    for name, kind, held in held_over:
+        of = {key: shards.get(key, param) for key, param in held.items()} if values is None else values
+        keys = [key for key in held if key not in shards or kind not in DATA_KINDS or name != kind]
+        found = first_unequal(((key, [of[key]]) for key in keys), groups.control(name), name)
         # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
-            finding = DATA if name in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
+            finding = DATA if kind in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
     return finding
 
 
@@ -145,6 +174,7 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
     """The first weight whose copies on several pipeline stages are not equal. Collective over groups across stages.
 
     plans: of one model's chunks on this rank, in the model's order; a weight of one name in several is one weight.
+    Sharded ones are read whole, because stages cut them at other elements.
     """
     finding: Finding | None = None
     for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):  # as in check_stages
@@ -166,22 +196,27 @@ def control_of_stage(groups: ProcessGroups) -> list[dist.ProcessGroup]:
     return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
-def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, at_wrap: bool, trained: bool) -> None:
+def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, step: int, warns: bool = False) -> None:
     """Raise the finding of any rank on all of them.
 
-    Collective: at the wrap over one stage, later over the job. trained: True if the weights have been trained.
+    Collective: at the wrap over one stage, later over the job. step: 0 at the wrap, then the step that is finalized.
+    warns: give a warning in place of an error.
     """
-    asked = control_of_stage(groups) if at_wrap else world_groups(groups)
+    asked = control_of_stage(groups) if step == 0 else world_groups(groups)
     finding = agree.first(finding, asked, "the guard of equal weights")
     if finding is None:
         return
-    kind, _, found = finding
-    if trained:
-        raise ReplicaDriftError(
-            f"{found}: a rank left out an optimizer's step, wrote to its weights alone, or has damaged memory. Restart "
-            "from a checkpoint that was saved before, after a check of its weights"
-        )
-    raise LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
+    kind, rank, found = finding
+    if step > 1:
+        error: Exception = ReplicaDriftError(f"{found}, in step {step}. {CAUSES[kind]}")
+    elif step == 1 and kind != ACROSS_STAGES:
+        error = LayoutMismatch(f"{found}, and they were equal at the wrap. {AFTER_THE_WRAP} {REMEDIES[kind]}")
+    else:
+        error = LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
+    if not warns:
+        raise error
+    if dist.get_rank() == rank:
+        warnings.warn(str(error), stacklevel=5)
 
 
 @torch.no_grad()

@@ -102,6 +102,7 @@ class GradReducer:
         self.microbatches = 0  # whose reduction was begun in this step
         self.in_microbatch = False  # True while the end of a running backward is going to be told
         self.no_sync_depth = 0
+        self.at_begin: Callable[[], None] | None = None  # before a step adds to gradients that are kept
         self.force_all_reduce = False
         self.steps = 0  # finalized, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
@@ -223,9 +224,7 @@ class GradReducer:
 
     def _agree(self, moment: Moment) -> bool:
         """Ask all ranks; True if some begin a backward while others end the step."""
-        return agree_on_step(
-            self.control, moment, self.microbatches, self.launches, may_join=self.may_join
-        ).goes_on
+        return agree_on_step(self.control, moment, self.microbatches, self.launches, may_join=self.may_join).goes_on
 
     # -- the beginning of a step ------------------------------------------------------------------------------------
 
@@ -239,6 +238,8 @@ class GradReducer:
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
+        if keep and self.at_begin is not None:
+            self.at_begin()
         for bucket in self.buckets:
             bucket.reset(keep=keep)
         if self.watch is not None:

@@ -331,6 +331,11 @@ class Unsharder:
         """Raise on all ranks if any has an error. Collective."""
         agree.refuse(error, list(self.control.values()), what)
 
+    def own_part_of(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
+        """`ParamUnit.own_part_of` of a sharded parameter; None for any other."""
+        unit = self.unit_of.get(id(param))
+        return None if unit is None else unit.own_part_of(unit.index_of[id(param)])
+
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("a load or an optimizer's step")
@@ -372,7 +377,7 @@ class Unsharder:
         unit = self.unit_of[id(param)]
         first, part = unit.own_part_of(unit.index_of[id(param)])
         part.copy_(values.reshape(-1)[first : first + part.numel()])
-        self.loaded[self._name_of(param)] = checksum(values)
+        self.loaded[self._name_of(param)] = checksum(values).tolist()
         return True
 
     def publish(self) -> None:

@@ -148,25 +148,6 @@ def test_a_contract_that_is_missing_is_found_in_the_first_step(rank: int, world:
 
 
 @ranks(2)
-def test_equal_copies_are_compared_in_the_first_step_only(rank: int, world: int) -> None:
-    from core.distributed import finalize_model_grads as face
-
-    asked: list[int] = []
-    module = __import__("sys").modules[face.__module__]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "check_replicas", lambda buckets, groups: asked.append(len(buckets)))
-        model = small("llama")
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-        split_model(model)
-        wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
-        for _ in range(3):
-            wrapped.zero_grad_buffer()
-            wrapped(input_ids=tokens()).logits.square().mean().backward()
-            finalize_model_grads([wrapped])
-    assert len(asked) == 1
-
-
-@ranks(2)
 @pytest.mark.parametrize(
     ("module", "change", "message"),
     [

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from core.distributed import ReplicaDriftError
 from core.distributed import finalize_model_grads as finalize_module
 from core.distributed.reduce import sync_rules as grad_sync
 from core.pipeline_parallel import PipelineLayout, plan_pipeline, runner, stage
@@ -82,6 +83,6 @@ def test_a_mutated_rule_is_caught(rank: int, world: int, mutation: str | None) -
         )
         try:
             check_steps(pipeline, build_whole(), 4, per_token=schedule == "ZBVZeroBubble")
-        except AssertionError:
+        except (AssertionError, ReplicaDriftError):  # the watch of the first steps sees some too
             red = True
     assert red == (mutation is not None)

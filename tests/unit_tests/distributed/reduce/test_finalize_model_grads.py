@@ -14,7 +14,7 @@ from core.distributed.reduce import sync_rules as grad_sync
 from core.model_parallel_config import ModelParallelConfig
 from tests.unit_tests.rank_codes import ODD, Bag, check, digits, step
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import wrap
+from tests.unit_tests.reference import wrap_unwatched as wrap
 
 both_strategies = pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 

@@ -27,7 +27,7 @@ from tests.unit_tests.rank_codes import (
     step,
 )
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import wrap
+from tests.unit_tests.reference import wrap_unwatched as wrap
 
 Scenario = tuple[list[DistributedDataParallel], list[dict[str, float]], dict[str, Any]]
 

@@ -217,7 +217,7 @@ def build(plan: Plan, config: ModelParallelConfig, rank: int, chunk: int) -> Dis
         if not split and kind not in ("declared", "averaged") and "expert" not in kind:
             bag.tag(name, sequence_parallel=sequence_parallel(plan) and "sequence" in kind)
     bag.unused = frozenset(name for name, _, _ in here if (rank, chunk, name) in plan.skipped)
-    return wrap(bag, config, disable_bucketing=chunk > 0, **plan.options)
+    return wrap(bag, config, disable_bucketing=chunk > 0, first_steps="ignore", **plan.options)
 
 
 def checked(plan: Plan, rank: int) -> Iterator[list[str]]:

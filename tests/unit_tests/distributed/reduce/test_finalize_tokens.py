@@ -17,7 +17,7 @@ from core.process_groups import ProcessGroups
 from tests.unit_tests.distributed.reduce.test_finalize_model_grads import both_strategies, start
 from tests.unit_tests.rank_codes import ODD, Bag, backward, check, digits, step
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import wrap
+from tests.unit_tests.reference import wrap_unwatched as wrap
 
 
 def count(number: int) -> torch.Tensor:

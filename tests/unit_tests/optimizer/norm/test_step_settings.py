@@ -182,7 +182,7 @@ def test_ranks_with_other_parts_of_the_model_are_compared_too(
     parallel_state.initialize_model_parallel(**{layout: 2})
     model = wrap(make_net(), data_parallel_sharding_strategy="optim")
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, grad_norm_type=norm_type), [model])
-    loss_of(model, rank, 0).backward()
+    loss_of(model, parallel_state.get_data_parallel_rank(), 0).backward()
     finalize_model_grads([model])
     if rank == 1:
         optimizer.param_groups[0]["lr"] = 0.2
