@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from core import agree, parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.distributed.guard.finite import ReplicaDriftError, check_replicas
+from core.distributed.guard.first_steps import paused
 from core.pipeline_parallel import PipelineRunner
 from core.process_groups import ProcessGroups
 from core.verify.causes import cause_of_bias, cause_of_gradient
@@ -129,7 +130,8 @@ def check_gradients(
         reference = Reference(job, build, reference_dtype, loss_fn)
         title = title or f"{dist.get_world_size()} ranks"
         noise = NOISE.get(compute, 1e-2)
-        report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
+        with paused([chunk.engine.first_steps for chunk in job.model.chunks]):
+            report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
         if optimizer_fn is not None and report.ok:
             report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(given)))
         return report
