@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from core import parallel_state
+from core.models import GPTModel
 from core.pipeline_parallel import plan_pipeline
-from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, check_steps, start_pipeline
+from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, check_steps, start_pipeline, whole_name
 from tests.unit_tests.ranks import ranks
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -24,6 +26,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "overlap": (False, True),
     "strategy": ("no_shard", "optim"),
     "extra_microbatches": (0, 2),
+    "frozen": ("nothing", "first stage", "last stage"),
 }
 
 
@@ -83,8 +86,23 @@ def run(case: dict[str, Any]) -> None:
         "data_parallel_sharding_strategy": case["strategy"],
         "bucket_size": 100,
     }
-    runner = start_pipeline(layout, schedule, tp=tp, config=config, ddp=ddp)
-    check_steps(runner, build_whole(num_layers=sum(layers), **model), count, per_token=case["per_token"])
+    whole = build_whole(num_layers=sum(layers), **model)
+    stage = {"nothing": None, "first stage": layout.stage(0), "last stage": layout.stage(stages - 1)}[case["frozen"]]
+    ends = {"first stage": ("embedding",), "last stage": ("decoder.final_", "output_layer")}.get(case["frozen"], ())
+    prefixes = (*ends, *(f"decoder.layers.{number}." for number in (stage.layer_numbers if stage else ())))
+    for name, param in whole.named_parameters():
+        param.requires_grad_(not name.startswith(prefixes) if prefixes else True)
+    trained = {name for name, param in whole.named_parameters() if param.requires_grad}
+
+    def freeze(parts: list[GPTModel]) -> None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        for part, number in zip(parts, layout.stages_of(rank), strict=True):
+            numbers = layout.stage(number).layer_numbers
+            for name, param in part.named_parameters():
+                param.requires_grad_(whole_name(name, numbers, tied=case["tied"]) in trained)
+
+    runner = start_pipeline(layout, schedule, tp=tp, config=config, ddp=ddp, prepare=freeze)
+    check_steps(runner, whole, count, per_token=case["per_token"])
 
 
 CASES = covering_cases()

@@ -1,0 +1,157 @@
+"""Random trainings of split Hugging Face models: each is that of one process. A failing case is shown with its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from core.booster import Booster
+from core.booster.plugin import HybridParallelPlugin
+from core.verify.in_double import InDouble
+from tests.unit_tests.hugging_face.models import small, tokens
+from tests.unit_tests.ranks import ranks
+
+WORLD, ROWS, STEPS = 4, 4, 3
+FROZEN: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "lower layers": ("model.embed_tokens", "model.layers.0.", "model.layers.1."),
+    "upper layers": ("model.layers.2.", "model.layers.3.", "model.norm", "lm_head"),
+    "embedding": ("model.embed_tokens", "lm_head"),
+    "one layer": ("model.layers.1.",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. lengths: of the rows, a number a step. chances: of each row's labels, that one counts."""
+
+    seed: int
+    family: str
+    tp: int
+    pp: int
+    options: dict[str, Any]
+    frozen: str
+    lengths: tuple[int, ...]
+    chances: tuple[float, ...]
+    max_norm: float
+    accumulates: bool
+    num_items: bool
+
+
+def draw(seed: int) -> Case:
+    rng = random.Random(seed)
+    tp, pp = rng.choice([(1, 2), (2, 2), (2, 1), (1, 1)])
+    accumulates = rng.random() < 0.3
+    options: dict[str, Any] = {"zero_stage": rng.choice([0, 1, 2, 3])}
+    if tp > 1 and rng.random() < 0.5:
+        options |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+    return Case(
+        seed,
+        "llama" if "sequence_parallelism_mode" in options else rng.choice(["llama", "qwen2", "qwen3"]),
+        tp,
+        pp,
+        options,
+        rng.choice(list(FROZEN)),
+        tuple(rng.choice([8, 12, 20]) for _ in range(STEPS)),
+        tuple(rng.choice([0.0, 0.1, 0.5, 1.0]) for _ in range(ROWS)),
+        rng.choice([0.0, 0.3]),
+        accumulates,
+        accumulates or rng.random() < 0.3,  # of two halves no rank knows the whole count
+    )
+
+
+def built(case: Case) -> Any:
+    model = small(case.family, num_hidden_layers=4)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(FROZEN[case.frozen] or ("none",)))
+    return model
+
+
+def batch_of(case: Case, step: int, data_rank: int) -> dict[str, torch.Tensor]:
+    ids = tokens(ROWS, case.lengths[step], seed=10 * step + data_rank)
+    generator = torch.Generator().manual_seed(case.seed + 100 * step + data_rank)
+    chances = torch.tensor(case.chances).roll(step + data_rank)[:, None]
+    labels = ids.where(torch.rand(ids.shape, generator=generator) < chances, -100)
+    labels[-1, -1] = ids[-1, -1]  # one counts on each rank
+    return {"input_ids": ids, "labels": labels}
+
+
+def descent(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.3)
+
+
+def trained_alone(case: Case, data_ranks: int) -> tuple[Any, list[float]]:
+    model = built(case)
+    optimizer = descent(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [batch_of(case, step, rank) for rank in range(data_ranks)]
+        ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        if case.max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+def check(case: Case) -> None:
+    data_ranks = WORLD // (case.tp * case.pp)
+    with InDouble():
+        reference, expected = trained_alone(case, data_ranks)
+        micro = {"num_microbatches": 2 if case.accumulates else ROWS} if case.pp > 1 else {}
+        plugin = HybridParallelPlugin(
+            case.tp, case.pp, precision="fp32", max_norm=case.max_norm, **{**micro, **case.options}
+        )
+        booster = Booster(plugin=plugin)
+        model = built(case)
+        model, optimizer, *_ = booster.boost(model, descent(model))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            batch = batch_of(case, step, plugin.data_rank())
+            count = sum(
+                int((batch_of(case, step, rank)["labels"][:, 1:] != -100).sum()) for rank in range(data_ranks)
+            )
+            total = 0.0
+            halves = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)] if case.accumulates else [slice(None)]
+            for number, half in enumerate(halves):
+                part: dict[str, Any] = {name: value[half] for name, value in batch.items()}
+                if case.num_items:
+                    part["num_items_in_batch"] = count
+                if number < len(halves) - 1:
+                    with booster.no_sync(model, optimizer):
+                        total += backward(booster, model, optimizer, case, part)
+                else:
+                    total += backward(booster, model, optimizer, case, part)
+            optimizer.step()
+            assert total == pytest.approx(expected[step], abs=1e-8), f"{case}: step {step}"
+        start = dict(built(case).named_parameters())
+        for name, value in booster.checkpoint_io.model_tensors(model):
+            if name in start:
+                wanted = reference.get_parameter(name).detach()
+                torch.testing.assert_close(
+                    value.to(wanted), wanted, rtol=1e-7, atol=1e-8, msg=lambda text, n=name: f"{case}: {n}: {text}"
+                )
+
+
+def backward(booster: Booster, model: Any, optimizer: Any, case: Case, part: dict[str, Any]) -> float:
+    if case.pp > 1:
+        return float(booster.execute_pipeline(iter([part]), model, None, optimizer)["loss"])
+    loss = model(**part).loss
+    booster.backward(loss, optimizer)
+    return float(loss.detach())
+
+
+@ranks(4)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 40))])
+def test_a_random_training_of_a_split_model_is_that_of_one_process(rank: int, world: int, seed: int) -> None:
+    check(draw(seed))
