@@ -19,6 +19,7 @@ from core.finetune.fields import checked
 from core.training.errors import ConfigError
 from core.training.text import open_text
 
+SPACE = "Ġ"  # as tokenizers of GPT-2's kind spell it
 STANDARD_LIBRARY_FILES = 100  # enough to see a loss fall, and tokenized in a second
 
 
@@ -149,13 +150,15 @@ def _tokenized(text: str, answers: Sequence[tuple[int, int]], tokenizer: Any, *,
         verbose=False,
     )
     ids, added = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
+    pieces = tokenizer.convert_ids_to_tokens(ids)
     learned = []
     reached = 0
-    for (start, end), is_added in zip(encoded["offset_mapping"], added, strict=True):
-        # A tokenizer that trims offsets gives a token of spaces no length; it has what the last token has left.
-        first = min(start, reached) if start == end else start
-        learned.append(not is_added and any(first < high and low < end for low, high in answers))
-        reached = reached if is_added else end
+    for piece, (start, end), is_added in zip(pieces, encoded["offset_mapping"], added, strict=True):
+        if is_added:
+            learned.append(False)
+            continue
+        first, reached = _with_spaces(piece, start, end, reached, text)
+        learned.append(any(first < high and low < reached for low, high in answers))
     end_mark = tokenizer.eos_token_id
     if special and end_mark is not None and (not ids or ids[-1] != end_mark):
         ids, added, learned = [*ids, end_mark], [*added, 1], [*learned, True]
@@ -165,6 +168,17 @@ def _tokenized(text: str, answers: Sequence[tuple[int, int]], tokenizer: Any, *,
         learned[place] = True
     ends = place < len(ids) or ids[-1:] == [end_mark]
     return Example(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool), is_text=False, ends=ends)
+
+
+def _with_spaces(piece: str, start: int, end: int, reached: int, text: str) -> tuple[int, int]:
+    """(start, end) of a token in its text, with the spaces that a tokenizer of GPT-2's kind leaves out of its place.
+
+    piece: the token as the vocabulary spells it. reached: the end of the token before.
+    """
+    before = len(piece) - len(piece.lstrip(SPACE))
+    after = len(piece) - len(piece.rstrip(SPACE)) if before < len(piece) else 0
+    is_trimmed = after > 0 and text[end - 1 : end] != " "
+    return min(start, max(reached, start - before)), end + after if is_trimmed else end
 
 
 def marked(example: Example, tokenizer: Any, width: int = 60) -> str:

@@ -23,7 +23,7 @@ from core.finetune.fields import unread
 from core.finetune.records import Example, encode, marked, read_records
 from core.training.errors import ConfigError
 
-FORMAT = 2  # changes whenever the same data would give other windows
+FORMAT = 3  # changes whenever the same data would give other windows
 MOST_NAMES = 8  # of fields, on one line
 UNLEARNED = -100  # the label of a token that has no loss
 IDS, LABELS, POSITIONS = range(3)

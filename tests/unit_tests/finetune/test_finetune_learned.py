@@ -1,6 +1,7 @@
 """What is learned of a record: every token that has a character of an answer, and the mark that ends it."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,33 @@ def test_spaces_that_a_tokenizer_gives_no_place_are_learned_in_answers_alone() -
     assert learned(record, tokenizer) == learned(record, byte_level(trims=False))
     assert "ĠĠĠ" in learned(record, tokenizer)
     assert learned({"prompt": "x    y", "completion": "x"}, tokenizer) == ["x", "</s>"]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte level, trimmed", "metaspace"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 20))])
+def test_tokens_that_cross_a_border_anywhere_are_learned(kind: str, seed: int) -> None:
+    """The reference adds up the lengths of the tokens: in bytes, or in characters after the space put in front."""
+    tokenizer, draw = KINDS[kind](), random.Random(seed)
+    letters = [
+        " ",
+        " ",
+        "    ",
+        "\n",
+        "x",
+        "y",
+        "2 + 2",
+        " = 4",
+        "Answer: blue",
+        "return",
+        *("é😀" if "byte" in kind else ""),
+    ]
+    for _ in range(60):
+        prompt, completion = ("".join(draw.choices(letters, k=draw.randint(1, 6))) for _ in range(2))
+        example = encode({"prompt": prompt, "completion": completion}, tokenizer, "")
+        sizes = [len(token) for token in tokenizer.convert_ids_to_tokens(example.ids[:-1])]
+        border = len(prompt.encode()) if "byte" in kind else sum(sizes) - len(completion)
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        assert example.learned.tolist() == [*(end > border for end in ends), True], (prompt, completion)
 
 
 @pytest.mark.parametrize("kind", KINDS)
