@@ -315,7 +315,7 @@ def _rank(rank: int, store: str, options: dict[str, Any], results: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Print a table a ratio; with --plots also the curves, and one step as a picture and a Perfetto trace."""
+    """Print a table a ratio; with --plots also the curves, and one step as a picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks overlap", description=__doc__)
     parser.add_argument("--ratios", nargs="+", choices=list(RATIOS), default=list(RATIOS))
     parser.add_argument("--layers-a-bucket", type=int, nargs="+", default=list(LAYERS_A_BUCKET))
@@ -354,11 +354,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _write_plots(folder: Path, results: Sequence[dict[str, Any]]) -> None:
-    from core.training.perfetto import write_trace
     from core.training.plots import draw_bucket_timeline
 
     folder.mkdir(parents=True, exist_ok=True)
     draw_curves(folder / "overlap_curve.png", results)
     trace = results[len(results) // 2]["_trace"]
     draw_bucket_timeline(folder / "overlap_step.png", trace)
-    write_trace(folder / "overlap_step.json", [trace])

@@ -208,8 +208,7 @@ class LoggingOptions:
     profile: bool = False  # write what torch's profiler sees of steps 3 to 5 on rank 0, with the names of their parts
     # TFLOP/s of one device, for the MFU in the step line; None for a table of devices, and no MFU where it has none
     peak_tflops: float | None = None
-    trace: bool = False  # write what every rank did in the last steps, for Perfetto, and draw it
-    trace_steps: int = 5  # the last steps that the Perfetto trace holds
+    trace: bool = False  # draw what every rank did in the last step
     plots: bool = True  # draw the loss and the time line of the last step
 
 

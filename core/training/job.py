@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -217,7 +216,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
     """
     config = trainer.config
     losses: list[float] = []
-    traces: deque[StepTrace] = deque(maxlen=config.logging.trace_steps)
+    trace: StepTrace | None = None
     validation_loss: float | None = None
     stopped = False
     started_s = time.perf_counter()
@@ -229,7 +228,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             result = trainer.train_step(stop_requested=signals.requested is not None)
             stopped = result.stop
             losses.append(result.loss)
-            traces.append(result.trace)
+            trace = result.trace
             if profiler is not None:
                 profiler.step()
             if reporter is not None:
@@ -251,7 +250,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
         if not stopped:
             validation_loss = trainer.validation_loss(signals.agreed)
             stopped = signals.reason is not None
-        all_traces = gather_traces(traces) if config.logging.trace else []
+        all_traces = gather_traces(trace) if config.logging.trace and trace is not None else []
         if reporter is not None:
             reporter.show_end(validation_loss, all_traces, stopped=stopped)
     return JobResult(losses, validation_loss, seconds, stopped)
@@ -263,15 +262,14 @@ def validates_after(step: int, config: RunConfig) -> bool:
     return every > 0 and step % every == 0 and step < config.run.last_step
 
 
-def gather_traces(traces: Sequence[StepTrace]) -> list[StepTrace]:
-    """The traces of all ranks, on rank 0; nothing elsewhere. Collective."""
-    for trace in traces:
-        trace.settle()
-    gathered: list[list[StepTrace]] | None = None
+def gather_traces(trace: StepTrace) -> list[StepTrace]:
+    """The last step's traces of all ranks, on rank 0; nothing elsewhere. Collective."""
+    trace.settle()
+    gathered: list[StepTrace] | None = None
     if dist.get_rank() == 0:
-        gathered = [[] for _ in range(dist.get_world_size())]
-    dist.gather_object(list(traces), gathered)
-    return [] if gathered is None else [trace for rank in gathered for trace in rank]
+        gathered = [trace] * dist.get_world_size()
+    dist.gather_object(trace, gathered)
+    return gathered or []
 
 
 def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:

@@ -46,7 +46,7 @@ RANGES: dict[str, dict[str, Range]] = {
         **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # of one machine
     },
     "checkpoint": {"every": SIZE, "keep": SIZE, "step": whole(0, SIZE.high)},
-    "logging": {"print_every": SIZE, "trace_steps": SIZE, "peak_tflops": POSITIVE},
+    "logging": {"print_every": SIZE, "peak_tflops": POSITIVE},
 }
 
 

@@ -15,7 +15,6 @@ from types import TracebackType
 from core import parallel_state
 from core.training.config import RunConfig
 from core.training.mfu import peak_of
-from core.training.perfetto import write_trace
 from core.training.plan import BatchPlan
 from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
 from core.training.progress import make_progress
@@ -99,11 +98,9 @@ class Reporter:
     def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
         """The run ended by itself or was asked to stop."""
         self.validation_loss = validation_loss
-        if traces:
+        if traces and self.config.logging.plots:
             with self.disk.forgiven():
-                write_trace(self.directory / "trace.json", traces)
-                if self.config.logging.plots:
-                    draw_schedule(self.directory / "schedule.png", traces)
+                draw_schedule(self.directory / "schedule.png", traces)
         records = self.log.records
         summary = {
             "steps": records[-1].step if records else 0,

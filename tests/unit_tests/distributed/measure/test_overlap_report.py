@@ -1,7 +1,6 @@
 """What was hidden and what exposed: intervals that one can check by hand, fake CUDA events, and real steps."""
 
 import contextlib
-import json
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock, resolve
 from core.distributed.wire.collectives import Handle
 from core.distributed.wire.overlap import covered, measure_overlap
-from core.training.perfetto import trace_events, write_trace
 from core.training.plots import draw_bucket_timeline
 from core.training.step_trace import Span, StepTrace, trace_of
 from tests.unit_tests.ranks import ranks
@@ -252,27 +250,13 @@ def test_a_settled_trace_keeps_the_gathers_that_its_own_step_waited_for() -> Non
     trace = StepTrace(0, 2, spans=[Span("forward", 4.0, 9.0)], gathers=[early, own])
     trace.settle()
     assert trace.gathers == [own] and trace.start_s == 4.0
-    rows = [e["ts"] for e in trace_events([trace]) if e["ph"] == "X"]
-    assert min(rows) == 0.0, "a gather that was launched before the step is still within the picture"
 
 
-def test_a_report_becomes_a_trace_whose_waits_follow_one_another_and_a_picture(tmp_path: Path) -> None:
+def test_a_report_becomes_a_trace_and_a_picture(tmp_path: Path) -> None:
     reductions = (event(0, 2, 8, (7, 8)), event(1, 5, 12, (8, 12)))
     gather = CollectiveEvent("parameters of bucket 0 (a .. b)", 1024, 1, None, 3, 2, 3)
     trace = trace_of(OverlapReport(reductions, (gather,)), rank=1, step=4)
     assert (trace.start_s, trace.end_s) == (1, 12)
-    slices = [e for e in trace_events([trace]) if e["ph"] == "X"]
-    waits = {e["name"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["tid"] == 0}
-    assert waits == {
-        "wait for bucket 0": (6, 1),
-        "wait for bucket 1": (7, 4),
-        "wait for parameters of bucket 0": (1, 1),
-    }
-    flights = sorted((e["ts"] / 1e6, e["dur"] / 1e6) for e in slices if e["name"] == "in flight")
-    assert flights == [(0, 2), (1, 6), (4, 7)]
-    assert {e["pid"] for e in slices} == {1} and len({e["tid"] for e in slices}) == 4
-    write_trace(tmp_path / "trace.json", [trace])
-    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == len(slices) + 4
     pytest.importorskip("matplotlib")
     draw_bucket_timeline(tmp_path / "step.png", trace)
     assert (tmp_path / "step.png").stat().st_size > 5000
