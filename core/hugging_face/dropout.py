@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +11,19 @@ from torch import nn
 
 from core import agree
 from core.process_groups import ProcessGroups
-from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM, dropout_seed, get_rng_tracker
+from core.tensor_parallel.dataflow import Dataflow
+from core.tensor_parallel.random import (
+    SEQUENCE_DROPOUT_STREAM,
+    RNGState,
+    begin_state,
+    current_state,
+    dropout_seed,
+    get_rng_tracker,
+    install_state,
+    seed_of,
+)
+
+REGIONS = "dropout_regions"  # the attribute of a split model that holds those over tp
 
 
 class ForwardStream:
@@ -54,3 +67,81 @@ class ForwardStream:
         seeds = agree.gather(torch.initial_seed(), alike, "the seed of dropout")
         seed = dropout_seed(SEQUENCE_DROPOUT_STREAM, seeds[min(seeds)], self.groups)
         tracker.add(SEQUENCE_DROPOUT_STREAM, seed)
+
+
+class SplitRegions:
+    """Hooks of modules that drop of what each rank has another part of: inside, a rank draws numbers of its own.
+
+    They follow from one number drawn outside and from the rank's place, so that recomputation by torch's checkpoint,
+    which puts the stream outside back, draws the same ones.
+    """
+
+    def __init__(self, axis: str, rank: int) -> None:
+        self.place = f"{axis} {rank}"
+        self._handles: list[Any] = []
+        self._outside: RNGState | None = None  # None outside
+        self._begun: list[bool] = []
+        self._paused: list[RNGState | None] = []
+
+    def attach(self, modules: Collection[nn.Module], inner: Collection[nn.Module] = ()) -> None:
+        """Put the hooks into modules. inner: modules among their children that drop of what ranks have copies of."""
+        for around, before, after in ((modules, self.begin, self.end), (inner, self.pause, self.resume)):
+            for module in around:
+                self._handles.append(module.register_forward_pre_hook(before))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        """Before a module."""
+        begins = module.training and self._outside is None
+        self._begun.append(begins)
+        if begins:
+            number = int(torch.randint(2**62, (), device="cpu"))
+            self._outside = current_state()
+            begin_state(seed_of(number, self.place))
+
+    def end(self, *_: Any) -> None:
+        """After a module, or after its error."""
+        if self._begun and self._begun.pop() and self._outside is not None:
+            install_state(self._outside)
+            self._outside = None
+
+    def pause(self, *_: Any) -> None:
+        """Before a module that drops of copies."""
+        self._paused.append(None if self._outside is None else current_state())
+        if self._outside is not None:
+            install_state(self._outside)
+
+    def resume(self, *_: Any) -> None:
+        """After a module that drops of copies."""
+        own = self._paused.pop() if self._paused else None
+        if own is not None:
+            self._outside = current_state()
+            install_state(own)
+
+
+def has_dropout(model: Any) -> bool:
+    """True if a module or the configuration names a probability above 0."""
+    config = model.config.get_text_config().to_dict()
+    named = [value for name, value in config.items() if "drop" in name]
+    held = [getattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(value, (int, float)) and value > 0 for value in (*named, *held))
+
+
+def drop_parts_apart(model: Any, flow: Dataflow, groups: ProcessGroups) -> None:
+    """Have ranks of tp drop elements of their own where a watched forward has shown that each has another part."""
+    before = getattr(model, REGIONS, None)
+    if before is not None:  # of the model that adapters were put around
+        before.remove()
+    if not has_dropout(model):
+        return
+    modules = dict(model.named_modules())
+    own = flow.drops[True] - flow.drops[False] - {""}
+    inner = [name for name in flow.drops[False] if any(name.startswith(f"{outer}.") for outer in own)]
+    regions = SplitRegions("tp", groups.rank("tp"))
+    regions.attach([modules[name] for name in own], [modules[name] for name in inner])
+    setattr(model, REGIONS, regions)

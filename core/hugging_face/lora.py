@@ -109,7 +109,7 @@ def finish_adapters(
     if "forward" in vars(model):  # of a stage
         arguments.update(received_example(model, arguments))
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
-    setattr(adapted, REPORT, declare_whole(adapted, plan, tp, arguments, split_ones))
+    setattr(adapted, REPORT, declare_whole(adapted, plan, groups, arguments, split_ones))
     refuse_whole_methods(adapted, plan.family, parallel_output=False)
 
 

@@ -23,10 +23,12 @@ from torch.utils import _pytree as tree
 
 from core.context_parallel.cut_sequence import CutSequence
 from core.hugging_face import partial_outputs
+from core.hugging_face.dropout import SplitRegions, has_dropout
 from core.hugging_face.plan import Plan, PlanError, Seam
 from core.hugging_face.seams import on_first, on_output
 from core.hugging_face.sequence_attention import register_attention
 from core.process_groups import ProcessGroups
+from core.tensor_parallel.mappings import group_rank
 
 OVER_TENSOR = ("split_gather", "ring")  # the same here: the ring of products in place of the gather is not
 OVER_CONTEXT = ("all_to_all", "ring_attn")
@@ -73,6 +75,8 @@ class SequenceParallel(CutSequence):
         for layer in present:
             layer.register_forward_pre_hook(partial(self.enter_layer, layer is present[0]), with_kwargs=True)
         present[-1].register_forward_hook(self.leave_layers)
+        if has_dropout(model):
+            SplitRegions("cp", group_rank(self.group)).attach(present)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse a length that cannot be cut; documents of `cu_seq_lens_q` become position ids."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.hugging_face.dropout import ForwardStream
+from core.hugging_face.dropout import ForwardStream, drop_parts_apart
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
@@ -152,7 +152,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
             place_seams(modules, plan, groups)
     report = SplitReport(plan, tp, frozenset(), frozenset())
     if tp > 1:
-        report = declare_whole(model, plan, tp, arguments, [parameters[n] for n in parameters if n in plan.splits])
+        report = declare_whole(model, plan, groups, arguments, [parameters[n] for n in parameters if n in plan.splits])
     if sequence is not None:
         sequence.attach(model, layers)
         with refusing_failures(plan, f"with {mode!r}"):
@@ -203,7 +203,7 @@ def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: Proce
 
 
 def declare_whole(
-    model: nn.Module, plan: Plan, tp: int, arguments: dict[str, Any], split: Collection[nn.Parameter]
+    model: nn.Module, plan: Plan, groups: ProcessGroups, arguments: dict[str, Any], split: Collection[nn.Parameter]
 ) -> SplitReport:
     """Give whole parameters that learn their contracts, by what one watched forward of a split model shows.
 
@@ -228,7 +228,8 @@ def declare_whole(
             declare_gradient(parameter, partial_over=("tp",))
         elif name not in unseen:
             declare_gradient(parameter)
-    return SplitReport(plan, tp, frozenset(partial_ones), frozenset(unseen))
+    drop_parts_apart(model, flow, groups)
+    return SplitReport(plan, groups.size("tp"), frozenset(partial_ones), frozenset(unseen))
 
 
 def output_of(model: Any, arguments: Mapping[str, Any]) -> Tensor:

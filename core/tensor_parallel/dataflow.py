@@ -21,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
 COPIED = frozenset([""])  # no parameter has this name
+ATTENTION = "scaled_dot_product_attention"  # it drops weights of its own
 
 
 class Dataflow(TorchFunctionMode):
     """What whole parameters and activations meet in the forward that runs inside it.
 
     partial: parameters that meet split tensors. complete: parameters that are used where all ranks compute the same.
-    A parameter may be both. faults: what no contract can make right, such as a whole activation that meets a split
+    A parameter may be both. drops: modules that drop elements of split tensors, and those that drop of whole ones,
+    children not counted. faults: what no contract can make right, such as a whole activation that meets a split
     tensor, each in a sentence.
 
     States of a tensor: split, by its storage, so that views and in-place writes are seen; copied (a seam sums its
@@ -40,6 +42,7 @@ class Dataflow(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.partial: set[str] = set()
         self.complete: set[str] = set()
+        self.drops: dict[bool, set[str]] = {True: set(), False: set()}  # by whether what they drop of is split
         self.faults: list[str] = []
         self._split = {id(parameter) for parameter in split}
         self._split_storages: dict[int, Tensor] = {}
@@ -141,7 +144,10 @@ class Dataflow(TorchFunctionMode):
             outputs = inputs[:1]
         if not inputs or not outputs:
             return output
-        if any(self._is_split(tensor) for tensor in inputs):
+        is_split = any(self._is_split(tensor) for tensor in inputs)
+        if "dropout" in name or name == ATTENTION:
+            self.drops[is_split].add(self._where[-1] if self._where else "")
+        if is_split:
             for tensor in outputs:
                 self._mark_split(tensor)
             if any(tensor.requires_grad for tensor in outputs):

@@ -56,17 +56,26 @@ class RNGState(TypedDict):
     gpu: Tensor | None
 
 
-def _current(seed: int = 0) -> RNGState:
+def current_state(seed: int = 0) -> RNGState:
+    """Where torch's default generators stand, on the CPU and on this rank's GPU."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return RNGState(seed=seed, cpu=torch.get_rng_state(), gpu=gpu)
 
 
-def _install(state: RNGState) -> None:
+def install_state(state: RNGState) -> None:
+    """Put torch's default generators to where a state says."""
     torch.set_rng_state(state["cpu"])
     if state["gpu"] is not None:
         torch.cuda.set_rng_state(state["gpu"])
     elif torch.cuda.is_initialized():  # CUDA was first used after the stream began
         torch.cuda.manual_seed(state["seed"])
+
+
+def begin_state(seed: int) -> None:
+    """Begin a stream in torch's default generators, on the CPU and on this rank's GPU once that is used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 class RNGStatesTracker:
@@ -95,13 +104,11 @@ class RNGStatesTracker:
             raise ValueError(f"random stream {name!r} exists already; reset() the tracker before seeding it again")
         if seed in self._seeds:
             raise ValueError(f"seed {seed} of random stream {name!r} is that of another stream; choose another")
-        before = _current()
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
-        self._states[name] = _current(seed)
+        before = current_state()
+        begin_state(seed)
+        self._states[name] = current_state(seed)
         self._seeds.add(seed)
-        _install(before)
+        install_state(before)
 
     def __contains__(self, name: str) -> bool:
         return name in self._states
@@ -114,13 +121,13 @@ class RNGStatesTracker:
                 f"random stream {name!r} was never seeded (there are: {sorted(self._states) or 'none'}); call "
                 "core.tensor_parallel.model_parallel_manual_seed(seed) on every rank after initialize_model_parallel"
             )
-        before = _current()
-        _install(self._states[name])
+        before = current_state()
+        install_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _current(self._states[name]["seed"])
-            _install(before)
+            self._states[name] = current_state(self._states[name]["seed"])
+            install_state(before)
 
 
 _TRACKER = RNGStatesTracker()  # one a process, as torch's default generator is
@@ -149,9 +156,12 @@ def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = 
 
 def dropout_seed(stream: str, seed: int, groups: ProcessGroups) -> int:
     """The seed of one of the streams of dropout at this rank's place, from the job's seed."""
-    place = [f"{axis} {groups.rank(axis)}" for axis in DROPOUT_STREAMS[stream]]
-    digest = hashlib.sha256(f"{seed}/{stream}/{'/'.join(place)}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return seed_of(seed, stream, *(f"{axis} {groups.rank(axis)}" for axis in DROPOUT_STREAMS[stream]))
+
+
+def seed_of(*words: object) -> int:
+    """A seed that all of these decide, and that is another one where any of them is."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:8], "big") >> 1
 
 
 # The names users of Megatron know; nothing in them needs CUDA.

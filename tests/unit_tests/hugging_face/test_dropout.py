@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from core import parallel_state
@@ -98,6 +100,72 @@ def test_layers_that_run_again_in_backward_drop_the_same(rank: int, world: int, 
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     model_parallel_manual_seed(4)
     assert not torch.allclose(model(tokens(), labels=tokens()).loss, loss)
+    get_rng_tracker().reset()
+
+
+class Drawn:
+    """What would be drawn next where dropout and attention are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.numbers: dict[str, list[Tensor]] = {"dropout": [], "attention": []}
+        for kind, name in {"dropout": "dropout", "attention": "scaled_dot_product_attention"}.items():
+            monkeypatch.setattr(F, name, partial(self.call, kind, getattr(F, name)))
+
+    def call(self, kind: str, function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.random.fork_rng():
+            self.numbers[kind].append(torch.rand(8))
+        return function(*args, **kwargs)
+
+
+@ranks(2)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_heads_are_dropped_by_each_rank_in_its_own_way(rank: int, world: int, adapters: bool) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = small("gpt2", **DROPS)
+    split_model(model)
+    if adapters:
+        peft = pytest.importorskip("peft")
+        named = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+        model = add_lora(model, peft.LoraConfig(r=2, lora_dropout=0.3, init_lora_weights=False, **named))
+    model_parallel_manual_seed(3)
+    model.train()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        drawn = Drawn(monkeypatch)
+        logits = model(tokens()).logits.detach()
+    alike(logits)
+    assert len(drawn.numbers["attention"]) == 2
+    for number in drawn.numbers["attention"]:
+        alike(number, "tp")
+    split_inputs = 0
+    for number in drawn.numbers["dropout"]:
+        both = from_all(number)
+        split_inputs += not torch.equal(both[0], both[1])
+    # Of adapters, those of the two row layers in each block have a split input: of attention, and of the MLP.
+    assert (split_inputs, len(drawn.numbers["dropout"])) == ((4, 11) if adapters else (0, 5))
+    get_rng_tracker().reset()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.in_suite()
+def test_positions_are_dropped_by_each_rank_of_a_cut_sequence_in_its_own_way(rank: int, world: int, mode: str) -> None:
+    tp = world // 2
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=2)
+    model = small("gpt2", **{**DROPS, "attn_pdrop": 0.0 if mode == "ring_attn" else 0.3})
+    split_model(model, sequence_parallel=mode)
+    model_parallel_manual_seed(3)
+    model.train()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        drawn = Drawn(monkeypatch)
+        logits = model(tokens()).logits.detach()
+    alike(logits)
+    embeddings, *layers = drawn.numbers["dropout"]
+    alike(embeddings)
+    assert len(layers) == 4
+    for number in layers:
+        alike(number, "cp")
+    for number in drawn.numbers["attention"]:
+        alike(number, "cp", "tp")
     get_rng_tracker().reset()
 
 
