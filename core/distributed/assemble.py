@@ -31,6 +31,7 @@ from core.distributed.layout.model_plan import ModelPlan, option_table, plan_mod
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
+from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
@@ -63,6 +64,7 @@ class Engine:
     files: FileTier | None  # files that gradients or parameters lie in: steps look at them on the way
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
+    buffer_sync: BufferSync | None  # where buffers of modules are broadcast
     model_watch: ModelWatch
     make_first_steps: Callable[[], FirstSteps]
 
@@ -157,6 +159,7 @@ def assemble(
         files if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
+        BufferSync.of(module, plan.contracts, groups) if ddp_config.broadcast_buffers else None,
         watch,
         functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, own_part),
     )

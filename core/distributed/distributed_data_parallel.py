@@ -125,6 +125,8 @@ class DistributedDataParallel(nn.Module):
             engine.unsharder.publish()
         if engine.unsharder is not None:
             huge_pages.give_back()  # what was freed while the weights were cut
+        if engine.buffer_sync is not None:
+            engine.buffer_sync.broadcast()
         hook(engine)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -138,6 +140,10 @@ class DistributedDataParallel(nn.Module):
             watch = engine.model_watch
             if watch.numels != list(map(torch.Tensor.numel, watch.params)):  # 0.05 ms for 1,000 parameters
                 watch.refuse_reshaped()
+        if engine is not None and engine.buffer_sync is not None:
+            syncs = torch.is_grad_enabled() and self.reducer.no_sync_depth == 0
+            once = self.reducer.shards_gradients
+            engine.buffer_sync.before_forward(self.reducer.steps, syncs=syncs, once_a_step=once)
         if engine is None or engine.unsharder is None:
             return self.module(*inputs, **kwargs)
         with engine.unsharder.reading():

@@ -117,6 +117,11 @@ class DistributedDataParallelConfig:
         as the strategy says, and lies on the device.
     first_steps: 'check' the first two steps for what a wrong program does (see core/distributed/guard/first_steps.py),
         'warn' where that would raise, or 'ignore' it.
+    broadcast_buffers: torch DDP's option of this name. True: a forward begins with the first data rank's buffers of
+        modules, such as a BatchNorm's statistics, if the forward before it recorded gradients outside no_sync; in one
+        broadcast, and in none where there are no buffers. Where gradients are sharded, once a step. All ranks then run
+        equally many forwards of the wrapper. False: each rank keeps its own. None: False, but True in
+        core.integrations, as with torch's DDP.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -148,6 +153,7 @@ class DistributedDataParallelConfig:
     reshard_after_forward: bool = True
     placement: Placement | None = None
     first_steps: Literal["check", "warn", "ignore"] = "check"
+    broadcast_buffers: bool | None = None
 
     def __post_init__(self) -> None:
         reshard = self.reshard_after_forward

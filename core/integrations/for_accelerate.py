@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.integrations.loop_optimizer import LoopOptimizer, data_parallel_groups, default_config, finalize_new
+from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
 from core.training.extras import require
 
@@ -35,7 +36,7 @@ class AcceleratorParts(Base):
         _check_parallelism(given.get("parallelism_config"))
         super().__init__(*args, **kwargs)
         _check_parallelism(self.parallelism_config)  # which environment variables may have made
-        self.ddp_config = default_config() if ddp_config is None else ddp_config
+        self.ddp_config = config_or_default(ddp_config)
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
                 f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
@@ -63,21 +64,32 @@ class AcceleratorParts(Base):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Move the model, put autocast around its forward, and wrap it. Collective."""
-        if getattr(model, "_is_accelerate_prepared", False) or not self.use_distributed:
+        """Move the model, put autocast around its forward, and wrap it. Collective.
+
+        evaluation_mode: True to leave it unwrapped; a later call wraps it, as where a Trainer evaluates, then trains.
+        """
+        if isinstance(model, DistributedDataParallel) or not self.use_distributed:
             return super().prepare_model(model, device_placement, evaluation_mode)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if evaluation_mode or not any(param.requires_grad for param in prepared.parameters()):
-            return prepared
+        known = next((wrapped for wrapped in self._wrapped() if wrapped.module is prepared), None)
+        if evaluation_mode or known is not None or not any(param.requires_grad for param in prepared.parameters()):
+            return prepared if evaluation_mode or known is None else known
         groups = data_parallel_groups("accelerate")
-        wrapped = DistributedDataParallel(None, self.ddp_config, prepared, pg_collection=groups)
+        config = self.ddp_config
+        if not getattr(self.ddp_handler, "broadcast_buffers", True):
+            config = replace(config, broadcast_buffers=False)
+        wrapped = DistributedDataParallel(None, config, prepared, pg_collection=groups)
         wrapped._is_accelerate_prepared = True
-        self._models[-1] = wrapped
+        self._models[:] = [each for each in self._models if each is not prepared]
+        self._models.append(wrapped)
         return wrapped
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Let the optimizer step this rank's part of its model. Collective. ValueError where no model is prepared."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not self.use_distributed:
+            ours = getattr(optimizer, "optimizer", None)
+            if isinstance(ours, LoopOptimizer) and ours.model_chunks[0] not in self._models:
+                self._models.append(ours.model_chunks[0])  # a Trainer's second training has forgotten it
             return super().prepare_optimizer(optimizer, device_placement)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in self._wrapped():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.integrations.loop_optimizer import LoopOptimizer, data_parallel_groups, default_config, finalize_new
+from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
 from core.training.extras import require
 
@@ -39,7 +39,7 @@ class StrategyParts(Base):
                 f"FabricStrategy was given {', '.join(sorted(self._ddp_kwargs))}, which speak to torch's DDP; say it "
                 "in ddp_config=DistributedDataParallelConfig(...), or leave it out"
             )
-        self.ddp_config = default_config() if ddp_config is None else ddp_config
+        self.ddp_config = config_or_default(ddp_config)
         self.wrapped: list[DistributedDataParallel] = []
         self._backward_sync_control = SyncControl()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,9 +123,12 @@ def _check_parameters(model: DistributedDataParallel, user: torch.optim.Optimize
         )
 
 
-def default_config() -> DistributedDataParallelConfig:
-    """As torch's DDP does: whole gradients on every rank, reduced during backward; the weights of rank 0."""
-    return DistributedDataParallelConfig(overlap_grad_reduce=True, initial_weights="broadcast")
+def config_or_default(given: DistributedDataParallelConfig | None) -> DistributedDataParallelConfig:
+    """As torch's DDP does, where it is not given: whole gradients on every rank, reduced during backward; the weights
+    of rank 0. Its buffers in any case, unless the config says False.
+    """
+    config = given or DistributedDataParallelConfig(overlap_grad_reduce=True, initial_weights="broadcast")
+    return replace(config, broadcast_buffers=True) if config.broadcast_buffers is None else config
 
 
 def data_parallel_groups(library: str) -> Any:

@@ -240,3 +240,40 @@ def test_another_name_is_refused_with_those_that_there_are() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'Lightning'; known are Accelerator, Trainer"):
         _ = core.integrations.Lightning
+
+
+@ranks(2)
+@pytest.mark.parametrize("says", [None, False])
+def test_batchnorm_evaluates_alike_on_all_ranks_as_with_accelerate_alone(
+    rank: int, world: int, says: bool | None
+) -> None:
+    """Rank 0's statistics count, where nobody asks for anything; `broadcast_buffers=False` of its handler is obeyed."""
+    from accelerate import Accelerator as Alone
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from core.integrations import Accelerator
+
+    found = {}
+    for kind in (Accelerator, Alone):
+        with launched(rank, world):
+            handlers = [] if says is None else [DistributedDataParallelKwargs(broadcast_buffers=says)]
+            accelerator = kind(cpu=True, kwargs_handlers=handlers)
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(3):
+                accelerator.backward(loss_of(model, rank, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                found[kind] = float(loss_of(model, 0, 9))
+    assert found[Accelerator] == pytest.approx(found[Alone], rel=1e-9)
+    everyone = accelerator_values(found[Accelerator], world)
+    assert (everyone[0] == everyone[1]) == (says is None)
+
+
+def accelerator_values(value: float, world: int) -> list[float]:
+    values = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
+    dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
+    return [float(each) for each in values]

@@ -149,3 +149,25 @@ def test_evaluation_counts_every_row_once(rank: int, world: int, tmp_path: Path)
                 tokens, labels = (torch.stack([row[name] for row in batch]) for name in ("input_ids", "labels"))
                 losses.append(float(model(input_ids=tokens, labels=labels).loss))
         assert found == pytest.approx(sum(losses) / len(losses), abs=2e-4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_evaluation_and_prediction_before_training_change_nothing(
+    rank: int, world: int, strategy: str, tmp_path: Path
+) -> None:
+    with launched(rank, world):
+        trainer = trainer_of(tmp_path, strategy, per_device_eval_batch_size=4)
+        fresh = trainer.evaluate(Rows())["eval_loss"]
+        assert trainer.predict(Rows()).metrics["test_loss"] == pytest.approx(fresh)
+        trainer.train()
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        expected, _, _ = on_one_process()
+        assert_trained(trainer.model_wrapped.state_dict(), expected)
+        assert trainer.evaluate(Rows())["eval_loss"] < fresh
+        trainer.args.max_steps = STEPS + 1
+        trainer.train()  # once more: a fresh schedule, and the same optimizer
+        assert trainer.state.global_step == STEPS + 1
+        with trainer.model_wrapped.gathered():
+            kept = dict(trainer.model.state_dict())
+            assert (kept["lm_head.weight"] - expected.lm_head.weight).abs().max() > 1e-3

@@ -1,0 +1,108 @@
+"""BufferSync: buffers of modules, such as a BatchNorm's statistics, are the first data rank's before a forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import agree
+from core.distributed.buffer.param_unit import new_lane
+from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.wire.collectives import Collectives
+from core.process_groups import ProcessGroups
+from core.rank_grid import DATA_KINDS
+
+Named = dict[str, torch.Tensor]
+
+
+class BufferSync:
+    """Torch DDP's `broadcast_buffers` for one wrapped model chunk: one broadcast a data group, in bytes.
+
+    As with torch, a forward is preceded by a broadcast if the forward before it recorded gradients outside `no_sync`.
+    So an evaluation after a training step sees the first rank's buffers. Where gradients are sharded a broadcast in the
+    middle of a step could wait for a rank that waits for memory, so there a step has one.
+
+    Collective over the data groups: all ranks run equally many forwards. Raises LayoutMismatch where ranks hold other
+    buffers.
+    """
+
+    def __init__(self, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups) -> None:
+        self.module = module
+        self.of_experts = frozenset(_buffers_of_experts(module, contracts))
+        self.kinds = [kind for kind in DATA_KINDS if groups.size(kind) > 1]
+        tables = []
+        for kind in self.kinds:
+            table = [f"buffer {name!r} of {list(b.shape)} {b.dtype}" for name, b in self.named(kind).items()]
+            tables.append((f"data group {kind!r}", groups.control(kind), table))
+        agree.same(tables)
+        # Apart from reductions, of which ranks may have launched unequally many.
+        self.lanes = {kind: new_lane(groups.require(kind)) for kind in self.kinds if self.named(kind)}
+        self.collectives = Collectives()
+        self.is_due = True
+        self.last_step = -1  # finalized steps when the last broadcast was made
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups
+    ) -> BufferSync | None:
+        """For the buffers of a module; None where there is nothing to broadcast. Collective over the data groups."""
+        made = cls(module, contracts, groups)
+        return made if made.lanes else None
+
+    def before_forward(self, steps: int, *, syncs: bool, once_a_step: bool) -> None:
+        """Broadcast if one is due. steps: finalized so far. syncs: True if this forward's gradients will be reduced."""
+        was_due, self.is_due = self.is_due, syncs
+        if was_due and not (once_a_step and steps == self.last_step):
+            self.last_step = steps
+            self.broadcast()
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Write the first rank's buffers into those of all ranks. Collective."""
+        for kind, lane in self.lanes.items():
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for buffer in self.named(kind).values():
+                by_device.setdefault(buffer.device, []).append(buffer.data)
+            for buffers in by_device.values():
+                buffers.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its dtype may
+                packed = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
+                self.collectives.broadcast(packed, lane, "the buffers of modules")
+                if dist.get_rank(lane) > 0:
+                    _unpack(packed, buffers)
+
+    def named(self, kind: str) -> Named:
+        """The buffers of dense or of expert modules, as they are registered now."""
+        wants_experts = kind != DATA_KINDS[0]
+        return {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if buffer.numel() and buffer.layout is torch.strided and (name in self.of_experts) == wants_experts
+        }
+
+
+def _unpack(packed: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+    """Through `.data`, because a graph that has saved a buffer must not take the same values for a change."""
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    for buffer, begin, size in zip(buffers, itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        buffer.copy_(packed[begin : begin + size].view(buffer.dtype).view(buffer.shape))
+
+
+def _buffers_of_experts(module: nn.Module, contracts: Mapping[str, GradientContract]) -> Collection[str]:
+    """Names of buffers whose nearest module with parameters of its own, or below it, has those of experts alone."""
+    experts = {name for name, contract in contracts.items() if contract.data_group != DATA_KINDS[0]}
+    found = []
+    for name, _ in module.named_buffers() if experts else ():
+        place = name.rpartition(".")[0]
+        while True:
+            prefix = f"{place}." if place else ""
+            below = [param for param in contracts if param.startswith(prefix)]
+            if below or not place:
+                break
+            place = place.rpartition(".")[0]
+        if below and experts.issuperset(below):
+            found.append(name)
+    return found
