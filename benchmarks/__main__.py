@@ -9,6 +9,7 @@ import sys
 BENCHMARKS = {
     "collectives": ("benchmarks.collectives", "ways to reduce and gather on CPU, and which one is taken"),
     "communication": ("benchmarks.communication", "bytes sent and collectives a step, counted, against theory"),
+    "first_steps": ("benchmarks.first_steps", "what the watch of the first two steps costs in them, and later"),
     "gpu": (
         "benchmarks.gpu",
         "on a GPU: overhead, weight gradients in place, the optimizer's pass, MFU; results checked",
