@@ -185,6 +185,9 @@ QUICK = (
     Layout(tp=2, cp=2, cp_comm="p2p", sp=True, per_token=True, model="modern", microbatches=2),
     Layout(dp=2, tp=2, sp=True, etp=2, experts="allgather", aux="seq_aux_loss", microbatches=2, model="tagged"),
     replace(_EXPERTS, dp=4, ep=2, expert_bias=True, shared=True, microbatches=2, strategy="optim", per_token=True),
+    replace(_EXPERTS, cp=2, cp_comm="all_gather", ep=2, microbatches=2),
+    Layout(tp=2, sp=True, cp=2, cp_comm="a2a", etp=2, experts="alltoall", shared=True),
+    Layout(tp=2, sp=True, pp=2, schedule="ZBVZeroBubble", vpp=2, microbatches=4),
     replace(FULL_HOUSE, strategy="optim", overlap=True, bucket_size=2000),
 )
 HOUSES = (
