@@ -246,6 +246,8 @@ def compare(
                 break
             explanation = _explain(job, reference, expected, batch, got, names, moved)
             cause, details = explanation.cause, explanation.details
+            if expected.noise and cause and not explanation.of_reduction:
+                cause += "; in this dtype a wrong factor of a reduction looks like that too: check once more in fp64"
             if not explanation.of_reduction or not loss_error <= loss_bound:
                 options: dict[str, Any] = {
                     "bound": allowed.least,

@@ -16,10 +16,14 @@ RUN = 6  # longer runs of rows of one kind are cut short
 
 @dataclass(frozen=True)
 class Measured:
-    """One comparison of a tensor. error: relative; share: of what is allowed, above 1 is wrong."""
+    """One comparison of a tensor. error: relative; share: of what is allowed, above 1 is wrong.
+
+    is_number: True for a tensor of one element, which can be right by chance.
+    """
 
     error: float
     share: float
+    is_number: bool = False
 
     @property
     def ok(self) -> bool:
@@ -179,7 +183,11 @@ def _backward_line(
 
 def _excused_outputs(rows: Sequence[Row]) -> set[int]:
     """Rows whose output may be a part of a sum: a module around them gives the right output."""
-    right = {row.module for row in rows if row.outputs and _right(row.outputs)}
+    right = {
+        row.module
+        for row in rows
+        if row.outputs and _right(row.outputs) and not all(found.is_number for found in row.outputs.values())
+    }
     return {number for number, row in enumerate(rows) if any(outer in right for outer in around(row.module))}
 
 

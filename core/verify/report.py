@@ -129,6 +129,8 @@ def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
     count = marks.count(True)
     if not right:
         text = "all parameters"
+    elif all(marks):
+        text = "some parameters of each layer"
     elif marks == [True] * count + [False] * (len(marks) - count) and count > 1:
         text = f"everything before {layers[count] or 'the model itself'}"
     elif marks == [False] * (len(marks) - count) + [True] * count and count > 1:

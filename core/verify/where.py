@@ -158,7 +158,7 @@ class _Comparer:
         differences = [cut.without_padding(mine).double() - cut.of(whole).double() * factor for cut in cuts]
         errors = [_rms(difference) / (scale or 1.0) for difference in differences]
         error = min((error for error in errors if not math.isnan(error)), default=math.nan)
-        return Measured(error, error / max(ALLOWANCE * cost, self.bound))
+        return Measured(error, error / max(ALLOWANCE * cost, self.bound), mine.numel() == 1)
 
 
 def _rms(tensor: Tensor) -> float:

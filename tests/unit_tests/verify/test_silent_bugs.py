@@ -83,8 +83,17 @@ def test_a_product_that_sums_over_another_group_is_found_and_placed(rank: int, w
     found_and_placed(plant(Split(tp=2, dp=2), "wrong group", backward="layers.1.norm_2"))
 
 
-def found_and_placed(case: Case) -> None:
-    report = check(case.split)
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.split.bug.replace(" ", "_"))
+def test_a_silent_bug_is_placed_in_16_bits(rank: int, world: int, case: Case, dtype: torch.dtype) -> None:
+    """All but the cast to bf16, which 16 bits hide."""
+    if case.split.bug != "cast":
+        found_and_placed(replace(case, words=()), dtype)
+
+
+def found_and_placed(case: Case, dtype: torch.dtype = torch.float64) -> None:
+    report = check(case.split, dtype)
     assert not report.ok
     for word in case.words:
         assert word in str(report), f"{word!r} is not in the report:\n{report}"

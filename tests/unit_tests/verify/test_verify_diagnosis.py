@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.verify.diagnosis import BiasPart, RankPart, explain, explain_bias, name_factor
+from core.verify.report import wrong_by_layer
 
 Mix = Callable[[int, list[Tensor]], Tensor]
 GRID = {"dp": 2, "tp": 2}  # rank = tp + 2 dp
@@ -198,3 +199,22 @@ def test_a_divisor_that_differs_between_ranks_is_named_in_tokens() -> None:
     tokens = [10, 20, 25, 30]
     cause = diagnose(sequence_parallel, lambda r, own: 60 / tokens[r] * sequence_parallel(r, own), ["dp"], tokens=60)
     assert "ranks [0, 1, 2, 3] divide by [10, 20, 25, 30] tokens, and the whole batch has 60" in cause
+
+
+NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.1.up.weight", "head.weight")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([0, 1, 2], "everything before layers.1.up; right: 2 of 5 parameters"),
+        ([0, 1], "everything before layers.1.up; right: 3 of 5 parameters"),
+        ([3, 4], "everything from layers.1.up on; right: 3 of 5 parameters"),
+        ([0, 1, 3, 4], "some parameters of each layer; right: 1 of 5 parameters"),
+        ([0, 1, 2, 3, 4], "all parameters; right: 0 of 5 parameters"),
+        ([0], "embed; right: 4 of 5 parameters"),
+        ([1, 4], "layers.0.up, head; right: 3 of 5 parameters"),
+    ],
+)
+def test_wrong_parameters_are_listed_by_layer(wrong: list[int], words: str) -> None:
+    assert wrong_by_layer(NAMES, [NAMES[number] for number in wrong]) == f"wrong: {words}"
