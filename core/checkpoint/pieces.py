@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from core import parallel_state
@@ -88,7 +89,10 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
         shard_of = getattr(chunk, "param_shard", lambda param: None)
         for name, param in params.items():
             shard = shard_of(param)
-            found.append(LocalTensor(number, slices[name], param.data if shard is None else param, True, shard))
+            tensor = param.data if shard is None else param
+            if param.numel() == 0:  # a rank's shard of it would not show that it is there
+                shard, tensor = None, torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            found.append(LocalTensor(number, slices[name], tensor, True, shard))
         found += [
             LocalTensor(number, piece, buffers[name], False) for name, piece in buffer_slices(module, groups).items()
         ]
