@@ -89,4 +89,5 @@ def load_config(argv: Sequence[str]) -> TuneConfig:
     about = "Fine-tune a checkpoint directory. Flags win over --config FILE.toml (may be repeated), files over the "
     about += f"defaults. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
     flags = spell_out(flags, {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"})
-    return read_over(TuneConfig(), [(file, read_toml(file)) for file in files], flags, "core.finetune", about)
+    tables = [(file, read_toml(file)) for file in files]
+    return read_over(TuneConfig(), tables, flags, "core.finetune", about, SHORT_FLAGS)

@@ -34,6 +34,27 @@ OTHER_NAMES = {
     "--profile": "--logging.profile",
     "--checkpoint.async": "--checkpoint.asynchronous",
 }  # Python keeps `async` for itself
+# What other trainers call an option of ours.
+FOREIGN_NAMES = {
+    "learning-rate": "--optimizer.lr",
+    "epochs": "--run.steps",
+    "num-train-epochs": "--run.steps",
+    "max-steps": "--run.steps",
+    "train-iters": "--run.steps",
+    "output-dir": "--run.directory",
+    "per-device-train-batch-size": "--run.micro-batch-size",
+    "gradient-accumulation-steps": "--run.global-batch-size",
+    "model-name-or-path": "--model.path",
+    "dataset": "--data.file",
+    "train-file": "--data.file",
+    "max-seq-length": "--model.sequence-length",
+    "seq-length": "--model.sequence-length",
+    "max-grad-norm": "--optimizer.clip-grad",
+    "lora-rank": "--lora.r",
+    "bf16": "--model.dtype",
+    "tensor-model-parallel-size": "--parallel.tp",
+    "pipeline-model-parallel-size": "--parallel.pp",
+}
 
 
 def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
@@ -51,9 +72,17 @@ def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig
 
 
 def read_over(
-    config: Config, tables: Sequence[tuple[Path, Mapping[str, Any]]], flags: Sequence[str], prog: str, about: str
+    config: Config,
+    tables: Sequence[tuple[Path, Mapping[str, Any]]],
+    flags: Sequence[str],
+    prog: str,
+    about: str,
+    short: Mapping[str, str] = OTHER_NAMES,
 ) -> Config:
-    """A configuration with the tables of TOML files over it, and flags over those. ConfigError in one line."""
+    """A configuration with the tables of TOML files over it, and flags over those. ConfigError in one line.
+
+    short: the flags that stand for another one.
+    """
     for file, table in tables:
         config = merge(config, table, str(file))
     tyro = require("tyro", "reading the command line")
@@ -71,11 +100,28 @@ def read_over(
             )
     except SystemExit as error:
         if error.code:
-            raise ConfigError(one_line(refusal.getvalue())) from None
+            text = one_line(refusal.getvalue())
+            raise ConfigError(text + perhaps_meant(text, config, short)) from None
         if group is not None:
             print(help_text(shown.getvalue(), config, prog, about, group))
         raise
     return read
+
+
+def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
+    """Options that resemble the unknown ones of a refusal; empty where it already says, or none does. Pure."""
+    unknown, meant = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[::2]
+    known = [
+        flag(section.name, option.name)
+        for section in dataclasses.fields(config)
+        if dataclasses.is_dataclass(getattr(config, section.name))
+        for option in dataclasses.fields(getattr(config, section.name))
+    ]
+    by_word = {name.rpartition(".")[2]: name for name in known} | {name.lstrip("-"): name for name in (*known, *short)}
+    by_word |= {word: name for word, name in FOREIGN_NAMES.items() if name in known}
+    words = [word.lstrip("-").replace("_", "-") for word in unknown.split(", ") if word.startswith("--")]
+    near = [by_word[each] for word in words for each in difflib.get_close_matches(word, by_word, n=1, cutoff=0.75)]
+    return "" if meant or not near else f". Perhaps you meant {', '.join(dict.fromkeys(near))}"
 
 
 def one_line(box: str) -> str:

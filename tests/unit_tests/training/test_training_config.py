@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ pytest.importorskip("tyro")
 
 from core.training import extras
 from core.training.config import JobConfig
-from core.training.config_file import ConfigError, load_config, merge, to_json
+from core.training.config_file import FOREIGN_NAMES, ConfigError, load_config, merge, to_json
 from core.training.plan import plan_job
 
 
@@ -65,6 +66,35 @@ def test_a_missing_file_is_named() -> None:
 def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"Unrecognized options: --model\.hiden-size.* --model\.hidden-size INT"):
         load_config(["--model.hiden-size", "3"])
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--learning-rate", "--optimizer.lr"),
+        ("--learning_rate", "--optimizer.lr"),
+        ("--epochs", "--run.steps"),
+        ("--tpp", "--tp"),
+        ("--seq-length", "--model.sequence-length"),
+    ],
+)
+def test_a_name_of_other_trainers_and_a_slip_are_answered_with_the_option(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Unrecognized options: {given}, 1. Perhaps you meant {meant}$"):
+        load_config([given, "1"])
+    with pytest.raises(ConfigError, match=r"Unrecognized options: --zorp, 1$"):
+        load_config(["--zorp", "1"])
+
+
+def test_every_option_that_a_foreign_name_stands_for_exists() -> None:
+    from core.finetune.config import TuneConfig
+
+    options = [
+        f"--{section.name}.{option.name}".replace("_", "-")
+        for config in (JobConfig(), TuneConfig())
+        for section in dataclasses.fields(config)
+        for option in dataclasses.fields(getattr(config, section.name))
+    ]
+    assert set(FOREIGN_NAMES.values()) <= set(options)
 
 
 def test_every_shipped_configuration_is_read_and_fits() -> None:
