@@ -20,7 +20,13 @@ from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
-from core.pipeline_parallel.schedules import build_schedule, check_microbatches, check_schedule, find_schedule
+from core.pipeline_parallel.schedules import (
+    build_schedule,
+    check_microbatches,
+    check_schedule,
+    find_schedule,
+    most_in_flight,
+)
 from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
 from core.process_groups import ProcessGroups
 from core.waiting import add_wait, calling, waiting
@@ -155,6 +161,8 @@ class PipelineRunner:
             ):
                 begun_s = time.perf_counter()
                 schedule.step(target=torch.arange(len(microbatches), device="cpu"), losses=[], return_outputs=False)
+                for stage in stages:
+                    stage.end_step()
                 worked_s = sum(event.end_s - event.start_s for event in self.events)
                 add_wait(time.perf_counter() - begun_s - worked_s)
         finally:
@@ -200,7 +208,8 @@ class PipelineRunner:
         if not is_last:
             return output
         loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
-        return self._record(loss, number).to(LOSS_DTYPE).reshape(1)
+        # No view: torch can let go of its graph, and so of the microbatch's input, as soon as its backward has run.
+        return torch.stack([self._record(loss, number).to(LOSS_DTYPE).reshape(())])
 
     def _record(self, loss: MicrobatchLoss, number: int) -> Tensor:
         value = loss.value
@@ -289,7 +298,10 @@ class PipelineRunner:
         key = (count, [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in borders])
         if self._built is None or self._built[0] != key:
             stages = [self._stage(position, activations) for position in range(len(self.chunks))]
-            self._built = (key, build_schedule(self.kind, stages, count), stages)
+            schedule = build_schedule(self.kind, stages, count)
+            for stage in stages:
+                stage.most_in_flight = most_in_flight(schedule)
+            self._built = (key, schedule, stages)
         return self._built[1], self._built[2]
 
     def _stage(self, position: int, activations: Activations) -> Stage:

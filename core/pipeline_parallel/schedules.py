@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +139,23 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
     return schedule_class(
         stages if kind.many_chunks else stages[0], microbatches, loss_fn=_loss_as_it_is, scale_grads=False
     )
+
+
+def most_in_flight(schedule: Any) -> int | None:
+    """The most microbatches of one stage between forward and backward; None where torch waits for each send.
+
+    Torch's tables of several stages a rank keep what they send until the step ends.
+    """
+    if not hasattr(schedule, "pipeline_order_with_comms"):
+        return None
+    most = 0
+    alive: Counter[int] = Counter()
+    for actions in schedule.pipeline_order.values():
+        for action in (part for row in actions if row is not None for part in row.sub_actions or (row,)):
+            kind = str(action.computation_type.value)
+            alive[action.stage_index] += (kind == "F") - (kind in ("B", "I"))
+            most = max(most, alive[action.stage_index])
+    return most
 
 
 def _loss_as_it_is(output: Any, target: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,39 @@ class StageEvent:
     microbatch: int
     start_s: float
     end_s: float
+
+
+class Received(dict[int, Any]):
+    """Microbatch -> what torch knows of its received tensors; their memory is there from the receive to the use.
+
+    torch makes memory for every microbatch of a step at once, and keeps it. Here it is made when a receive is posted.
+    Before that, and when the stage has taken what was received, a tensor on the meta device stands in its place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Tensor | None] = []
+
+    def __setitem__(self, microbatch: int, infos: Any) -> None:
+        super().__setitem__(microbatch, infos)
+        buffers = [getattr(info, "buffer", None) for info in infos]
+        self.places = self.places or [
+            None if buffer is None else torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+            for buffer in buffers
+        ]
+        self.let_go(microbatch)
+
+    def make(self, microbatch: int, device: torch.device) -> None:
+        """Memory for what is going to be received."""
+        for info, place in zip(self[microbatch], self.places, strict=True):
+            if place is not None:
+                info.buffer = torch.empty_like(place, device=device, requires_grad=place.requires_grad)
+
+    def let_go(self, microbatch: int) -> None:
+        """Keep no memory here; where it is in use, autograd and the schedule hold it."""
+        for info, place in zip(self[microbatch], self.places, strict=True):
+            if place is not None:
+                info.buffer = place
 
 
 class Stage(PipelineStage):
@@ -68,6 +102,8 @@ class Stage(PipelineStage):
             group=group,
             dw_builder=self._take_weight_work,
         )
+        self.inputs, self.gradients = Received(), Received()
+        self.args_recv_info, self.grad_recv_info = self.inputs, self.gradients
         self.run_chunk = forward
         self.sent = list(sent)
         self.before_last = before_last
@@ -76,22 +112,36 @@ class Stage(PipelineStage):
         self.microbatch = 0
         self.backwards_left = 0  # of this step, counted where weight gradients are done
         self.weight_work: WeightWork = []
+        self.most_in_flight: int | None = None  # of this schedule; None where torch waits for what this stage sends
+        self.leaving: dict[int, list[dist.Work]] = {}  # microbatch -> its activations under way
+        self.leaving_back: deque[list[dist.Work]] = deque()  # gradients under way
 
     def begin_step(self, microbatches: int) -> None:
         """So many backwards will come."""
         self.backwards_left = microbatches
         self.weight_work = []
+        self.leaving.clear()
+        self.leaving_back.clear()
+
+    def end_step(self) -> None:
+        """Wait for what is under way."""
+        for works in (*self.leaving.values(), *self.leaving_back):
+            _wait(works)
+        self.leaving.clear()
+        self.leaving_back.clear()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Note which microbatch it is; an error of the model leaves as it is, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
         try:
             with self._timed("forward", fwd_chunk_id):
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+                output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             if isinstance(error.__cause__, Exception):
                 raise error.__cause__ from None
             raise
+        self.inputs.let_go(fwd_chunk_id)
+        return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The chunk on this microbatch; the first stage takes its input from the data."""
@@ -102,6 +152,7 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
         """Backward; without weight gradients of linear layers unless `full_backward`."""
+        _wait(self.leaving.pop(bwd_chunk_id, ()))  # their gradient is here, so they have arrived
         if full_backward:
             if self.backwards_left == 1:
                 self.before_last()
@@ -111,12 +162,52 @@ class Stage(PipelineStage):
         else:
             with self._timed("input gradient", bwd_chunk_id), deferred_weight_gradients() as self.weight_work:
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, **kwargs)
+        self.gradients.let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a backward left for later."""
         with self._timed("weight gradient", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a microbatch's activations, into new memory."""
+        self.inputs.make(fwd_chunk_id, self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the gradients of what was sent, into new memory."""
+        if not self.is_last:
+            self.gradients.make(bwd_chunk_id, self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of a microbatch's activations; none where this stage has begun and waits for them itself."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if self.most_in_flight is None or not ops:
+            return ops
+        self.leaving[fwd_chunk_id] = dist.batch_isend_irecv(ops)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of gradients of what was received; none where this stage has begun and waits for them itself.
+
+        The stage before has forwarded the microbatches of all gradients under way. It can have so many between forward
+        and backward, so it has taken the oldest of more than that, and nobody waits.
+        """
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.most_in_flight is None or not ops:
+            return ops
+        self.leaving_back.append(dist.batch_isend_irecv(ops))
+        if len(self.leaving_back) > self.most_in_flight:
+            _wait(self.leaving_back.popleft())
+        return []
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients of the next stage, which is on this rank too; torch zeroes memory where there is none."""
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            self.gradients.make(mb_index, self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     @contextmanager
     def _timed(self, work: str, microbatch: int) -> Iterator[None]:
@@ -143,6 +234,11 @@ class Stage(PipelineStage):
         self.backwards_left -= 1
         if self.backwards_left == 0:
             self.after_last()
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:

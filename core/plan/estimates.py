@@ -153,7 +153,7 @@ class Estimates:
             sent = replace(source, micro_batch_size=micro).sent_bytes() if layout.num_stages > 1 else 0
             hop = travel(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
             order = order_of(run.schedule, layout, count)
-            held = [activations_of(place, rows, order, count * sent) for place in places]
+            held = [activations_of(place, rows, order, sent) for place in places]
             mean = sum(row.forward_s + row.backward_s for row in rows) / len(rows)
             busy = max(count * sum(rows[n].forward_s + rows[n].backward_s for n in place.numbers) for place in places)
             # The slowest position sets the pace of all. Who waits on a shared core leaves it to others.
@@ -306,13 +306,15 @@ def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, Pa
     return found
 
 
-def activations_of(place: Place, rows: Sequence[Stage], order: Order, received: int) -> int:
-    """Bytes of one position at the highest point of a step. received: of one neighbour, in a whole step."""
+def activations_of(place: Place, rows: Sequence[Stage], order: Order, sent: int) -> int:
+    """Bytes of one position at the highest point of a step. sent: what one stage sends the next for a microbatch."""
     mine = [rows[number] for number in place.numbers]
     saved = sum(row.saved for row in mine) // len(mine)
-    neighbours = sum((n > 0) + (n < len(rows) - 1) for n in place.numbers)
     in_flight = order.in_flight[place.numbers[0] % len(order.in_flight)]
-    return (in_flight - 1) * saved + max(row.highest for row in mine) + received * neighbours
+    received = in_flight * sum(n > 0 for n in place.numbers) // len(mine) + any(
+        n < len(rows) - 1 for n in place.numbers
+    )
+    return (in_flight - 1) * saved + max(row.highest for row in mine) + received * sent
 
 
 @lru_cache(maxsize=4096)

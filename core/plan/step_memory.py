@@ -128,11 +128,9 @@ def memory_along(
 ) -> list[Moment]:
     """The highest point of each action of a rank.
 
-    stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. torch keeps memory
-    for what it receives of every microbatch of a step.
+    stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. A stage keeps what
+    it has received of the microbatches in flight, and in a backward the gradient that it has received.
     """
-    inner = [stage for stage in stages if stage > 0], [stage for stage in stages if stage < num_stages - 1]
-    received = microbatches * sent_bytes * sum(map(len, inner))
     in_flight = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)  # backwards that have made gradients of parameters
     moments = []
@@ -151,7 +149,9 @@ def memory_along(
             highest = Highest(stage.saved, begun, parts)
         saved = stage.saved_by[highest.parts]
         held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
-        held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received}
+        received = sum(count for one, count in in_flight.items() if one > 0)
+        received += action.kind != "F" and action.stage < num_stages - 1
+        held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
         moments.append(Moment(action, held, dict(in_flight), highest.parts))
         ends = action.kind in ("B", "W")
         done[action.stage] += ends

@@ -1,0 +1,59 @@
+"""What a step of a pipeline holds at most: it does not grow with the number of microbatches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.plan_jobs import peak_of
+from core import parallel_state
+from core.distributed import DistributedDataParallelConfig
+from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
+from tests.unit_tests.ranks import ranks
+
+ROWS, WIDTH = 32, 64
+SENT = ROWS * WIDTH * 8  # bytes that one stage sends the next
+
+
+def runner_of(schedule: str, pp: int, chunks: int) -> PipelineRunner:
+    layout = plan_pipeline(pp * chunks, pp, schedule=schedule, chunks=chunks)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
+    numbers = layout.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()) for _ in numbers]
+    wrapped = wrap_stages(None, DistributedDataParallelConfig(), stages)
+    last = wrapped[numbers.index(layout.num_stages - 1)] if layout.num_stages - 1 in numbers else None
+
+    def forward_step(chunk: nn.Module, seed: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        if hidden is None:
+            hidden = torch.full((ROWS, WIDTH), 0.01 * seed, dtype=torch.float64)
+        output: torch.Tensor = chunk(hidden)
+        return output.pow(2).mean() if chunk is last else output
+
+    shape = [torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta")]
+    return PipelineRunner(wrapped, layout, forward_step, shape, schedule=schedule)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)]
+)
+def test_more_microbatches_need_no_more_memory(rank: int, world: int, schedule: str, chunks: int) -> None:
+    """64 as much as 8 of 1F1B, and as 16 where up to 8 stages hold more of them at once."""
+    runner = runner_of(schedule, world, chunks)
+    peaks = {}
+    for count in (8 * chunks, 64):
+        runner.step(list(range(count)))  # builds the schedule
+        for chunk in runner.chunks:
+            chunk.zero_grad_buffer()
+        known = [tensor for chunk in runner.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        known += [buffer.grad_data for chunk in runner.chunks for buffer in chunk.grad_buffers]
+        peaks[count] = peak_of(partial(runner.step, list(range(count))), known, alone=False)
+        for chunk in runner.chunks:
+            chunk.zero_grad_buffer()
+    few = peaks[8 * chunks]
+    assert few > SENT
+    assert peaks[64] - few < SENT / 2, {count: peak / SENT for count, peak in peaks.items()}
