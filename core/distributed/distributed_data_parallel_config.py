@@ -95,7 +95,8 @@ class DistributedDataParallelConfig:
     check_weights_interval: compare all of those copies in every so many finalize_model_grads, by checksums of their
         memory, and name a drift; 0 for never, and never with initial_weights='ignore'. Megatron's
         check_weight_hash_across_dp_replicas_interval, for all copies.
-    check_replicas: debug mode; after the last reduction compare what must be equal, and name a drift.
+    check_replicas: debug mode; after the last reduction of every step compare gradients of copies, and name a drift. It
+        does not see weights that drift: the reduction has just made the gradients of data ranks equal.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
