@@ -118,9 +118,7 @@ def check(case: Case) -> None:
         for step in range(STEPS):
             optimizer.zero_grad()
             batch = batch_of(case, step, plugin.data_rank())
-            count = sum(
-                int((batch_of(case, step, rank)["labels"][:, 1:] != -100).sum()) for rank in range(data_ranks)
-            )
+            count = sum(int((batch_of(case, step, rank)["labels"][:, 1:] != -100).sum()) for rank in range(data_ranks))
             total = 0.0
             halves = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)] if case.accumulates else [slice(None)]
             for number, half in enumerate(halves):

@@ -626,10 +626,17 @@ def with_autocast() -> Steps:
     return train(model, sgd(model), loss)
 
 
+def in_16_bits(dtype: torch.dtype) -> Steps:
+    model = wrap(SplitNet().to(dtype), grad_reduce_in_fp32=dtype is torch.float16)
+    return train(model, ours(model, loss_scale=1.0), lambda step: model(*tokens(step)).float())
+
+
 RIGHT_OVER_TENSOR: dict[str, Callable[[], Steps]] = {
     "split layers": split_program,
     "a clip by the whole norm": clips_by_the_whole_norm,
     "autocast": with_autocast,
+    "16 bits": lambda: in_16_bits(torch.bfloat16),
+    "16 bits that end early": lambda: in_16_bits(torch.float16),
     "a network of which each rank holds a copy": lambda: net_program(batch=lambda step: samples(step, rank=0)),
     "sharded parameters": lambda: (
         lambda model: train(model, ours(model), lambda step: model(samples(step, rank=0)).pow(2).mean())
