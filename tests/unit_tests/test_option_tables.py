@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from core.booster.plugin.hybrid_parallel_options import REFUSED as HYBRID_REFUSED
+from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
 from core.transformer import TransformerConfig
 from tests.unit_tests.test_config_fields import REFUSED
+from tests.unit_tests.test_config_fields import WITHOUT_EFFECT as IDLE
 from tests.unit_tests.test_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -41,16 +42,15 @@ def test_a_table_has_a_row_with_all_four_columns_for_each_option(cls: type[Any])
     assert not stale, f"docs/options.toml: {cls.__name__} has no {stale}"
 
 
-def test_what_the_tables_call_refused_is_what_the_code_refuses() -> None:
-    def refused(cls: type[Any]) -> set[str]:
-        return {
-            row.name for row in options.table_of(cls) if re.match(r"Refused|Only |.*; refused where True", row.what)
-        }
+def test_what_the_tables_say_of_options_that_nothing_obeys_is_what_the_code_does() -> None:
+    def rows(cls: type[Any], words: str) -> set[str]:
+        return {row.name for row in options.table_of(cls) if re.match(words, row.what)}
 
     of_plugin = options.class_at("core.booster.plugin.HybridParallelPlugin")
-    assert refused(of_plugin) == set(HYBRID_REFUSED)
-    for cls in (cls for cls in CLASSES if cls in {owner for owner, _ in REFUSED} and cls is not TransformerConfig):
-        assert refused(cls) == {name for owner, name in REFUSED if owner is cls}
+    assert rows(of_plugin, "Changes nothing: ") == set(WITHOUT_EFFECT)
+    for known, words in ((REFUSED, "Refused|Only |.*; refused where True"), (IDLE, ".*; a warning where True")):
+        for cls in (cls for cls in CLASSES if cls in {owner for owner, _ in known} and cls is not TransformerConfig):
+            assert rows(cls, words) == {name for owner, name in known if owner is cls}
 
 
 def test_no_word_in_the_file_of_hints_is_about_nothing() -> None:
