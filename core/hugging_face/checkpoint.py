@@ -20,6 +20,7 @@ from core import agree
 from core.checkpoint.sliced_tensor import Cut, SlicedTensor
 from core.checkpoint.tied_tensors import refuse_apart
 from core.hugging_face.configuration import read_configuration
+from core.hugging_face.example import example_of
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.policies import Policy
 from core.hugging_face.slices import whole_of
@@ -28,7 +29,6 @@ from core.hugging_face.split import (
     SplitReport,
     Splitting,
     cut_parameters,
-    example_of,
     prepare,
     refusing_together,
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import agree
+from core.hugging_face.example import example_of
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.split import (
@@ -24,7 +25,6 @@ from core.hugging_face.split import (
     SplitReport,
     cut_parameters,
     declare_whole,
-    example_of,
     place_seams,
     refuse_whole_methods,
     refusing_together,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup as Group
 
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import SequenceParallel
+from core.hugging_face.stages import run_quietly
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, group_size
 
@@ -63,26 +65,59 @@ class ParallelCausalLoss:
         return self  # it never changes, and its group cannot be copied
 
 
-def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
-    """Keep the logits split and give the model the loss of the parts; the plan without the gather of the logits."""
-    head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), None)
-    seam = plan.seams.get(name or "")
+def why_logits_stay_whole(
+    model: Any, plan: Plan, arguments: Mapping[str, Any], tp: int, *, cuts_sequence: bool
+) -> str | None:
+    """Why the loss cannot be computed from logits that stay split; None if it can. Collective over what cuts the model.
+
+    model: its logits are still gathered. A forward with labels shows it: the logits go to `model.loss_function`, and
+    the loss comes from there. cuts_sequence: True if hidden states stay cut over a sequence that tp does not cut.
+    """
+    name, head = _output_layer(model)
+    seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"
-    local = sequence is not None and sequence.local_logits
-    if not split and (not local or head is None or group_size(group) > 1):
-        raise PlanError(f"{plan.family}: parallel_output needs an output layer that the plan splits, and there is none")
+    if not split and (not cuts_sequence or head is None or tp > 1):
+        return "parallel_output needs an output layer that the plan splits, and there is none"
     loss = getattr(model.loss_function, "__name__", str(model.loss_function))
     if loss != "ForCausalLMLoss":
-        raise PlanError(
-            f"{plan.family}: parallel_output knows the loss ForCausalLMLoss, and the model has {loss}; leave the "
-            "logits whole (parallel_output=False)"
-        )
+        return f"parallel_output knows the loss ForCausalLMLoss, and the model has {loss}"
+    if "input_ids" not in arguments or "labels" not in inspect.signature(type(model).forward).parameters:
+        return "parallel_output is for models whose forward computes a loss of token ids"
+    given: list[tuple[int, ...]] = []
+
+    def record(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given.append(tuple(logits.shape))
+        return logits.sum()
+
+    own = model.loss_function
+    model.loss_function = record
+    try:
+        labels = arguments.get("decoder_input_ids", arguments["input_ids"])
+        run_quietly(model, {**arguments, "labels": labels})
+    finally:
+        model.loss_function = own
+    rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
+    if [shape[-1] for shape in given] != [rows]:
+        return "a forward with labels computes its loss elsewhere than in model.loss_function, of logits that are whole"
+    return None
+
+
+def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
+    """Keep the logits split and give the model the loss of the parts; the plan without the gather of the logits."""
+    name, head = _output_layer(model)
+    seam = plan.seams.get(name)
+    split = seam is not None and seam.after == "gather"
     rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
     model.loss_function = ParallelCausalLoss(group, rows, sequence)
     if seam is None:
         return plan
     return replace(plan, seams={**plan.seams, seam.module: replace(seam, after="")})
+
+
+def _output_layer(model: Any) -> tuple[str, Any]:
+    """The name of the output layer, and the layer; nothing for a model that has none."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), ""), head
 
 
 class SplitLogits(Tensor):
@@ -139,3 +174,11 @@ def gather_logits(logits: Tensor) -> Tensor:
         whole = gather_from_tensor_model_parallel_region(whole, source.group)
     whole = whole[..., : source.vocab_size]
     return whole if source.cut_sequence is None else source.cut_sequence.whole(whole)
+
+
+def with_whole_logits(model: Any, output: Any) -> Any:
+    """What a model has given, with its logits gathered where they are split. Collective then, as `gather_logits`."""
+    marked = refuse_use_of_split_logits(model, output)
+    if hasattr(marked, "keys") and isinstance(marked.get("logits"), SplitLogits):
+        marked["logits"] = gather_logits(marked["logits"])
+    return marked

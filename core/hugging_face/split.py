@@ -6,13 +6,13 @@ SeamForward. One forward on a small example then shows what each whole parameter
 
 from __future__ import annotations
 
-import math
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,11 @@ from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
-from core.hugging_face.parallel_loss import use_parallel_loss
+from core.hugging_face.parallel_loss import use_parallel_loss, why_logits_stay_whole, with_whole_logits
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.seams import SeamForward
-from core.hugging_face.sequence import OVER_TENSOR, SequenceParallel, over_sequence
+from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence
 from core.hugging_face.slices import slice_of
 from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
@@ -124,26 +124,37 @@ class Splitting:
 
     groups: ProcessGroups
     layout: PipelineLayout | None = None
-    parallel_output: bool = False
+    parallel_output: bool | Literal["where possible"] = False
     sequence_parallel: str | None = None
 
 
 def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
     """Tags, seams, and the forward that decides the contracts of whole parameters."""
-    groups, mode, parallel_output = how.groups, how.sequence_parallel, how.parallel_output
+    groups, mode = how.groups, how.sequence_parallel
     tp = groups.size("tp")
-    sequence: SequenceParallel | None = None
     if mode is not None:
-        sequence = SequenceParallel(mode, groups, plan.family, local_logits=parallel_output)
         layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     tag_slices(parameters, plan, groups)
-    if parallel_output and (tp > 1 or sequence is not None):
-        plan = use_parallel_loss(model, plan, groups.tp, sequence)
     for name, number in plan.numbers.items() if tp > 1 else ():
         owner, _, attribute = name.rpartition(".")
         setattr(modules[owner], attribute, number // tp)
     place_seams(modules, plan, groups)
+    parallel_output = how.parallel_output is not False and (tp > 1 or mode is not None)
+    if parallel_output:
+        with refusing_failures(plan, "with labels", "Leave the logits whole (parallel_output=False). "):
+            why = why_logits_stay_whole(model, plan, arguments, tp, cuts_sequence=mode in OVER_CONTEXT)
+        if why is not None and how.parallel_output is True:
+            raise PlanError(f"{plan.family}: {why}; leave the logits whole (parallel_output=False)")
+        if why is not None:
+            warnings.warn(f"{plan.family}: logits stay whole on each rank: {why}", stacklevel=2)
+        parallel_output = why is None
+    sequence = None
+    if mode is not None:
+        sequence = SequenceParallel(mode, groups, plan.family, local_logits=parallel_output)
+    if parallel_output:
+        plan = use_parallel_loss(model, plan, groups.tp, sequence)
+        place_seams(modules, plan, groups)
     if sequence is not None:
         with refusing_failures(plan, *ONCE_SPLIT):
             before = output_of(model, arguments)  # over tensor parallelism alone
@@ -156,15 +167,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
     if sequence is not None:
         sequence.attach(model, layers)
         with refusing_failures(plan, f"with {mode!r}"):
-            try:
-                after = output_of(model, arguments)
-            except RuntimeError:
-                if not sequence.local_logits:
-                    raise
-                # Behind its layers gpt2 gives hidden states the shape of its input: they are joined there.
-                sequence.local_logits = False
-                after = output_of(model, arguments)
-        after = sequence.join(after, -2) if sequence.local_logits else after
+            after = _output_over_sequence(model, arguments, sequence, before.shape)
         refuse_other_output(plan, before, after, f"under {mode!r}", OTHER_TOKENS)
     if tp * plan.ep > 1 or sequence is not None or "forward" in vars(model):  # a stage has a forward of its own
         refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
@@ -177,6 +180,24 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         model.forward_stream.attach(model)
     setattr(model, REPORT, report)
     return report
+
+
+def _output_over_sequence(
+    model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size
+) -> Tensor:
+    """The example's output over a cut sequence, joined. Collective over the ranks that cut it.
+
+    Behind its layers gpt2 gives hidden states the shape of its input: the sequence is joined there for such a model.
+    """
+    if sequence.local_logits:
+        try:
+            after = sequence.join(output_of(model, arguments), -2)
+        except RuntimeError:
+            after = None
+        if after is not None and after.shape == shape:
+            return after
+        sequence.local_logits = False
+    return output_of(model, arguments)
 
 
 def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
@@ -232,9 +253,10 @@ def declare_whole(
     return SplitReport(plan, groups.size("tp"), frozenset(partial_ones), frozenset(unseen))
 
 
-def output_of(model: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """The first tensor that a forward gives, in evaluation mode and without gradients."""
-    return first_tensor(run_quietly(model, arguments))
+def output_of(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Tensor:
+    """The first tensor that a forward gives, in evaluation mode and without gradients. whole: gather split logits."""
+    output = run_quietly(model, arguments)
+    return first_tensor(with_whole_logits(model, output) if whole else output)
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -263,8 +285,8 @@ def refuse_other_output(
 
 
 @contextmanager
-def refusing_failures(plan: Plan, when: str, advice: str = "") -> Iterator[None]:
-    """A PlanError, naming the module, instead of an error of a model's own code."""
+def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAIN) -> Iterator[None]:
+    """A PlanError that names the module, for an error of a model's own code. again: what has become of the model."""
     try:
         yield
     except PlanError:
@@ -275,7 +297,7 @@ def refusing_failures(plan: Plan, when: str, advice: str = "") -> Iterator[None]
         where = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, nn.Module)), "")
         raise PlanError(
             f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module {where!r}). "
-            f"{advice}{AGAIN}"
+            f"{advice}{again}"
         ) from error
 
 
@@ -293,18 +315,3 @@ def refusing_together(what: str, *kinds: type[Exception], alone: bool = False) -
         failure = error
     if not alone:
         agree.refuse(failure, None, what, PlanError)
-
-
-def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The example; without one, for a model of token ids, one sequence of 8, or more where more ranks may cut it."""
-    if example is not None:
-        return dict(example)
-    if model.main_input_name != "input_ids":
-        raise PlanError(
-            f"{type(model).__name__} takes {model.main_input_name!r}; pass example= with the arguments of a small "
-            "forward, equal on all ranks"
-        )
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", 8)
-    length = math.lcm(8, groups.size("tp"), 2 * groups.size("cp"))
-    ids = torch.arange(length, device=model.device).unsqueeze(0) % vocabulary
-    return {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})}

@@ -9,18 +9,19 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from core.hugging_face.example import PASS, example_of
+from core.hugging_face.parallel_loss import with_whole_logits
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.split import (
     REPORT,
     SplitReport,
     Splitting,
     cut_parameters,
-    example_of,
     finish_split,
     first_tensor,
     output_of,
@@ -47,6 +48,7 @@ from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"
 ALONE = "A pipeline sends hidden states alone. "
+NEEDS_EXAMPLE = f"Pass {PASS}"
 ORDER = "its plan is wrong, or its layers do not run once each, one after another"
 
 
@@ -55,7 +57,7 @@ def split_model(
     plan: Plan | None = None,
     *,
     example: Mapping[str, Any] | None = None,
-    parallel_output: bool = False,
+    parallel_output: bool | Literal["where possible"] = False,
     sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> SplitReport:
@@ -63,10 +65,11 @@ def split_model(
 
     model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
     default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
-    all ranks; by default 8 token ids. It is run before and after the cut, without backward, and the outputs must be
-    equal. parallel_output: keep the logits split and compute the loss from the parts. sequence_parallel: 'split_gather'
-    or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the context-parallel group; every rank of
-    it is given the whole sequence.
+    all ranks; by default two rows of 8 token ids, or pixels or sound for a model of these. It is run before and after
+    the cut, without backward, and the outputs must be equal. parallel_output: keep the logits split and compute the
+    loss from the parts; 'where possible' leaves them whole, with a warning, for a model that computes its loss in
+    another way. sequence_parallel: 'split_gather' or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn'
+    over the context-parallel group; every rank of it is given the whole sequence.
 
     Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
     cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
@@ -83,7 +86,7 @@ def split_stages(
     plan: Plan | None = None,
     *,
     example: Mapping[str, Any] | None = None,
-    parallel_output: bool = False,
+    parallel_output: bool | Literal["where possible"] = False,
     sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> list[Any]:
@@ -111,13 +114,15 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
         arguments = example_of(model, groups, example)
         order = None
         if layout is not None:
-            order, output = watch_order(model, arguments)
+            with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
+                order, output = watch_order(model, arguments)
             before = first_tensor(output)
         elif groups.size("tp") * plan.ep > 1:
-            before = output_of(model, arguments)
+            with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
+                before = output_of(model, arguments)
         parts = _cut(model, order, plan, how)
     finish_parts(parts, plan, arguments, how)
-    if before is not None and not how.parallel_output:
+    if before is not None:
         _compare_output(parts, plan, arguments, before, how)
     return parts
 
@@ -128,9 +133,10 @@ def split_empty(
     plan: Plan | None,
     *,
     device: torch.device,
-    parallel_output: bool,
+    parallel_output: bool | Literal["where possible"],
     sequence_parallel: str | None,
     pg_collection: ProcessGroups,
+    example: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """This rank's parts of a model without memory: stages of a layout, or the model itself, split as by `split_model`.
 
@@ -144,7 +150,7 @@ def split_empty(
         parts = _cut(model, None, plan, how)
         for part in parts:
             draw(part, device)
-    finish_parts(parts, plan, example_of(parts[0], pg_collection), how)
+    finish_parts(parts, plan, example_of(parts[0], pg_collection, example), how)
     return parts
 
 
@@ -281,14 +287,14 @@ def _compare_output(
     """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world."""
     layout = how.layout
     if layout is None:
-        refuse_other_output(plan, before, output_of(parts[0], arguments))
+        refuse_other_output(plan, before, output_of(parts[0], arguments, whole=True))
         return
     outputs: list[Tensor] = []
 
     def run(part: Any, number: int, received: tuple[Tensor, ...]) -> Any:
         output = run_quietly(part, {**arguments, **({"received": received[0]} if received else {})})
         if stage_of(part).part.post_process:
-            outputs.append(first_tensor(output))
+            outputs.append(first_tensor(with_whole_logits(part, output)))
         return output
 
     runs = {stage_of(part).part.index: functools.partial(run, part) for part in parts}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
+from core.hugging_face.example import example_of
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
 from core.hugging_face.parallel_loss import ParallelCausalLoss
 from core.hugging_face.plan import Plan, PlanError
@@ -25,7 +26,6 @@ from core.hugging_face.split import (
     SplitReport,
     Splitting,
     cut_parameters,
-    example_of,
     finish_split,
     place_seams,
     prepare,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class GeminiPlugin(ZeroPluginBase):
     parameters; False leaves no fp32 copy of anything. force_outputs_fp32: outputs of the forward become fp32.
     strict_ddp_mode: replicate everything, as DDP does. initial_scale .. max_scale: of the dynamic loss scale, with fp16
     only. max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
-    tp_size: cut a transformers model over that many ranks, and shard its slices over the others.
+    tp_size: cut a transformers model over that many ranks, and shard its slices over the others. example: arguments of
+    a small forward that the cut is proved with; None to have it made from the model's main input.
     enable_sequence_parallelism, enable_flash_attention: with it, the sequence is cut too, and attention is torch's
     scaled_dot_product_attention.
     extra_dp_size: shard within data ranks / extra_dp_size neighbours only, and replicate across.
@@ -110,6 +111,7 @@ class GeminiPlugin(ZeroPluginBase):
         *,
         offload_directory: str | os.PathLike[str] | None = None,
         memory_budget_bytes: int | None = None,
+        example: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             precision,
@@ -219,7 +221,7 @@ class GeminiPlugin(ZeroPluginBase):
             self._refuse_changed(of_shards, "strict_ddp_mode or keep_gathered shards nothing")
         self._split = None
         if tp_size > 1:
-            self._split = SplitGemini(self, overlap_communication=enable_async_reduce, **of_slices)
+            self._split = SplitGemini(self, overlap_communication=enable_async_reduce, example=example, **of_slices)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     or 'ring_attn' over sp_size ranks of their own. dp_outside: True if ranks of one replica are neighbours;
     False if those of one stage are. precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are.
     zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too, 3 all
-    parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts.
+    parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts, where the
+    model allows it; else they are whole, with a warning. example: arguments of a small forward of the whole model,
+    equal on all ranks, which the split is proved with; None to have it made from the model's main input.
     custom_policy: a core.hugging_face.Policy, for a family without a plan.
     num_microbatches, microbatch_size: of a pipeline's batch, one of the two; the first wins. pp_style: '1f1b',
     'interleaved' (with num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each
@@ -118,6 +120,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         fp8_communication: bool = False,
         use_fp8: bool = False,
         inner_ring_size: int | None = None,
+        *,
+        example: Mapping[str, Any] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         warn_without_effect(self._name, given)
@@ -162,6 +166,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
+        self.example = example
         self.gradient_checkpoint_config = gradient_checkpoint_config
         self.broadcast_buffers = broadcast_buffers
         self.enable_flash_attention = enable_flash_attention
@@ -395,7 +400,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
                 draw(model, self.device())
             return [model]
         options: dict[str, Any] = {
-            "parallel_output": self.splits_logits(model),
+            "example": self.example,
+            "parallel_output": "where possible" if self.parallel_output else False,
             "sequence_parallel": self.sequence_parallel,
             "pg_collection": self.groups(),
         }
@@ -407,7 +413,10 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         return [model]
 
     def splits_logits(self, model: Any) -> bool:
-        """True if logits of a whole model stay split, and its loss is computed from the parts."""
+        """True if logits of a causal model stay split by its class, and its loss is computed from the parts.
+
+        `boost` runs a forward with labels to see it.
+        """
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         return self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss"
 

@@ -1,0 +1,119 @@
+"""The example that proves a split, for models of pixels, sound and pairs; and which logits stay split."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from core import parallel_state
+from core.booster import Booster
+from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from core.hugging_face import PlanError, gather_logits, split_model
+from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
+from tests.unit_tests.hugging_face.models import small, tokens
+from tests.unit_tests.ranks import ranks
+
+INPUTS = ["vit/ViTConfig", "whisper/WhisperConfig", "sam/SamConfig", "blip_2/Blip2Config"]
+
+
+def boosted_over_tp(model: Any, **options: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32", **options))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, boosted, optimizer
+
+
+def first_output(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(**inputs)
+    named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
+    return gather_logits(next(value for value in named if isinstance(value, torch.Tensor)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", INPUTS)
+def test_models_of_other_inputs_than_tokens_are_boosted_over_tp(rank: int, world: int, name: str) -> None:
+    model = tiny_model(tiny_config(all_families()[name])).eval()
+    reference = copy.deepcopy(model)
+    inputs = tiny_inputs(model)
+    _, boosted, _ = boosted_over_tp(model)
+    expected = first_output(reference, inputs)
+    torch.testing.assert_close(first_output(boosted.eval(), inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_a_model_of_several_choices_is_boosted_over_tp(rank: int, world: int) -> None:
+    import transformers
+
+    config = tiny_config(all_families()["bert/BertConfig"])
+    torch.manual_seed(0)
+    model = transformers.BertForMultipleChoice(config).double().eval()
+    reference = copy.deepcopy(model)
+    _, boosted, _ = boosted_over_tp(model)
+    inputs = {"input_ids": torch.stack([tokens(), tokens(seed=2)], 1) % 90, "labels": torch.tensor([1, 0])}
+    expected = reference(**inputs)
+    found = boosted.eval()(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+@ranks(2)
+def test_an_example_of_the_users_own_is_taken_where_the_error_says_so(rank: int, world: int) -> None:
+    model = tiny_model(tiny_config(all_families()["vit/ViTConfig"])).eval()
+    inputs = tiny_inputs(model)
+    model.main_input_name = "frames"
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    with pytest.raises(PlanError, match="takes 'frames', and no example of it is made here; pass example="):
+        split_model(copy.deepcopy(model))
+    reference = copy.deepcopy(model)
+    for plugin in (
+        HybridParallelPlugin(2, 1, precision="fp32", example=inputs),
+        GeminiPlugin(tp_size=2, precision="fp32", example=inputs),
+    ):
+        boosted, *_ = Booster(plugin=plugin).boost(copy.deepcopy(model))
+        expected = first_output(reference, inputs)
+        torch.testing.assert_close(first_output(boosted.eval(), inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("low", [True, False])
+def test_a_model_that_computes_its_loss_itself_keeps_its_logits_whole(rank: int, world: int, low: bool) -> None:
+    model = tiny_model(tiny_config(all_families()["t5/T5Config"], {"decoder_start_token_id": 0})).eval()
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="logits stay whole"):
+        booster, boosted, optimizer = boosted_over_tp(model)
+    labels = tokens(3, 7) % (40 if low else 96)
+    batch = {"input_ids": tokens(3, 9) % 96, "labels": labels}
+    expected = reference(**batch).loss
+    found = boosted.eval()(**batch).loss
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    with pytest.raises(PlanError, match="a forward with labels computes its loss elsewhere"):
+        split_model(reference, parallel_output=True)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["nemotron_h/NemotronHConfig", "bamba/BambaConfig", "jamba/JambaConfig"])
+def test_heads_without_a_rule_and_layers_without_a_cache_are_boosted_by_default(
+    rank: int, world: int, name: str
+) -> None:
+    model = tiny_model(tiny_config(all_families()[name])).eval()
+    reference = copy.deepcopy(model)
+    inputs = tiny_inputs(model)
+    _, boosted, _ = boosted_over_tp(model)
+    batch = {**inputs, "labels": inputs["input_ids"]}
+    assert float(boosted.eval()(**batch).loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
+
+
+@ranks(2)
+def test_logits_of_a_causal_model_stay_split_by_default(rank: int, world: int) -> None:
+    model = small("llama")
+    reference = copy.deepcopy(model)
+    _, boosted, _ = boosted_over_tp(model)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    output = boosted(**batch)
+    assert output.logits.shape[-1] == 49
+    assert float(output.loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
