@@ -11,13 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import core.verify.check
-from core.verify import GradientReport, Where
+from core.hugging_face import split_model
+from core.verify import GradientReport, Where, check_gradients
 from core.verify.gpt import check_gpt
+from core.verify.in_double import InDouble
 from core.verify.tables import QUICK
 from core.verify.where import locate
+from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.verify.silent_bugs import Split, check
 
@@ -170,3 +174,27 @@ def test_no_module_of_our_model_is_blamed_in_a_right_layout(rank: int, world: in
             assert (place.forward, place.backward) == (None, None), f"{layout}: {place.lines}"
             wrong = [row for row in place.rows if not all(m.ok for m in row.gradients.values())]
             assert not wrong and sum(bool(row.outputs) for row in place.rows) > 20, f"{layout}: {place.lines} {wrong}"
+
+
+def split_qwen3() -> nn.Module:
+    """A small Hugging Face model over two ranks; one rank's projection in its second layer is a tenth too large."""
+    model = small("qwen3")
+    split_model(model)
+    if dist.get_rank() == 1:
+        model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: output * 1.1)
+    return model
+
+
+def loss_of_a_causal_model(model: nn.Module, tokens_of_part: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens_of_part, labels=tokens_of_part).loss
+
+
+@ranks(2)
+def test_a_wrong_output_of_a_split_hugging_face_model_is_placed(rank: int, world: int) -> None:
+    sizes = {"tensor_model_parallel_size": 2}
+    with InDouble():
+        report = check_gradients(
+            split_qwen3, loss_of_a_causal_model, tokens(4), reference_fn=lambda: small("qwen3"), sizes=sizes
+        )
+    assert report.where is not None and report.where.forward == "model.layers.1.self_attn.o_proj", str(report)
+    assert "first wrong output `model.layers.1.self_attn.o_proj` on rank [1]" in str(report)
