@@ -49,7 +49,7 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def _outermost(model: nn.Module, place: str) -> Iterator[tuple[str, Any]]:
     """(how its names begin, it) of each transformers model in a module that lies in no other one."""
-    if hasattr(model, KEPT):
+    if hasattr(type(model), KEPT):  # peft's wrapper passes on the attributes of its model
         yield place, model
         return
     for name, child in model.named_children():

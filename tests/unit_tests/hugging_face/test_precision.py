@@ -15,7 +15,7 @@ from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from core.finetune.model import boosted
 from core.hugging_face import load_split
-from core.hugging_face.precision import cast_model, dtypes_of
+from core.hugging_face.precision import cast_model, dtypes_of, kept_dtypes
 from core.hugging_face.tiny import all_families, model_class, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.finetune.test_finetune_job import config_in
 from tests.unit_tests.hugging_face.models import small, tokens
@@ -66,6 +66,17 @@ def test_every_family_is_cast_as_transformers_loads_it(name: str, precision: str
     except Exception as error:  # no model of its own
         pytest.skip(str(error))
     check_cast(name, tmp_path / "again", PRECISIONS[precision])
+
+
+def test_a_model_with_adapters_keeps_what_it_keeps_without() -> None:
+    peft = pytest.importorskip("peft")
+    made = small("llama", torch.float32)
+    kept = kept_dtypes(made, torch.bfloat16)
+    assert set(kept.values()) == {torch.float32}
+    adapted = peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules="all-linear"))
+    cast = tensors_of(cast_model(adapted, torch.bfloat16))
+    in_fp32 = {name.removeprefix("base_model.model.") for name, each in cast.items() if each.dtype == torch.float32}
+    assert in_fp32 == set(kept)
 
 
 def test_modules_that_are_no_transformers_models_are_cast_whole() -> None:
