@@ -31,6 +31,7 @@ class LoraOptions:
     alpha: int = 16  # the adapters' product is multiplied by alpha / r
     dropout: float = 0.0  # of an adapter's input
     targets: tuple[str, ...] = ()  # names of linear layers; empty for all but the output layer
+    merge: bool = False  # add the adapters to the weights at the end, and write a plain model
 
 
 @dataclass(frozen=True)

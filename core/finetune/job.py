@@ -10,10 +10,10 @@ import torch.distributed as dist
 from core import parallel_state
 from core.finetune.config import TuneConfig
 from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer, rows_of, stop_marks
-from core.finetune.model_files import write_what_stays
+from core.finetune.model_files import ADAPTER, write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
 from core.finetune.torch_plugins import TorchModel
-from core.finetune.trained import MODEL
+from core.finetune.trained import ADAPTER_ALONE, MODEL, load_directory
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, check_rows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
@@ -24,6 +24,7 @@ from core.tensor_parallel import model_parallel_manual_seed
 from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM, dropout_seed
 from core.training.job import JobResult, conduct, on_started_ranks, prepared_by_one
 from core.training.launch import Launch
+from core.training.model_config import DTYPES
 from core.training.reporter import GENERATE, python_command
 from core.training.schedule import make_scheduler
 
@@ -61,8 +62,10 @@ def tune(
     trainer.check_documents_are_apart()
 
     def finish(run: Path) -> None:
-        save_model(config, trainer, run / MODEL)
+        save_model(config, trainer, run / (ADAPTER_ALONE if config.lora.merge else MODEL))
         if dist.get_rank() == 0:
+            if config.lora.merge:
+                merge_adapter(config, run / ADAPTER_ALONE, run / MODEL)
             chat = " --chat --prompt Hello" if config.data.file is not None and tokenizer.chat_template else ""
             print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
 
@@ -107,3 +110,16 @@ def save_model(config: TuneConfig, trainer: TuneTrainer, directory: Path) -> Non
         if config.lora.r is not None:
             what, loads = "adapter", "peft.PeftModel.from_pretrained, on the base model"
         print(f"the {what} is in {directory}/, for {loads}", flush=True)
+
+
+def merge_adapter(config: TuneConfig, adapter: Path, directory: Path) -> None:
+    """Write the base model with an adapter added to its weights as a plain directory. One process, on the CPU.
+
+    The adapter is read from its files, so the layout that has trained it does not matter.
+    """
+    model = load_directory(adapter, DTYPES[config.model.dtype]).merged()
+    for file in (directory / ADAPTER, directory / "adapter_model.safetensors"):
+        file.unlink(missing_ok=True)  # of this run, from before it went on with another --lora.merge
+    model.save_pretrained(directory)
+    write_what_stays(directory_of(config), directory, configuration_in)
+    print(f"the model with the adapter merged is in {directory}/, for AutoModelForCausalLM.from_pretrained", flush=True)

@@ -106,9 +106,10 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
     check_numbers(config, TUNE_RANGES)
     check_run(config)
     run, lora = config.run, config.lora
-    if lora.r is None and (lora.targets or lora.dropout):
+    if lora.r is None and (lora.targets or lora.dropout or lora.merge):
         raise ConfigError(
-            "--lora.targets and --lora.dropout are of adapters; add their rank too, --lora.r 8 for example"
+            "--lora.targets, --lora.dropout and --lora.merge are of adapters; add their rank too, --lora.r 8 for "
+            "example"
         )
     if config.optimizer.name == "muon":
         raise ConfigError("--optimizer.name muon is for matrices that are trained from the start; use adam")

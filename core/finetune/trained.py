@@ -11,6 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from core.checkpoint import find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
 from core.finetune.config import LoraOptions, TuneConfig, TunedModel
@@ -24,7 +26,8 @@ from core.training.extras import require_installed
 from core.training.model_config import DTYPES
 
 Options = TypeVar("Options")
-MODEL = "model"  # the folder of what is trained, in the run's directory
+# Folders in the run's directory: what is trained, and the adapter where that is merged into a model.
+MODEL, ADAPTER_ALONE = "model", "adapter"
 
 
 class Tuned(NamedTuple):
@@ -52,16 +55,17 @@ def is_tuned(configuration: Mapping[str, Any]) -> bool:
     return "path" in configuration.get("model", {})
 
 
-def load_directory(directory: Path) -> Tuned:
+def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     """The model of a directory, with its adapter if it has one.
 
+    dtype: of the weights, or of the base model's; "auto" for the one in its files.
     ConfigError for an adapter whose base model is not where the adapter's configuration says.
     """
     transformers = transformers_package()
     kind = transformers.AutoModelForCausalLM
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     if not (directory / ADAPTER).is_file():
-        return Tuned(kind.from_pretrained(directory, dtype="auto").eval(), tokenizer)
+        return Tuned(kind.from_pretrained(directory, dtype=dtype).eval(), tokenizer)
     require_installed("peft", "an adapter", "peft")
     import peft
 
@@ -71,7 +75,7 @@ def load_directory(directory: Path) -> Tuned:
             f"{directory / ADAPTER} names the base model {base!r}, which is no model's directory (from {Path.cwd()}); "
             "start where it was trained, or write the right path there"
         )
-    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), directory)
+    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype), directory)
     return Tuned(adapted.eval(), tokenizer)
 
 

@@ -5,6 +5,7 @@ transformers' and peft's own loading and greedy search are the reference.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ pytest.importorskip("tyro")
 
 import peft
 import transformers
+from safetensors.torch import load_file
 
 from core import convert, generate
 from core.finetune.model import check_model, directory_of
@@ -104,6 +106,49 @@ def test_an_adapter_answers_on_its_base_and_is_merged_into_a_directory(
     (run / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "gone", "peft_type": "LORA"}')
     assert generate.main([str(run), *GREEDY]) == 2
     assert "names the base model 'gone', which is no model's directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--tp 2 --model.dtype bfloat16 --model tiny:gemma3",  # its embeddings are tied
+        pytest.param("--pp 2 --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--plugin torch_fsdp", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_merged_model_is_a_plain_directory_and_its_adapter_lies_next_to_it(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*how.split(), "--lora.r", "4", "--lora.alpha", "8", "--run.steps", "6"]
+    stale = tmp_path / "runs" / "finetune" / "model"  # as a run that was stopped without --lora.merge leaves
+    stale.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (stale / name).write_text("{}")
+    run = trained(tmp_path, *flags, "--lora.merge")
+    base = directory_of(config_in(tmp_path, *flags))
+    dtype = torch.bfloat16 if "bfloat16" in how else torch.float32
+    before = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    again = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    assert type(again) is type(before) and again.dtype == dtype  # a plain model, without peft
+    assert not (run / "model" / "adapter_config.json").exists()
+    factors = load_file(run / "adapter" / "adapter_model.safetensors")
+    changed = 0
+    for name, param in before.named_parameters():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = param.detach()
+        if f"{module}.lora_B.weight" in factors:
+            added = 2 * factors[f"{module}.lora_B.weight"].double() @ factors[f"{module}.lora_A.weight"].double()
+            assert added.abs().max() > 1e-3
+            expected, changed = expected.double() + added, changed + 1
+        rounding = 2**-7 if dtype is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(again.get_parameter(name).double(), expected.double(), rtol=rounding, atol=1e-4)
+    assert changed == 4 * 7
+    whole = peft.PeftModel.from_pretrained(before, run / "adapter").merge_and_unload()
+    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+    written = json.loads((base / "config.json").read_text())
+    assert json.loads((run / "model" / "config.json").read_text()) == written | {"dtype": str(dtype)[6:]}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    assert printed(capsys, run) == answer_of(again.eval(), tokenizer, chat=False)
 
 
 def test_two_ranks_share_a_model_and_one_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
