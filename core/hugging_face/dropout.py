@@ -29,13 +29,14 @@ REGIONS = "dropout_regions"  # the attribute of a split model that holds those o
 class ForwardStream:
     """Hooks of a split model: a forward in training draws from the stream that ranks of tp and cp have alike.
 
-    Without `model_parallel_manual_seed` the first one begins the stream, by torch's own seed on the lowest of these
-    ranks: collective over them. Recomputation by torch's checkpoint draws the same, because the stream stands in
-    torch's default generators while the model runs.
+    The first one is collective over these ranks. Without `model_parallel_manual_seed` it begins the stream, by torch's
+    own seed on the lowest of them; RuntimeError on all where some have called it. Recomputation by torch's checkpoint
+    draws the same, because the stream stands in torch's default generators while the model runs.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
+        self._has_begun = False
         self._forks: list[ExitStack] = []  # of forwards that run: a wrapper's and the model's own are one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardStream:
@@ -60,13 +61,21 @@ class ForwardStream:
             self._forks.pop().close()
 
     def _begin(self) -> None:
-        tracker = get_rng_tracker()
-        if SEQUENCE_DROPOUT_STREAM in tracker:
+        if self._has_begun:
             return
+        self._has_begun = True
+        tracker = get_rng_tracker()
         alike = [group for group in (self.groups.tp, self.groups.cp) if group is not None]
-        seeds = agree.gather(torch.initial_seed(), alike, "the seed of dropout")
-        seed = dropout_seed(SEQUENCE_DROPOUT_STREAM, seeds[min(seeds)], self.groups)
-        tracker.add(SEQUENCE_DROPOUT_STREAM, seed)
+        told = agree.gather((torch.initial_seed(), SEQUENCE_DROPOUT_STREAM in tracker), alike, "the seed of dropout")
+        seeded = [rank for rank, (_, has_stream) in told.items() if has_stream]
+        if not seeded:
+            seed, _ = told[min(told)]
+            tracker.add(SEQUENCE_DROPOUT_STREAM, dropout_seed(SEQUENCE_DROPOUT_STREAM, seed, self.groups))
+        elif len(seeded) < len(told):
+            raise RuntimeError(
+                f"ranks {seeded} of {list(told)} have called model_parallel_manual_seed and the others have not, so "
+                "dropout of what they have copies of would differ; call it on every rank"
+            )
 
 
 class SplitRegions:

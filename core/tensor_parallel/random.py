@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core.distributed.reduce.grad_reducer import call_after_backward
 from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
@@ -84,6 +85,7 @@ class RNGStatesTracker:
     def __init__(self) -> None:
         self._states: dict[str, RNGState] = {}
         self._seeds: set[int] = set()
+        self.replays = False  # True while `checkpoint` of this module computes again
 
     def reset(self) -> None:
         """Forget every stream."""
@@ -115,11 +117,21 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from stream `name` inside the block, and from the default one again after it."""
+        """Draw from stream `name` inside the block, and from the default one again after it.
+
+        RuntimeError for a stream of dropout in a forward that torch's own checkpoint repeats: it would drop others.
+        """
         if name not in self._states:
             raise RuntimeError(
                 f"random stream {name!r} was never seeded (there are: {sorted(self._states) or 'none'}); call "
                 "core.tensor_parallel.model_parallel_manual_seed(seed) on every rank after initialize_model_parallel"
+            )
+        if name in DROPOUT_STREAMS and not self.replays and call_after_backward(_nothing):
+            raise RuntimeError(
+                f"a forward that draws from random stream {name!r} is repeated in backward. torch's checkpoint restores "
+                "torch's default stream alone, so it would drop other elements. Recompute by "
+                "core.tensor_parallel.checkpoint(function, False, *arguments), or by TransformerConfig("
+                "recompute_granularity=...)"
             )
         before = current_state()
         install_state(self._states[name])
@@ -190,9 +202,15 @@ def _stream_contexts() -> tuple[contextlib.AbstractContextManager[None], context
 def _replay(states: dict[str, RNGState]) -> Iterator[None]:
     """Tracker streams at `states` inside the block; torch's own checkpoint does the default one."""
     tracker = get_rng_tracker()
-    before = tracker.get_states()
+    before, outer = tracker.get_states(), tracker.replays
     tracker.set_states(states)
+    tracker.replays = True
     try:
         yield
     finally:
         tracker.set_states(before)
+        tracker.replays = outer
+
+
+def _nothing() -> None:
+    """What is called after a backward in which a fork was asked for."""

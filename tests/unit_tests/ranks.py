@@ -387,6 +387,9 @@ def _clean_up() -> None:
     parallel_state = sys.modules.get("core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
+    streams = sys.modules.get("core.tensor_parallel.random")
+    if streams is not None:
+        streams.get_rng_tracker().reset()
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_grad_enabled(True)

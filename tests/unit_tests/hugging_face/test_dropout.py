@@ -187,3 +187,14 @@ def test_stages_drop_elements_of_their_own(rank: int, world: int) -> None:
     stage(tokens(), **given)
     alike(torch.cat(drawn), "pp")
     get_rng_tracker().reset()
+
+
+@ranks(2)
+def test_a_seed_that_one_rank_alone_has_set_is_refused_on_all(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    if rank == 1:
+        model_parallel_manual_seed(3)
+    model = small("gpt2", **DROPS)
+    split_model(model)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of \[0, 1\] have called model_parallel_manual_seed"):
+        model.train()(tokens())

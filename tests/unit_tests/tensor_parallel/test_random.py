@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core import parallel_state
 from core.pipeline_parallel import build_gpt_stages, plan_pipeline
@@ -18,6 +19,7 @@ from core.tensor_parallel import RNGStatesTracker, checkpoint, get_rng_tracker, 
 from core.tensor_parallel.mappings import gather_first
 from core.tensor_parallel.random import SEQUENCE_DROPOUT_STREAM
 from core.transformer import TransformerConfig
+from core.transformer.dropout import hidden_dropout
 from tests.unit_tests.ranks import ranks
 
 
@@ -219,6 +221,23 @@ def test_under_recomputation_a_hook_on_a_parameter_fires_once_a_backward() -> No
     layer.linear.weight.register_post_accumulate_grad_hook(lambda param: fired.append(param))
     checkpoint(layer, False, torch.ones(4, 6, requires_grad=True)).sum().backward()
     assert len(fired) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_around_a_layer_that_draws_from_a_stream_of_dropout_is_refused(reentrant: bool) -> None:
+    """It puts torch's default stream back alone, so the gradient would be that of another mask."""
+    model_parallel_manual_seed(3)
+
+    def drop(hidden: Tensor) -> Tensor:
+        return hidden_dropout(hidden, 0.5, training=True, tp_size=1, is_split=False)
+
+    hidden = torch.ones(4, 6, requires_grad=True)
+    output = torch_checkpoint(drop, hidden, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="Recompute by core.tensor_parallel.checkpoint"):
+        output.sum().backward()
+    output = checkpoint(drop, False, hidden)
+    output.sum().backward()
+    assert torch.equal(hidden.grad, output.detach())  # ones in, so the mask is the gradient
 
 
 def test_distributing_saved_activations_is_refused_by_name() -> None:
