@@ -128,7 +128,7 @@ class RNGStatesTracker:
             )
         if name in DROPOUT_STREAMS and not self.replays and call_after_backward(_nothing):
             raise RuntimeError(
-                f"a forward that draws from random stream {name!r} is repeated in backward. torch's checkpoint restores "
+                f"a forward that draws from random stream {name!r} runs again in backward. torch's checkpoint restores "
                 "torch's default stream alone, so it would drop other elements. Recompute by "
                 "core.tensor_parallel.checkpoint(function, False, *arguments), or by TransformerConfig("
                 "recompute_granularity=...)"
