@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from core.training.config import OptimizerOptions, RunConfig, RunOptions
 from core.training.config_file import read_over, read_toml, spell_out, split_config_files
+from core.training.hub import cached_model
 
 TINY = "tiny:"  # before a model type, in place of a directory: a small random model
 
@@ -17,7 +18,9 @@ TINY = "tiny:"  # before a model type, in place of a directory: a small random m
 class TunedModel:
     """The model to begin from."""
 
-    path: str = "tiny:qwen3"  # a checkpoint directory of a causal model, or tiny:FAMILY for a small random one
+    path: str = (
+        "tiny:qwen3"  # a checkpoint directory, a name in huggingface_hub's cache, or tiny:FAMILY, small and random
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 has fp32 masters in the optimizer
     sequence_length: int = 256  # tokens of one window
     gradient_checkpointing: bool = False  # compute each layer again in backward
@@ -91,4 +94,5 @@ def load_config(argv: Sequence[str]) -> TuneConfig:
     about += f"defaults. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
     flags = spell_out(flags, {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"})
     tables = [(file, read_toml(file)) for file in files]
-    return read_over(TuneConfig(), tables, flags, "core.finetune", about, SHORT_FLAGS)
+    config = read_over(TuneConfig(), tables, flags, "core.finetune", about, SHORT_FLAGS)
+    return replace(config, model=replace(config.model, path=cached_model(config.model.path)))

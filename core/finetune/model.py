@@ -40,6 +40,7 @@ from core.optimizer.algorithms.lion import Lion
 from core.optimizer.groups.param_key import decays_by_default
 from core.training.config import OptimizerOptions
 from core.training.errors import ConfigError
+from core.training.hub import how_to_download
 from core.training.model_config import DTYPES
 
 CHAT = (
@@ -78,7 +79,7 @@ def check_model(config: TuneConfig) -> None:
     elif not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"--model.path {path} holds no config.json; give a checkpoint directory, or {TINY}FAMILY for a small "
-            "random model"
+            f"random model{how_to_download(path, 'model')}"
         )
     directory = directory_of(config)
     try:

@@ -17,6 +17,7 @@ import numpy as np
 from core.finetune.chats import check_template, written_chat
 from core.finetune.fields import checked
 from core.training.errors import ConfigError
+from core.training.hub import how_to_download
 from core.training.text import open_text
 
 SPACE = "Ġ"  # as tokenizers of GPT-2's kind spell it
@@ -48,8 +49,11 @@ def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, di
     count = 0
     try:
         if not file.is_file():
-            raise ConfigError(f"--data.file {file} is no file (from {Path.cwd()}); give lines of JSON")
+            hub = how_to_download(str(file), "dataset")
+            raise ConfigError(f"--data.file {file} is no file (from {Path.cwd()}); give lines of JSON{hub}")
         lines = file.open("rb")
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise ConfigError(f"--data.file {str(file)[:300]!r} cannot be read: {error}") from error
     with lines:

@@ -18,6 +18,7 @@ from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import require_installed
+from core.training.hub import how_to_download
 from core.training.model_config import DTYPES, optimizer_config, zero_config
 from core.training.plan import share_batch
 from core.training.sizes import check_ranks
@@ -64,6 +65,7 @@ class ModelRun:
             if not path.is_file():
                 raise LookupError(
                     f"there is no {path}; give a config.json, a directory with one, or {TINY}FAMILY for a small model"
+                    + how_to_download(self.model, "model")
                 )
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]

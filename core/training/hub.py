@@ -1,0 +1,49 @@
+"""Names on the Hugging Face Hub: found in the cache of huggingface_hub, or answered with the line that downloads them.
+
+Nothing here uses the network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+FILES = (".json", ".jsonl", ".parquet")  # how the name of a file of data ends
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def is_hub_name(path: str) -> bool:
+    """True for `org/name` that is no path of this machine, and lies in no directory of it."""
+    if HUB_NAME.fullmatch(path) is None or path.endswith(FILES):
+        return False
+    return not Path(path).exists() and not Path(path).parent.exists()
+
+
+def cached_model(path: str) -> str:
+    """The directory in the cache of huggingface_hub for a name of which it has the model; else `path`."""
+    if not is_hub_name(path):
+        return path
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError:  # what needs it says so
+        return path
+    try:
+        snapshot = Path(str(huggingface_hub.snapshot_download(path, local_files_only=True)))
+    except (LocalEntryNotFoundError, ValueError):  # ValueError for what cannot be a name
+        return path
+    has_weights = any(next(snapshot.glob(pattern), None) for pattern in WEIGHTS)
+    return str(snapshot) if has_weights and (snapshot / "config.json").is_file() else path
+
+
+def how_to_download(path: str, kind: Literal["model", "dataset"]) -> str:
+    """A sentence for the end of an error: the command that downloads `path`. Empty for what is no name on the Hub."""
+    if not is_hub_name(path):
+        return ""
+    what = " --repo-type dataset" if kind == "dataset" else ""
+    place = path.rpartition("/")[2]
+    then = f"--model {place}" if kind == "model" else f"a file of {place}/ to --data"
+    command = f"hf download {path}{what} --local-dir {place}"
+    return f". Nothing is downloaded here; if this is a name on the Hub, run {command}, and give {then}"
