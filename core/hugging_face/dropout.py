@@ -34,6 +34,8 @@ class ForwardStream:
     draws the same, because the stream stands in torch's default generators while the model runs.
     """
 
+    meets_ranks = True  # False while a step is planned, where there are no other ranks
+
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._has_begun = False
@@ -61,7 +63,7 @@ class ForwardStream:
             self._forks.pop().close()
 
     def _begin(self) -> None:
-        if self._has_begun:
+        if self._has_begun or not ForwardStream.meets_ranks:
             return
         self._has_begun = True
         tracker = get_rng_tracker()

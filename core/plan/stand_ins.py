@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core.context_parallel import ring
+from core.hugging_face.dropout import ForwardStream
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
 from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_tracker
@@ -56,6 +57,7 @@ def stand_ins(chosen: float) -> Iterator[None]:
     """Inside, layers meet no other rank. chosen: as in EvenLoads."""
     before = token_dispatcher.HOST_COUNTS, ring.pass_on
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    ForwardStream.meets_ranks = False
     tracker = get_rng_tracker()
     streams = tracker.get_states()
     unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # nothing is drawn without values
@@ -64,4 +66,5 @@ def stand_ins(chosen: float) -> Iterator[None]:
         yield
     finally:
         tracker.set_states(streams)
+        ForwardStream.meets_ranks = True
         token_dispatcher.HOST_COUNTS, ring.pass_on = before
