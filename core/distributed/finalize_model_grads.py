@@ -60,6 +60,9 @@ def finalize_model_grads(
     with attributes_alone():
         for chunk in chunks:
             chunk.reducer.close()
+    for chunk in chunks:
+        if chunk.reducer.at_end is not None:
+            chunk.reducer.at_end()
 
 
 def _reduce_and_guard(

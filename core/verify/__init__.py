@@ -2,7 +2,17 @@
 
 from core.verify.check import check_gradients
 from core.verify.layouts import Layout
+from core.verify.loop import LoopCheck, verify_with
 from core.verify.place import Where
 from core.verify.report import GradientReport, TrainingReport, WrongGradientError
 
-__all__ = ["GradientReport", "Layout", "TrainingReport", "Where", "WrongGradientError", "check_gradients"]
+__all__ = [
+    "GradientReport",
+    "Layout",
+    "LoopCheck",
+    "TrainingReport",
+    "Where",
+    "WrongGradientError",
+    "check_gradients",
+    "verify_with",
+]

@@ -15,7 +15,7 @@ from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
-from core.verify.gathered import WrappedModel, piece_of
+from core.verify.gathered import WrappedModel, first_tensor, piece_of
 from core.verify.recording import Recorder
 
 LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
@@ -23,7 +23,9 @@ SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of 
 
 
 class Job(ABC):
-    """The model of this rank, and how a step runs through it."""
+    """The model of this rank, and how a step runs through it. sees_loss: True if `step` returns the loss."""
+
+    sees_loss = True
 
     def __init__(self, model: WrappedModel, microbatches: int, split_fn: SplitFn | None) -> None:
         self.model = model
@@ -39,6 +41,15 @@ class Job(ABC):
     @abstractmethod
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """All microbatches without any reduction: every rank keeps its own gradients."""
+
+    def biases(self) -> dict[tuple[int, str], Tensor]:
+        """The routers' biases from before the step that comes, by `Held.key`."""
+        return {held.key: held.tensor.clone() for held in self.model.biases}
+
+    def samples(self, batch: Any) -> int:
+        """The samples of one microbatch."""
+        axis = "dp" if self.groups.dp is not None else "dp_cp"
+        return first_tensor(batch).shape[0] // (self.groups.size(axis) * self.microbatches)
 
     def parts(self, batch: Any) -> list[Any]:
         """This rank's microbatches of the global batch."""

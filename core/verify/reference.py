@@ -151,12 +151,15 @@ class Reference:
             param.grad = None
         return model
 
+    def piece(self, batch: Any, number: int) -> Any:
+        """One microbatch of the whole batch, those of the first data rank first."""
+        return piece_of(batch, self.data_ranks * self.microbatches, number)
+
     def pieces(self, batch: Any) -> list[Any]:
         """What the whole batch is cut into; each piece goes through the model by itself."""
         if getattr(self.config, "num_moe_experts", None) is None:
             return [batch]
-        count = self.data_ranks * self.microbatches
-        parts = [piece_of(batch, count, number) for number in range(count)]
+        parts = [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]
         if getattr(self.config, "moe_router_load_balancing_type", "") != "global_aux_loss":
             return parts
         return [_joined(parts[number :: self.microbatches]) for number in range(self.microbatches)]
@@ -230,7 +233,7 @@ class Reference:
             recorder.in_backward = False
             recorder.add(model, namer(model))
             for number in range(first, first + self.microbatches):
-                piece = piece_of(batch, self.data_ranks * self.microbatches, number)
+                piece = self.piece(batch, number)
                 loss, _ = split_loss(self.loss_fn(model, piece), self.per_token)
                 with recorder.backward():
                     (loss * weight).backward()

@@ -16,7 +16,6 @@ from core import agree
 from core.checkpoint.global_slices import GlobalSlice
 from core.global_names import namer
 from core.verify.cuts import cuts_of
-from core.verify.gathered import first_tensor
 from core.verify.job import Job, PipelineJob
 from core.verify.place import (
     ALLOWANCE,
@@ -58,8 +57,7 @@ def locate(
     job.clear()
     axis = "dp" if job.groups.dp is not None else "dp_cp"
     expected = reference.record(batch, job.groups.rank(axis))
-    samples = first_tensor(batch).shape[0] // (job.groups.size(axis) * job.microbatches)
-    compare = _Comparer(job, bound, noise, samples)
+    compare = _Comparer(job, bound, noise, job.samples(batch))
     # A rank's loss is the mean over its own positions, so gradients are cp times as large, unless tokens divide later.
     factor = 1.0 if job.per_token else float(job.groups.size("cp"))
     numbered = {name for name, count in mine.calls.items() if count == expected.calls.get(name)}

@@ -23,12 +23,12 @@ OWN_LOOP = ROOT / "docs" / "source" / "your_own_loop.md"
 ARCHITECTURE = ROOT / "docs" / "source" / "architecture.md"
 
 
-def program_of(page: Path) -> str:
-    """All python blocks of a page, each line at its line number in the page."""
+def program_of(page: Path, language: str = "python") -> str:
+    """All blocks of a page in a language, each line at its line number in the page."""
     lines, inside = [], False
     for line in page.read_text().splitlines():
-        inside = line == "```python" or (inside and line != "```")
-        lines.append(line if inside and line != "```python" else "")
+        inside = line == f"```{language}" or (inside and line != "```")
+        lines.append(line if inside and line != f"```{language}" else "")
     return "\n".join(lines)
 
 

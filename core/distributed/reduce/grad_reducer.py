@@ -103,6 +103,7 @@ class GradReducer:
         self.in_microbatch = False  # True while the end of a running backward is going to be told
         self.no_sync_depth = 0
         self.at_begin: Callable[[], None] | None = None  # before a step adds to gradients that are kept
+        self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
         self.steps = 0  # finalized, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step

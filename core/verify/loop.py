@@ -1,0 +1,285 @@
+"""verify_with: compare the first step of a user's own loop with one process that splits nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import agree
+from core.distributed import DistributedDataParallel
+from core.distributed.finalize_model_grads import wrapped_chunks
+from core.distributed.guard.first_steps import paused
+from core.verify.check import NOISE, compare
+from core.verify.gathered import cast, first_tensor, on_tensors
+from core.verify.job import PlainJob
+from core.verify.reference import ModelFn, Reference
+from core.verify.report import GradientReport
+
+Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
+
+_CHECKS: dict[int, LoopCheck] = {}  # by the identity of the wrapped module
+
+
+def verify_with(
+    model: nn.Module,
+    build_whole: ModelFn,
+    loss_fn: Callable[..., Any],
+    *,
+    bound: float | None = None,
+    reference_dtype: torch.dtype = torch.float64,
+) -> LoopCheck:
+    """Check the first step of a loop: its data, its accumulation and its loss, which check_gradients does not see.
+
+    Call it once, right before the first step, after weights are loaded. The inputs of each forward in training mode
+    are kept until `finalize_model_grads`. Then the unsplit model runs over the microbatches of all data ranks, and
+    every reduced gradient of the layout is compared with the mean over all microbatches.
+
+    model: wrapped in DistributedDataParallel. build_whole: builds the same model without any splitting; it gets the
+    layout's weights as they are now. loss_fn(whole, *args, **kwargs): the mean loss of one microbatch, not divided by
+    anything, from the arguments of the forward; with `config.calculate_per_token_loss` (sum of losses, number of
+    tokens). If labels are not among these arguments, the loop passes them: see `LoopCheck.note`. With a loss scale,
+    loss_fn multiplies by it. bound, reference_dtype: as for check_gradients.
+
+    Raises WrongGradientError in the first `finalize_model_grads`, on all ranks alike, if a gradient is wrong. Raises
+    MemoryError on all ranks, before anything is built, if the unsplit model does not fit on rank 0. Pipelines and
+    context parallelism are refused with ValueError: check_gradients checks these. The model must be deterministic.
+    Collective over the default process group.
+
+        verify_with(model, build_whole, lambda whole, tokens, labels: whole(tokens, labels).mean())
+        for tokens, labels in batches:
+            model(tokens, labels).mean().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+    """
+    (ddp, *more) = wrapped_chunks(model, "verify_with(model, build_whole, loss_fn)")
+    for axis, size in (("pp", ddp.groups.size("pp") + len(more)), ("cp", ddp.groups.size("cp"))):
+        if size > 1:
+            raise ValueError(
+                f"verify_with compares a whole model of a rank, and {axis} has {size} parts here: a rank's inputs are "
+                "not those of the whole model. Use check_gradients, which is given the whole batch"
+            )
+    if id(ddp.module) in _CHECKS:
+        raise ValueError("this model is being verified already; call verify_with once, before the first step")
+    return LoopCheck(ddp, build_whole, loss_fn, bound, reference_dtype)
+
+
+class LoopCheck:
+    """The check of one loop's first step. `report` is None until it is over, and the same on all ranks."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        build_whole: ModelFn,
+        loss_fn: Callable[..., Any],
+        bound: float | None,
+        reference_dtype: torch.dtype,
+    ) -> None:
+        def loss_of(model: nn.Module, microbatch: Microbatch) -> Any:
+            args, kwargs = microbatch
+            return loss_fn(model, *args, **kwargs)
+
+        self.report: GradientReport | None = None
+        self.bound = bound
+        self.job = _LoopJob(ddp, loss_of, 1)
+        _refuse_what_does_not_fit(self.job, reference_dtype)
+        device = self.job.model.device
+        with _kept_random_state(device):
+            self.reference = _LoopReference(self.job, lambda: build_whole().to(device), reference_dtype, loss_of)
+        self.forwards: list[Microbatch] = []
+        self.noted: list[Microbatch] = []
+        self.autocast: torch.dtype | None = None
+        self.until_over = ExitStack()
+        self.until_over.enter_context(paused([ddp.engine.first_steps]))
+        self.until_over.callback(ddp.module.register_forward_pre_hook(_note_forward, with_kwargs=True).remove)
+        _CHECKS[id(ddp.module)] = self
+        ddp.reducer.at_end = self._finish
+
+    def note(self, *args: Any, **kwargs: Any) -> None:
+        """Pass a microbatch to `loss_fn`, in place of the forward's arguments. For labels that the forward has not.
+
+        Call it once for each microbatch of the first step; later calls do nothing.
+
+            check = verify_with(model, build_whole, lambda whole, x, y: cross_entropy(whole(x), y))
+            for x, y in batches:
+                check.note(x, y)
+                cross_entropy(model(x), y).backward()
+        """
+        if self.report is None:
+            self.noted.append(_kept((args, kwargs)))
+
+    def _note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = self.job.model.device.type
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.forwards.append(_kept((args, kwargs)))
+
+    def _finish(self) -> None:
+        """Compare the step that finalize_model_grads has closed. Collective over the world."""
+        self.job.ddp.reducer.at_end = None
+        del _CHECKS[id(self.job.ddp.module)]
+        with self.until_over, _kept_random_state(self.job.model.device):
+            self.report = self._compared(self.noted or self.forwards)
+        del self.reference, self.forwards, self.noted
+        self.report.raise_if_wrong()
+
+    def _compared(self, mine: list[Microbatch]) -> GradientReport:
+        job, groups = self.job, self.job.groups
+        axis = "dp" if groups.dp is not None else "dp_cp"
+        told = agree.gather(
+            (groups.rank(axis), [_digests(part) for part in mine], _on_cpu(mine) if groups.rank("tp") == 0 else None),
+            None,
+            "the microbatches of the first step",
+        )
+        counts = {rank: len(digests) for rank, (_, digests, _) in told.items()}
+        if len(set(counts.values())) > 1 or 0 in counts.values():
+            raise ValueError(
+                f"the forwards of the first step in training mode, or calls of note, are by rank {counts}; verify_with "
+                "expects one for each microbatch, as many on every rank. Call the wrapped model, and note once for "
+                "each microbatch"
+            )
+        batch = [parts for _, parts in sorted((place, parts) for place, _, parts in told.values() if parts is not None)]
+        job.mine = mine
+        job.microbatches = self.reference.microbatches = len(mine)
+        compute = self.autocast or job.model.dtype
+        with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
+            report = compare(
+                job,
+                self.reference,
+                batch,
+                bound=self.bound,
+                noise=NOISE.get(compute, 1e-2),
+                steps=1,
+                title=f"first step of the loop, {dist.get_world_size()} ranks, {len(mine)} microbatches each",
+            )
+        other = _other_inputs({rank: (place, digests) for rank, (place, digests, _) in told.items()})
+        return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
+
+
+class _LoopJob(PlainJob):
+    """The step that a loop has run already; the batch is a list of microbatches for each data rank."""
+
+    sees_loss = False
+    mine: list[Microbatch]
+
+    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[..., Any], microbatches: int) -> None:
+        super().__init__(ddp, loss_fn, microbatches)
+        self.before = super().biases()
+
+    def step(self, batch: Any) -> float:
+        """See Job; the loop has run it."""
+        return math.nan
+
+    def biases(self) -> dict[tuple[int, str], Tensor]:
+        """See Job."""
+        return self.before
+
+    def parts(self, batch: Any) -> list[Any]:
+        """See Job; what this rank was given, which may not be what its tensor-parallel group was given."""
+        return self.mine
+
+    def samples(self, batch: Any) -> int:
+        """See Job."""
+        tensor = first_tensor(batch)
+        return tensor.shape[0] if tensor.dim() else 1
+
+
+class _LoopReference(Reference):
+    """Runs each microbatch by itself: they may have other lengths, and masks that have no dimension of samples."""
+
+    def piece(self, batch: Any, number: int) -> Any:
+        """See Reference."""
+        microbatch = batch[number // self.microbatches][number % self.microbatches]
+        return on_tensors(lambda tensor: tensor.to(self.device), microbatch)
+
+    def pieces(self, batch: Any) -> list[Any]:
+        """See Reference."""
+        if getattr(self.config, "num_moe_experts", None) is not None:
+            return super().pieces(batch)
+        return [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]
+
+
+def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook of a module. It holds no check, so that a copy of the module takes none along."""
+    check = _CHECKS.get(id(module))
+    if check is not None and module.training and torch.is_grad_enabled():
+        check._note_forward(args, kwargs)
+
+
+def _refuse_what_does_not_fit(job: _LoopJob, dtype: torch.dtype) -> None:
+    """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
+    mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
+    told = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
+    numels: dict[str, int] = {name: numel for theirs, _ in told.values() for name, numel in theirs.items()}
+    own = job.model.dtype
+    of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # weights and gradients
+    needed, free = sum(numels.values()) * of_element, told[0][1]
+    if needed > free:
+        raise MemoryError(
+            f"the unsplit model has {sum(numels.values()):,} parameters; its weights and gradients in {dtype} and "
+            f"{own} take {needed / 2**30:.2f} GiB on rank 0, where {free / 2**30:.2f} GiB are free. Verify a model "
+            "with fewer layers, or pass reference_dtype=torch.float32"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a model may still take on a device."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # no Linux
+        return 1 << 60
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+@contextmanager
+def _kept_random_state(device: torch.device) -> Iterator[None]:
+    """What runs on rank 0 alone must not change the random numbers that follow there."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+
+
+def _kept(microbatch: Microbatch) -> Microbatch:
+    """Copies, because a loop may use the memory of its inputs again."""
+    kept: Microbatch = on_tensors(lambda tensor: tensor.detach().clone(), microbatch)
+    return kept
+
+
+def _on_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    return [on_tensors(lambda tensor: cast(tensor, None, torch.device("cpu")), part) for part in microbatches]
+
+
+def _digests(microbatch: Microbatch) -> list[str]:
+    """Of each tensor, in order."""
+    found: list[str] = []
+
+    def note(tensor: Tensor) -> None:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found.append(f"{list(tensor.shape)} {hashlib.sha256(data).hexdigest()}")
+
+    on_tensors(note, microbatch)
+    return found
+
+
+def _other_inputs(told: dict[int, tuple[int, list[list[str]]]]) -> str:
+    """Which ranks of one place in the data group were given other microbatches, in words. Pure.
+
+    Told only beside a wrong gradient: ranks of sequence parallelism may rightly be given parts.
+    """
+    firsts: dict[int, tuple[int, list[list[str]]]] = {}
+    for rank, (place, digests) in told.items():
+        first, expected = firsts.setdefault(place, (rank, digests))
+        if digests != expected:
+            return (
+                f"ranks {first} and {rank} share one part of the data and were given different inputs: choose data by "
+                "parallel_state.get_data_parallel_rank(), and draw it from one seed in a tensor-parallel group"
+            )
+    return ""
