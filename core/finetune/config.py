@@ -44,6 +44,7 @@ class TunedData:
     file: Path | None = None  # None for files of the Python standard library, as text
     limit: int | None = None  # so many lines; None for all of a file, and for 100 files of the standard library
     packing: bool = True  # several documents in one window, each seeing itself alone
+    eval_file: Path | None = None  # such lines for the validation loss, in place of a fraction of the documents
     validation_fraction: float = 0.05  # of the documents; they are not trained on
     cache: Path = Path("runs/tokens")  # directory of the windows; made once for each file and tokenizer
 
@@ -83,6 +84,7 @@ class TuneConfig(RunConfig):
 
 SHORT_FLAGS = {
     **{"--model": "--model.path", "--data": "--data.file"},
+    **{"--eval-data": "--data.eval-file", "--eval-every": "--run.validate-every"},
     **{f"--{name}": f"--parallel.{name}" for name in ("plugin", "tp", "pp", "dp", "ep", "sp", "zero")},
 }
 

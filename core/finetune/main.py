@@ -33,16 +33,16 @@ def check_places(config: TuneConfig) -> None:
     check_run_places(config, config.data.cache)
 
     from core.finetune.model import check_model, load_tokenizer, rows_of, stop_marks
-    from core.finetune.records import check_record, check_tokenizer, read_records
-    from core.finetune.windows import check_rows, open_windows, prepare_windows
+    from core.finetune.records import check_record, check_tokenizer
+    from core.finetune.windows import check_rows, open_windows, prepare_windows, read_documents
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().utils.logging.disable_progress_bar()
     check_model(config)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer)
-    if config.data.file is not None:
-        for where, record in read_records(config.data.file, config.data.limit):
+    if config.data.file is not None or config.data.eval_file is not None:
+        for where, record, _ in read_documents(config.data):
             check_record(record, tokenizer, where)
     rows, stops = rows_of(config), stop_marks(config, tokenizer)
     if max(tokenizer.get_vocab().values()) >= rows:  # the data may do without such tokens, so the windows decide

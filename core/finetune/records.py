@@ -37,9 +37,12 @@ class Example:
     ends: bool = True
 
 
-def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(
+    file: Path | None, limit: int | None, flag: str = "--data.file"
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, record) of each line; of files of the standard library where there is no file.
 
+    flag: the option that names the file, for errors.
     ConfigError, with the line's number, for one that is no JSON object or has fields that cannot be obeyed.
     """
     if file is None:
@@ -50,12 +53,12 @@ def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, di
     try:
         if not file.is_file():
             hub = how_to_download(str(file), "dataset")
-            raise ConfigError(f"--data.file {file} is no file (from {Path.cwd()}); give lines of JSON{hub}")
+            raise ConfigError(f"{flag} {file} is no file (from {Path.cwd()}); give lines of JSON{hub}")
         lines = file.open("rb")
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-        raise ConfigError(f"--data.file {str(file)[:300]!r} cannot be read: {error}") from error
+        raise ConfigError(f"{flag} {str(file)[:300]!r} cannot be read: {error}") from error
     with lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and count >= limit:
@@ -67,7 +70,7 @@ def read_records(file: Path | None, limit: int | None) -> Iterator[tuple[str, di
                 checked(record, where)
                 yield where, record
     if count == 0:
-        raise ConfigError(f"--data.file {file} holds no line")
+        raise ConfigError(f"{flag} {file} holds no line")
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

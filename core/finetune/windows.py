@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from core.finetune.fields import unread
 from core.finetune.records import Example, encode, marked, read_records
 from core.training.errors import ConfigError
 
-FORMAT = 3  # changes whenever the same data would give other windows
+FORMAT = 4  # changes whenever the same data would give other windows
 MOST_NAMES = 8  # of fields, on one line
 UNLEARNED = -100  # the label of a token that has no loss
 IDS, LABELS, POSITIONS = range(3)
@@ -128,6 +128,17 @@ def pack(examples: Iterable[Example], length: int, padding: int, *, packing: boo
     return arrays
 
 
+def read_documents(options: TunedData) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """(where it stands, record, True if it is validated on and not trained on) of each document."""
+    own, fraction = options.eval_file, options.validation_fraction
+    every = round(1 / fraction) if fraction and own is None else 0
+    for number, (where, record) in enumerate(read_records(options.file, options.limit)):
+        yield where, record, every > 0 and number % every == every - 1
+    if own is not None:
+        for where, record in read_records(own, None, "--data.eval-file"):
+            yield where, record, True
+
+
 def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str]) -> str:
     """The name of the windows of this data. All that encoding and packing read decides it.
 
@@ -144,11 +155,11 @@ def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[s
         "stops": list(stops),
         "template": tokenizer.chat_template,
     }
-    packed = (FORMAT, length, options.packing, options.validation_fraction)
+    packed = (FORMAT, length, options.packing)
     digest = hashlib.sha256(json.dumps([packed, marks], sort_keys=True, default=str).encode())
     digest.update(backend.to_str().encode())
-    for _, record in read_records(options.file, options.limit):
-        digest.update(json.dumps(record).encode())
+    for _, record, held_out in read_documents(options):
+        digest.update(json.dumps([held_out, record]).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -166,13 +177,12 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
             return folder.name
         print(f"{folder} is damaged ({damage}), so its windows are made again", flush=True)
     template = str(tokenizer.chat_template or "")
-    examples, places, unused = [], [], set()
-    for where, record in read_records(options.file, options.limit):
+    examples, places, held_out, unused = [], [], [], set()
+    for where, record, is_held_out in read_documents(options):
         examples.append(encode(record, tokenizer, where, stops))
         places.append(where)
+        held_out.append(is_held_out)
         unused |= unread(record, template)
-    every = round(1 / options.validation_fraction) if options.validation_fraction else 0
-    held_out = [every > 0 and number % every == every - 1 for number in range(len(examples))]
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     parts, told = {}, {"cut": 0, "dropped": 0}
     for name, wanted in zip(PARTS, (False, True), strict=True):
@@ -180,10 +190,17 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
         fitting, cut, dropped = fit(chosen, length)
         told = {"cut": told["cut"] + cut, "dropped": told["dropped"] + dropped}
         parts[name] = fitting, pack(fitting, length, padding, packing=options.packing)
+    own = options.eval_file
+    if own is not None and len(parts["validation"][1]) == 0:
+        raise ConfigError(
+            f"--data.eval-file {own} gives no window to validate on: its documents have nothing to learn in their "
+            f"first {length} tokens; use a larger --model.sequence-length"
+        )
+    text = "Python standard library" if options.file is None else str(options.file)
     documents = [example for fitting, _ in parts.values() for example in fitting]
     largest = max((int(windows[:, IDS].max()) for _, windows in parts.values() if len(windows)), default=0)
     header = WindowsHeader(
-        text="Python standard library" if options.file is None else str(options.file),
+        text=text if own is None else f"{text}, with {own} to validate on",
         documents=len(examples) - told["dropped"],
         tokens=sum(len(example.ids) for example in documents),
         learned=sum(int(example.learned[1:].sum()) for example in documents),

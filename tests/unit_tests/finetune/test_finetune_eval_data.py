@@ -1,0 +1,100 @@
+"""A file of one's own for the validation loss: transformers' loss of its lines, one by one, is the reference."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tyro")
+
+import torch.nn.functional as F
+
+from core.finetune.config import TunedData
+from core.finetune.main import main
+from core.finetune.model import byte_tokenizer, directory_of
+from core.finetune.windows import open_windows, prepare_windows
+from core.training.errors import ConfigError
+from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
+from tests.unit_tests.ranks import ranks
+
+ASKED = [("count ", "bbb"), ("2 + 2 = ", "4"), ("a longer question, and ", "an answer that is longer")]
+
+
+def write_lines(file: Path) -> Path:
+    file.write_text("".join(json.dumps({"prompt": each, "completion": answer}) + "\n" for each, answer in ASKED))
+    return file
+
+
+def loss_of_lines(directory: Path) -> float:
+    """The mean over the tokens of all completions and their end marks."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).double()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    losses = []
+    for asked, answer in ASKED:
+        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, answer))
+        ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
+        logits = model(input_ids=ids[None]).logits[0, len(before) - 1 : -1]
+        losses.append(F.cross_entropy(logits, ids[len(before) :], reduction="none"))
+    return float(torch.cat(losses).mean())
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("how", ["--tp 2", pytest.param("--pp 2", marks=pytest.mark.nightly)])
+def test_the_validation_loss_is_that_of_the_lines_of_ones_own_file(
+    rank: int, world: int, how: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "eval.jsonl"
+    if rank == 0:
+        write_lines(file)
+    torch.distributed.barrier()
+    config = config_in(tmp_path, *how.split(), "--run.steps", "3", "--eval-data", str(file), "--eval-every", "1")
+    tuned(config, rank, world)
+    if rank == 0:
+        run = tmp_path / "runs" / "finetune"
+        losses = [json.loads(line)["validation_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
+        at_end = json.loads((run / "summary.json").read_text())["validation_loss"]
+        assert at_end == pytest.approx(loss_of_lines(run / "model"), abs=1e-5)
+        start = loss_of_lines(directory_of(config))
+        assert start - at_end > 0.01 and start > losses[0] > losses[1] > at_end and losses[2] is None
+        header = open_windows(next(config.data.cache.glob("windows-*"))).header
+        assert header.documents == 60 + 3  # no line of the data is held out
+        assert header.describe().startswith(f"data: {config.data.file}, with {file} to validate on, 63 documents")
+    torch.distributed.barrier()
+
+
+def test_windows_follow_the_lines_that_are_validated_on(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    data, held_out = (write_lines(tmp_path / f"{name}.jsonl") for name in ("data", "eval"))
+    both = tmp_path / "both.jsonl"
+    both.write_text(data.read_text() * 2)
+    cache = tmp_path / "cache"
+    alone = TunedData(file=both, cache=cache, validation_fraction=0)
+    own = TunedData(file=data, eval_file=held_out, limit=2, cache=cache)
+    names = [prepare_windows(options, 48, tokenizer) for options in (alone, own, TunedData(file=data, cache=cache))]
+    assert len(set(names)) == 3
+    windows = open_windows(cache / names[1])
+    assert windows.header.documents == 2 + 3  # --data.limit is of the lines that are trained on
+    assert len(windows.validation) == 2 and len(windows.train) == 1
+    held_out.write_text('{"prompt": "' + "x" * 60 + '", "completion": "y"}\n')
+    with pytest.raises(ConfigError, match="eval.jsonl gives no window to validate on"):
+        prepare_windows(own, 48, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("nowhere.jsonl", "--data.eval-file nowhere.jsonl is no file"), ("bad.jsonl", "bad.jsonl, line 1 has the fields")],
+)
+def test_a_file_to_validate_on_that_cannot_be_read_is_refused_before_ranks_start(
+    file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("core.training.main.start_ranks", lambda _: 77)
+    Path("bad.jsonl").write_text('{"body": "x"}\n')
+    assert main(["--eval-data", file, "--logging.no-plots"]) == 2
+    assert message in capsys.readouterr().err
