@@ -185,7 +185,7 @@ def written_bytes() -> int | None:
 
 
 def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None]:
-    """The core's count of the second step, and the kernel's, both over all ranks. Collective."""
+    """The core's count of the third step, the first unwatched one, and the kernel's, over all ranks. Collective."""
     config = ModelParallelConfig(
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
@@ -208,7 +208,7 @@ def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None
     )
     ddp = DistributedDataParallel(config, ddp_config, Parameters(case))
     gathers = ddp.param_sync.collectives.traffic
-    for _ in range(2):
+    for _ in range(3):
         dist.barrier()
         gathers.reset()
         before = written_bytes()

@@ -136,7 +136,7 @@ class DistributedDataParallel(nn.Module):
         if "reducer" not in vars(self) and self.training and torch.is_grad_enabled():
             raise _copy_error("reducer")  # its gradients would not be reduced
         engine = vars(self).get("engine")  # a copy has none
-        if engine is not None and self.training:
+        if engine is not None and self.training and not torch.compiler.is_compiling():  # which must not read parameters
             watch = engine.model_watch
             if watch.numels != list(map(torch.Tensor.numel, watch.params)):  # 0.05 ms for 1,000 parameters
                 watch.refuse_reshaped()

@@ -79,7 +79,7 @@ class Bucket(BucketMemory):
         self.pending_scale: float | torch.Tensor = 1.0
         # Once an optimizer has made its step of these gradients, it tells (memory of gradients, factor): what that step
         # has not multiplied there, and one that adds to it must.
-        self.owed: Callable[[], list[tuple[torch.Tensor, float]]] | None = None
+        self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
         self.held: dict[int, torch.Tensor] = {}  # kept gradients that cannot be added to where they lie, if not dropped
         self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
         self.optimizer_steps = 0  # that ours has made of earlier gradients
@@ -142,7 +142,7 @@ class Bucket(BucketMemory):
         self.pending = len(self.expected) - self.expected.count(0)
 
     def _owed(self) -> list[tuple[torch.Tensor, float]]:
-        return [] if self.owed is None else self.owed()
+        return [] if self.owed is None else self.owed(self.owned_grad)
 
     @torch.no_grad()
     def _copy_kept(self) -> torch.Tensor:

@@ -15,15 +15,16 @@ from core.distributed.guard.replicas import checksum
 
 MOST_FORWARDS = 16  # of a step that are noted
 MOST_DEPTH = 4  # of containers inside one another
-OF_WHOLE = "checksum_of_whole"  # the attribute of a part of a batch: the checksum of the whole that it was cut from
-
-_watching: set[int] = set()  # ids of the notes that are still taken
+OF_WHOLE = "whole_of_this_part"  # the attribute of a part of a batch: the whole that it was cut from
 
 
 def note_whole(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Say of a part of a batch what it was cut from, while some model is still watched; returns the part."""
-    if _watching and _is_readable(whole):
-        setattr(part, OF_WHOLE, checksum(whole))
+    """Remember what a part of a batch of whole numbers, such as tokens, was cut from; returns the part.
+
+    The whole lives as long as the part. Parts of activations, which are large, are not marked.
+    """
+    if not (whole.is_floating_point() or whole.is_complex()):
+        setattr(part, OF_WHOLE, whole)
     return part
 
 
@@ -44,7 +45,6 @@ class Inputs:
     def __init__(self) -> None:
         self.noted: list[tuple[str, tuple[int, ...], bool, list[torch.Tensor]]] = []
         self.forwards = 0
-        _watching.add(id(self))
 
     def note(self, given: Any) -> None:
         """Note the tensors of one forward. A few small operations a tensor on its device, which is not waited for."""
@@ -54,7 +54,8 @@ class Inputs:
             if _is_readable(tensor):
                 varies = (tensor.detach() != tensor.detach().reshape(-1)[0]).any().reshape(1).long()
                 whole = getattr(tensor, OF_WHOLE, None)
-                numbers = [checksum(tensor), varies, *(() if whole is None else (whole,))]
+                is_part = whole is not None and _is_readable(whole)
+                numbers = [checksum(tensor), varies, *([checksum(whole)] if is_part else [])]
                 path, is_whole_number = f"forward {self.forwards}{path}", not tensor.is_floating_point()
                 self.noted.append((path, tuple(tensor.shape), is_whole_number, numbers))
         self.forwards += 1
@@ -74,8 +75,7 @@ class Inputs:
         return leaves
 
     def stop(self) -> None:
-        """Note no more."""
-        _watching.discard(id(self))
+        """Keep nothing."""
         self.noted = []
 
 

@@ -270,15 +270,16 @@ class BucketMasters:
         the new ones carry.
         """
 
-        def owed() -> list[tuple[torch.Tensor, float]]:
-            in_place = self.grad is self.bucket.owned_grad
-            done = [in_place and segment.live and not segment.in_scratch for segment in self.segments]
+        in_place, segments = self.grad is self.bucket.owned_grad, self.segments
+
+        def owed(grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:  # holds no bucket, which holds it
+            done = [in_place and segment.live and not segment.in_scratch for segment in segments]
             return [
                 (
-                    self.bucket.owned_grad[segment.start : segment.start + segment.numel],
+                    grad[segment.start : segment.start + segment.numel],
                     loss_scale * (1.0 if is_done else factors[segment.norm_group]),
                 )
-                for segment, is_done in zip(self.segments, done, strict=True)
+                for segment, is_done in zip(segments, done, strict=True)
             ]
 
         self.bucket.owed, self.bucket.pending_scale = owed, 1.0

@@ -19,7 +19,7 @@ def test_the_page_on_overlap_reports_draws_and_advises(rank: int, world: int) ->
     assert [event.label for event in report.reductions] == ["bucket 0", "bucket 1", "bucket 2"]
     assert [event.nbytes for event in report.reductions] == [2 * (256 * 256 + 256) * 4] * 3
     assert report.of_reductions.flight_ms >= 3 * (1.0 + 526_336 / 500e3) - 0.01  # three latencies and the bytes
-    assert (names["folder"] / "step.png").stat().st_size > 5000 and (names["folder"] / "step.json").exists()
+    assert (names["folder"] / "step.png").stat().st_size > 5000
     advice = names["advice"]
     assert names["config"].bucket_size == advice.bucket_size in [each.bucket_size for each in advice.curve]
     assert min(each.exposed_ms for each in advice.curve) == advice.exposed_ms

@@ -1,5 +1,7 @@
 """Loops in which gradients stay after the step: the one of DCGAN, and one that never zeroes. torch adds to them."""
 
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -204,3 +206,25 @@ def test_gradients_in_16_bits_that_a_step_read_through_scratch_are_added_to_as_c
         finalize_model_grads([ddp])
         expected = {name: clip * first[name] + second[name] for name in first}
         assert_same(whole_grads(ddp), expected, rtol=0.03)
+
+
+@ranks(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_that_is_deleted_after_a_step_gives_its_memory_back_at_once(
+    rank: int, world: int, strategy: str
+) -> None:
+    """Without the collector of cycles: the next model on a GPU needs the memory."""
+    parallel_state.initialize_model_parallel()
+    gc.collect()
+    gc.disable()
+    try:
+        model = wrap(discriminator(), data_parallel_sharding_strategy=strategy)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+        judge(model(draw(0, 0)[0]), 1.0).backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        bucket = weakref.ref(model.engine.buckets[0])
+        del model, optimizer
+        assert bucket() is None
+    finally:
+        gc.enable()
