@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from core.waiting import waiting
+from core.waiting import complete, waiting
 
 T = TypeVar("T")
 Groups: TypeAlias = "dist.ProcessGroup | Sequence[dist.ProcessGroup] | None"
@@ -42,8 +42,11 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
     for group in _chain(groups):
         with _asking(what, group):
             both = both.to(control_device(group))
-            dist.all_reduce(both, dist.ReduceOp.MAX, group)
-            both = both.cpu()  # waits here
+            if both.is_cpu:
+                complete(dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True))
+            else:
+                dist.all_reduce(both, dist.ReduceOp.MAX, group)
+                both = both.cpu()  # waits here
     found = both.tolist()
     return [-value for value in found[:count]], found[count:]
 

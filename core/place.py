@@ -21,7 +21,8 @@ WAITS_IN = (*COLLECTIVES, "pipelining/schedules.py")  # the last one runs the mo
 class Place:
     """Words, and since when (monotonic seconds). waits: True if the thread waits for other ranks.
 
-    ranks: those it waits for, as far as that is known. key: the thread is still there as long as this does not change.
+    ranks: those it waits for, and what: for which, as far as that is known. key: the thread is still there as long as
+    this does not change.
     """
 
     words: str
@@ -29,6 +30,7 @@ class Place:
     waits: bool = False
     ranks: tuple[int, ...] = ()
     key: tuple[float, ...] = ()
+    what: str = ""
 
 
 def place_of_main_thread(before: Place) -> Place:
@@ -54,7 +56,7 @@ def place_of_main_thread(before: Place) -> Place:
     except (KeyError, ValueError):  # the wait has ended meanwhile, and its group is destroyed
         return before
     words = f"waiting for {wait}{call_of(vars(main))}, {in_words(ranks)}"
-    return Place(words, time.monotonic(), True, tuple(ranks), key)
+    return Place(words, time.monotonic(), True, tuple(ranks), key, str(wait))
 
 
 def place_in_code(innermost: FrameType) -> tuple[str, bool]:

@@ -41,7 +41,7 @@ from core.place import Place, place_in_code, place_of_main_thread
 from core.processes import ENDED, STOPPED, boot_id, state_of
 from core.prompt_store import PromptStore
 from core.stragglers import Stragglers, own_times
-from core.waiting import error_chain, in_short, in_words, is_peers, own_failure, waiting
+from core.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
 
 BEAT_S = 0.5
 SILENT_S = 6.0  # without a beat; a thread of Python may be kept from running for seconds by a long call
@@ -209,6 +209,14 @@ class RankWatch:
         found = [finding.words for finding in lost.values()]
         found += [f"{in_words(ranks)} {words}" for words, ranks in said.items()]
         return "".join(f"; {words}" for words in found)
+
+    def beats_in_vain(self, patience_s: float) -> dict[int, int]:
+        """The last beats of the ranks that can never go on; nothing where this rank can, or where that is not known."""
+        told: dict[int, dict[str, Any]] = {}
+        with suppress(RuntimeError):  # the store may have gone
+            told = self._told_by_all(range(self.world))
+        stuck = in_vain(told, patience_s)
+        return {rank: told[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
     def _find_lost(self, others: Sequence[int]) -> None:
         """Wait until a rank is known to be lost, or until all `others` have failed too; GRACE_S at most."""
@@ -405,6 +413,8 @@ class RankWatch:
             "beat": self._beat,
             "place": self._place_in_words(),
             "waits": self.place.waits,
+            "for": self.place.what,
+            "ranks": self.place.ranks,
             "seconds": time.monotonic() - self.place.since,
             "failed": self.failed,
             "own": own_times(),

@@ -10,13 +10,17 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 SHOWN = 8  # ranks of a long list
+LOOK_S = 1.5  # from one look at where the other ranks are to the next, in a wait that may be in vain
+PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may never go on
 RECENT = 10  # steps whose own time is remembered
 BACKENDS_WORDS = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
@@ -75,23 +79,33 @@ class waiting:
     """Surrounds a wait for other ranks. Raises PeerLost, which says who did not come, instead of a backend's error.
 
     what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them. computes: True if
-    what it surrounds computes too, so that only torch.distributed's own frames in it are waits.
+    what it surrounds computes too, so that only torch.distributed's own frames in it are waits. advice: the next step
+    where it fails, also of waits inside it.
     """
 
-    __slots__ = ("began", "call", "computes", "group", "name", "outer", "thread", "waited_s", "what")
+    __slots__ = ("advice", "began", "call", "computes", "group", "name", "outer", "thread", "waited_s", "what")
 
     def __init__(
-        self, what: str, group: dist.ProcessGroup | Sequence[int], name: str = "", *, computes: bool = False
+        self,
+        what: str,
+        group: dist.ProcessGroup | Sequence[int],
+        name: str = "",
+        *,
+        computes: bool = False,
+        advice: str = "",
     ) -> None:
         self.what = what
         self.name = name
         self.group = group
         self.computes = computes
+        self.advice = advice
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
         self.thread = vars(threading.current_thread())
         self.outer = self.thread.get("core_wait")
+        if self.outer is not None and not self.advice:
+            self.advice = self.outer.advice
         self.thread["core_wait"] = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -111,7 +125,7 @@ class waiting:
         watch = parallel_state.get_rank_watch()
         self.call = call_of(self.thread)
         found = "" if watch is None else watch.account(self)
-        lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {ADVICE}")
+        lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {self.advice or ADVICE}")
         lost.wait = self
         return lost
 
@@ -129,6 +143,49 @@ class waiting:
 
     def __str__(self) -> str:
         return f"{self.what} {self.name}".strip()
+
+
+def complete(work: dist.Work, slack_s: float = 0.0) -> None:
+    """Wait for a collective of CPU tensors. Raises PeerLost within seconds where ranks wait for each other for ever.
+
+    Call it inside `waiting`, which says for what. A rank that computes is waited for, as long as that takes. slack_s:
+    how long the collective itself may take.
+    """
+    from core import parallel_state  # it imports this file
+
+    watch = parallel_state.get_rank_watch()
+    before: Mapping[int, int] = {}
+    while watch is not None and not work.is_completed():
+        try:
+            work.wait(timedelta(seconds=LOOK_S))
+        except RuntimeError:  # the time is over, or the collective has failed and says so below
+            beats = {} if work.is_completed() else watch.beats_in_vain(PATIENCE_S + slack_s)
+            # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
+            if beats and beats.keys() == before.keys() and all(beats[rank] > before[rank] for rank in beats):
+                raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can go on") from None
+            before = beats
+    work.wait()
+
+
+def in_vain(told: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
+    """Ranks that can never go on, by what each has told of its place. Pure.
+
+    A rank can go on if it does not wait, or not for long, or if each rank that it waits for can go on or waits for the
+    same. A wait whose ranks are not known is one for all.
+    """
+    stays = {
+        rank: (beat["for"], beat["ranks"] or list(told))
+        for rank, beat in told.items()
+        if beat.get("waits") and beat["seconds"] >= patience_s
+    }
+    while True:
+        freed = [
+            rank for rank, wait in stays.items() if all(other not in stays or stays[other] == wait for other in wait[1])
+        ]
+        if not freed:
+            return sorted(stays)
+        for rank in freed:
+            del stays[rank]
 
 
 class calling:

@@ -267,9 +267,12 @@ class DistributedDataParallel(nn.Module):
         Where parameters are not sharded they are whole anyway. Collective: every rank of the data group enters it, and
         leaves it; what a rank writes must be the same on all of them. Raises SyncError inside a forward or backward.
         """
-        unsharder = self.engine.unsharder
-        with nullcontext() if unsharder is None else unsharder.gathered():
+        with self._whole("gathered()"):
             yield
+
+    def _whole(self, caller: str) -> AbstractContextManager[None]:
+        unsharder = self.engine.unsharder
+        return nullcontext() if unsharder is None else unsharder.gathered(caller)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -415,7 +418,7 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The wrapped module's state dict, without a prefix for the wrapper."""
-        with self.gathered():
+        with self._whole("state_dict()"):
             state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
@@ -432,7 +435,7 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
-        with self.gathered():
+        with self._whole("load_state_dict()"):
             return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict=strict)
 
 

@@ -7,16 +7,31 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 
 from core import agree
 from core.agree import SyncError
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.guard.agreement import unequal_gathers
+from core.waiting import waiting
 
+EVALUATION = (
+    "Where ranks run unequal numbers of forwards, as in a `generate` of unequal lengths, call it inside "
+    "`model.gathered()`, or with synced_gpus=True"
+)
 MOST_GATHERS = 10_000  # that are remembered in words
 
 LastTwo = tuple[ParamUnit | None, ParamUnit | None]
+
+
+def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
+    """Surrounds waits of a gather. caller: a call that makes all parameters whole; "" for a forward or a backward."""
+    advice = f"{caller} of a model with sharded parameters is collective: call it on all ranks together"
+    forward = "" if torch.is_grad_enabled() else EVALUATION
+    return waiting(
+        "the gather of parameters", group, f"for {caller}" if caller else "", advice=advice if caller else forward
+    )
 
 
 class GatherOrder:
@@ -45,8 +60,9 @@ class GatherOrder:
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for name, group in control.items():
             gathers = taken.get(name, ())
-            if not agree.equal(gathers, group, "the order of gathers in an evaluation"):
-                failure = failure or unequal_gathers(name, group, gathers)
+            with needs_all("", group):
+                if not agree.equal(gathers, group, "the order of gathers in an evaluation"):
+                    failure = failure or unequal_gathers(name, group, gathers)
         if failure is not None:
             raise failure
 

@@ -46,7 +46,7 @@ from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.guard.replicas import checksum, first_unequal
-from core.distributed.reduce.gather_order import GatherOrder
+from core.distributed.reduce.gather_order import GatherOrder, needs_all
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
 from core.distributed.wire.collectives import Collectives
@@ -100,12 +100,7 @@ class Unsharder:
         kinds = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.kinds = kinds
-        self.plain_kinds = (
-            torch.Tensor,
-            nn.Parameter,
-            kinds.shown,
-            kinds.lent,
-        )  # what may lie in the memory of a bucket
+        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds.shown, kinds.lent)  # may lie in a bucket's memory
         channels = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
         self.channels: list[HostChannel] = list(channels.values())
 
@@ -247,14 +242,15 @@ class Unsharder:
                     huge_pages.read_ahead(guess.shard if guess.mapped is None else guess.mapped)
         return whole
 
-    def _gather(self, unit: ParamUnit, used_by: str = "", to_write: bool = False) -> torch.Tensor:
+    def _gather(self, unit: ParamUnit, used_by: str = "", caller: str = "") -> torch.Tensor:
         if unit.is_collective:
             self.order.note(unit, f" for {used_by!r}" if used_by else "")
-        ahead = self._take_ahead()
-        if ahead is not None and ahead.unit is unit:
-            whole = unit.complete(ahead)
-        else:
-            whole = unit.gather(self.collectives, to_write)
+        with needs_all(caller, self.control[unit.data_group]) if unit.is_collective else nullcontext():
+            ahead = self._take_ahead()
+            if ahead is not None and ahead.unit is unit:
+                whole = unit.complete(ahead)
+            else:
+                whole = unit.gather(self.collectives, bool(caller))
         if unit.moves and whole.numel() > 0:
             self.at[whole.data_ptr()] = unit
             insort(self.addresses, whole.data_ptr())
@@ -396,20 +392,21 @@ class Unsharder:
             unit.note_new_values()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, caller: str = "gathered()") -> Iterator[None]:
         """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end.
 
+        caller: for errors.
         An error inside it is raised at its end on that rank, and on the others as SyncError that names it.
         """
         if self.is_held:
             yield
             return
-        self._refuse_inside("gathered()")
+        self._refuse_inside(caller)
         if self.awaits_others:
             self.meet()
         for unit in self.units:
             self._drop(unit)
-            self._gather(unit, to_write=True)
+            self._gather(unit, caller=caller)
             self.kept.add(unit)
             unit.show(nn.Parameter)
         self.is_held = True
@@ -423,7 +420,8 @@ class Unsharder:
                     unit.refuse_reshaped()
             except Exception as error:
                 failure = error
-            agree.refuse(failure, list(self.control.values()), "what ran inside gathered()", SyncError)
+            with needs_all(caller, next(iter(self.control.values()))):
+                agree.refuse(failure, list(self.control.values()), f"what ran inside {caller}", SyncError)
             edited = [unit for unit in self.units if unit.edited()]
             if any([agree.any(bool(edited), group, "writes inside gathered") for group in self.control.values()]):
                 self._refuse_unequal_writes()

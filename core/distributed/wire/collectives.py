@@ -22,7 +22,9 @@ from core.distributed.wire.backend import backend_of
 from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.wire.shared_memory import HostChannel, channel_of
-from core.waiting import waiting
+from core.waiting import complete, waiting
+
+SLOW_NETWORK = 50e6  # bytes a second; a wait for a gather over a slower one may look like one in vain
 
 Op = Literal["sum", "mean", "max"]
 
@@ -67,6 +69,7 @@ class Handle:
     finish: Callable[[], None] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
     first: InFlight | None = None  # what has to be complete before `finish`
+    takes_s: float = 0.0  # at most, of CPU tensors; where given, ranks that wait for each other in vain are looked for
 
     def is_done(self) -> bool:
         """True if the backend has finished.
@@ -81,7 +84,10 @@ class Handle:
         if self.first is not None:
             self.first.wait()
         for work in self.works:
-            work.wait()
+            if self.takes_s > 0:
+                complete(work, self.takes_s)
+            else:
+                work.wait()
         if self.finish is not None:
             self.finish()
         self.works, self.finish, self.keep, self.first = (), None, (), None
@@ -248,7 +254,7 @@ class Collectives:
             # One broadcast a rank, all at once, is faster than gloo's all-gather (2 to 6 times from 1 to 64 MB).
             parts = full.view(-1).split(part)
             works = [dist.broadcast(each, group=group, group_src=r, async_op=True) for r, each in enumerate(parts)]
-            return Handle(works, None, (full,))
+            return Handle(works, None, (full,), takes_s=full.nbytes / SLOW_NETWORK if full.is_cpu else 0.0)
         work = _all_gather(full, full[rank * part : (rank + 1) * part], group=group, async_op=True)
         return Handle((work,), None, (full,))
 
