@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -210,6 +210,11 @@ class Case:
         return self.seed % 4 > 0
 
     @property
+    def broadcasts(self) -> bool:
+        """True if the first rank's buffers are everybody's before a forward."""
+        return bool(self.options.get("broadcast_buffers"))
+
+    @property
     def reduces_every(self) -> bool:
         """True if each microbatch is reduced."""
         return self.options.get("reduce_microbatches", "every" if self.shards_parameters else "last") == "every"
@@ -271,7 +276,15 @@ def draw(seed: int, world: int) -> Case:
         same_launches = case.uses_all and not set(UNEQUAL) & set(case.backwards)
         if "a hook after accumulation" in case.habits and reduces_in_backward(case) and not same_launches:
             continue
+        return _with_buffers(case)
+
+
+def _with_buffers(case: Case) -> Case:
+    """With `broadcast_buffers` in every second case that can have it: ranks call equally many forwards of a wrapper."""
+    equal = case.habits.isdisjoint(UNEQUAL) and not case.calls_module
+    if not equal or case.steps_by == "booster" or "optim_grads" in case.sharding or case.seed % 2:
         return case
+    return replace(case, options={**case.options, "broadcast_buffers": True})
 
 
 def _candidate(rng: random.Random, seed: int, world: int) -> Case:

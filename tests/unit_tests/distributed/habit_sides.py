@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,10 @@ class Side:
 class Plain(Side):
     """A rank of plain torch. 16-bit parameters have fp32 gradients, and masters in fp32 that the optimizer steps."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, buffers: list[dict[str, torch.Tensor]]) -> None:
+        """buffers: what all ranks of a training share, the first rank's buffers before each of its broadcasts."""
         super().__init__(case, rank)
+        self.buffers, self.broadcasts, self.is_due, self.syncs = buffers, 0, True, True
         self.low = [param for param in self.module.parameters() if param.dtype == torch.bfloat16]
         for param in self.low:
             param.grad_dtype = torch.float32
@@ -83,10 +85,29 @@ class Plain(Side):
         return torch_optimizer(self.case, [*self.masters, *others])
 
     def __call__(self, data: Data, *args: Any, **kwargs: Any) -> Any:
+        if self.case.broadcasts:
+            self.take_buffers()
         return self.module(data, *args, **kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def take_buffers(self) -> None:
+        """As torch's DDP before a forward: if the forward before recorded gradients outside `no_sync`."""
+        was_due, self.is_due = self.is_due, self.syncs and torch.is_grad_enabled()
+        if not was_due:
+            return
+        own = dict(self.module.named_buffers())
+        if self.rank == 0:  # it runs before the others
+            self.buffers.append({name: buffer.clone() for name, buffer in own.items()})
+        for name, buffer in self.buffers[self.broadcasts].items():
+            own[name].data.copy_(buffer)
+        self.broadcasts += 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
 
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -130,7 +151,8 @@ def average(ranks: Sequence[Plain]) -> None:
 
 def plain_training(case: Case) -> list[Plain]:
     """All ranks on this process, in step with each other."""
-    ranks = [Plain(case, rank) for rank in range(case.world)]
+    buffers: list[dict[str, torch.Tensor]] = []
+    ranks = [Plain(case, rank, buffers) for rank in range(case.world)]
     programs = [train(rank) for rank in ranks]
     done: object = object()
     while all([next(program, done) is not done for program in programs]):
