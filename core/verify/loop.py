@@ -54,7 +54,7 @@ def verify_with(
     context parallelism are refused with ValueError: check_gradients checks these. The model must be deterministic.
     Collective over the default process group.
 
-        verify_with(model, build_whole, lambda whole, tokens, labels: whole(tokens, labels).mean())
+        verify_with(model, build_whole, lambda whole, *given: whole(*given).mean())
         for tokens, labels in batches:
             model(tokens, labels).mean().backward()
             finalize_model_grads([model])
