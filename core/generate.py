@@ -10,9 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from core.hugging_face import load_split
 from core.hugging_face.transformers_plans import transformers_package
 from core.models.gpt import GPTModel
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
+from core.training.config_file import saved_options
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
 from core.training.job import on_started_ranks
@@ -104,7 +104,7 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
             f"{found.path} does not say what model it holds; give a checkpoint of the main job, or one that "
             "python -m core.convert has written"
         )
-    options = options_of(saved["model"])
+    options = saved_options(ModelOptions, saved["model"])
     counted = int(found.meta.get("extra", {}).get("text", {}).get("vocab_size") or options.vocab_size or 0)
     config = JobConfig(model=options, parallel=ParallelOptions(tp=1))
     model = GPTModel(transformer_config(config, check_vocabulary(counted, options, tp=1)))
@@ -144,12 +144,6 @@ def words_of(place: Path, trained: Trained, given: Path | None = None) -> Words:
             f"the model's tokenizer is {trained.tokenizer!r}, and {own[0]} is not there; give --tokenizer"
         )
     return Words(read_tokenizer(path))
-
-
-def options_of(saved: dict[str, Any]) -> ModelOptions:
-    """The model's options as a checkpoint tells them; those that have come or gone with a version are left out."""
-    known = {field.name for field in fields(ModelOptions)}
-    return ModelOptions(**{name: value for name, value in saved.items() if name in known})
 
 
 @torch.no_grad()

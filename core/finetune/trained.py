@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +20,11 @@ from core.finetune.model_files import ADAPTER
 from core.hugging_face.configuration import read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
+from core.training.config_file import saved_options
 from core.training.errors import ConfigError
 from core.training.extras import require_installed
 from core.training.model_config import DTYPES
 
-Options = TypeVar("Options")
 # Folders in the run's directory: what is trained, and the adapter where that is merged into a model.
 MODEL, ADAPTER_ALONE = "model", "adapter"
 
@@ -88,9 +87,9 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
     found = find_intact(root, step)
     saved = found.meta["configuration"]
     config = TuneConfig(
-        run=_options(RunOptions, {**saved["run"], "directory": Path(saved["run"]["directory"])}),
-        model=_options(TunedModel, saved["model"]),
-        lora=_options(LoraOptions, saved["lora"]),
+        run=saved_options(RunOptions, {**saved["run"], "directory": Path(saved["run"]["directory"])}),
+        model=saved_options(TunedModel, saved["model"]),
+        lora=saved_options(LoraOptions, saved["lora"]),
     )
     base = directory_of(config)
     if not is_of_transformers(base):
@@ -108,9 +107,3 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
         )
     load_checkpoint(root, [model], step=found.step)
     return Tuned(model.eval(), transformers.AutoTokenizer.from_pretrained(base))
-
-
-def _options(kind: type[Options], saved: Mapping[str, Any]) -> Options:
-    """Options as a checkpoint tells them; those that have come or gone with a version are left out."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in saved.items() if name in known})

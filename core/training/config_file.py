@@ -108,6 +108,12 @@ def read_over(
     return read
 
 
+def saved_options(kind: type[Config], saved: Mapping[str, Any]) -> Config:
+    """Options as a checkpoint has them; those that have come or gone with a version are left out. Pure."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in saved.items() if name in known})
+
+
 def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
     """Options that resemble the unknown ones of a refusal; empty where it already says, or none does. Pure."""
     unknown, meant = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[::2]
