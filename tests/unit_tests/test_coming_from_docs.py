@@ -55,56 +55,32 @@ def assert_alike(ours: Any, expected: nn.Module, start: nn.Module, bound: float 
 
 
 @ranks(2)
-def test_the_loop_of_torch_ddp_and_ours_have_equal_weights_and_its_state_dict_loads(rank: int, world: int) -> None:
-    names = page("coming_from_torch_ddp")
-    theirs, start = names["theirs"].module, names["new_model"]()
+def test_the_loops_of_the_page_train_like_one_process(rank: int, world: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = page("coming_from")
+    start, expected = names["new_model"](), trained_on_one_process(names["new_model"], world)
+    torch_ddp = names["theirs"].module
+    assert_alike(names["model"].module, torch_ddp, start)
     assert all(name.startswith("module.") for name in names["theirs"].state_dict())
-    for ours, want in zip(names["model"].module.parameters(), theirs.parameters(), strict=True):
+    for ours, want in zip(names["loaded"].module.parameters(), torch_ddp.parameters(), strict=True):
         assert torch.equal(ours, want)
     x, y = zip(*(whole_batch(number, world) for number in (0, 1)), strict=True)
     first = start(torch.cat(x)), torch.cat(y)
-    assert nn.functional.mse_loss(theirs(torch.cat(x)), first[1]) < nn.functional.mse_loss(*first)
+    assert nn.functional.mse_loss(torch_ddp(torch.cat(x)), first[1]) < nn.functional.mse_loss(*first)
 
-
-@ranks(2)
-def test_torch_ddp_and_ours_train_alike_before_its_state_dict_is_loaded(rank: int, world: int) -> None:
-    text = (PAGES / "coming_from_torch_ddp.md").read_text()
-    assert text.count("model.load_state_dict(theirs.state_dict())\n") == 1
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("core.distributed.DistributedDataParallel.load_state_dict", lambda *_: None)
-        names = page("coming_from_torch_ddp")
-    assert_alike(names["model"].module, names["theirs"].module, names["new_model"]())
-
-
-@ranks(2)
-def test_fsdp_and_ours_train_alike(rank: int, world: int) -> None:
-    names = page("coming_from_fsdp")
-    expected = trained_on_one_process(names["new_model"], world)
-    with names["model"].gathered():
-        assert_alike(names["model"].module, expected, names["new_model"]())
+    assert_alike(names["units"], expected, start)
+    with names["sharded"].gathered():
+        assert_alike(names["sharded"].module, expected, start)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(names["weights"][name], value, atol=2e-5, rtol=0)
-    assert_alike(names["theirs"], expected, names["new_model"]())
     assert names["updated"] and names["grad_norm"] > 0
+    assert_alike(names["engine"].unwrap(), expected, start)
+    in_the_booster_as_under_accelerate(names)
+    hugging_face_as_on_one_process(transformers, names, rank, world)
 
 
-@ranks(2)
-def test_the_two_loops_for_deepspeeds_users_train_like_one_process(rank: int, world: int) -> None:
-    names = page("coming_from_deepspeed")
-    expected = trained_on_one_process(names["new_model"], world)
-    assert_alike(names["model"].unwrap(), expected, names["new_model"]())
-    assert_alike(names["sharded"].module, expected, names["new_model"]())
-
-
-@ranks(2)
-def test_the_loop_for_accelerates_users_trains_like_one_process(rank: int, world: int) -> None:
-    names = page("coming_from_accelerate")
-
-    def new_model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-
-    expected = new_model()
+def in_the_booster_as_under_accelerate(names: dict[str, Any]) -> None:
+    expected = names["new_model"]()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(4):
         x = names["inputs"][16 * step : 16 * (step + 1)]  # the ranks' samples alternate
@@ -114,7 +90,34 @@ def test_the_loop_for_accelerates_users_trains_like_one_process(rank: int, world
         loss.backward()
         nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
         optimizer.step()
-    assert_alike(names["model"].unwrap(), expected, new_model(), bound=4e-3)
+    assert_alike(names["boosted"].unwrap(), expected, names["new_model"](), bound=4e-3)
+
+
+def hugging_face_as_on_one_process(transformers: Any, names: dict[str, Any], rank: int, world: int) -> None:
+    def new_model() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(names["llama"].config)
+
+    expected = new_model()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
+    for step in range(4):
+        parts = [
+            torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)
+        ]
+        optimizer.zero_grad()
+        expected(input_ids=torch.cat(parts), labels=torch.cat(parts)).loss.backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    start = new_model()
+    for (name, want), begin in zip(expected.named_parameters(), start.parameters(), strict=True):
+        found = dict(names["llama"].named_parameters())[name]
+        assert (want - begin).abs().max() > 1e-3
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
+    if rank == 0:
+        for ours, want in zip(names["again"].parameters(), names["llama"].parameters(), strict=True):
+            assert torch.equal(ours, want)
 
 
 @ranks(2)
@@ -142,37 +145,6 @@ def test_the_loops_of_other_libraries_train_like_one_process(rank: int, world: i
 
 
 @ranks(2)
-def test_the_loop_for_hugging_faces_users_trains_like_one_process_and_is_loaded_again(rank: int, world: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    names = page("coming_from_hugging_face")
-
-    def new_model() -> Any:
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**names["shape"]))
-
-    expected = new_model()
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
-    for step in range(4):
-        parts = [
-            torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)
-        ]
-        optimizer.zero_grad()
-        expected(input_ids=torch.cat(parts), labels=torch.cat(parts)).loss.backward()
-        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-    start = new_model()
-    for (name, want), begin in zip(expected.named_parameters(), start.parameters(), strict=True):
-        found = dict(names["model"].named_parameters())[name]
-        assert (want - begin).abs().max() > 1e-3
-        torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
-    if rank == 0:
-        for ours, want in zip(names["again"].parameters(), names["model"].parameters(), strict=True):
-            assert torch.equal(ours, want)
-
-
-@ranks(2)
 def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) -> None:
     names = page("mixed_precision")
     exact = names["in_fp32"]
@@ -184,8 +156,7 @@ def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) ->
 
 
 TYPED = [
-    *(f"coming_from_{name}" for name in ("torch_ddp", "fsdp", "accelerate", "deepspeed", "hugging_face")),
-    *("booster", "expectations", "coming_from_megatron"),
+    *("coming_from", "booster", "expectations", "coming_from_megatron"),
 ]
 TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero", "integrations"]
 
@@ -270,12 +241,11 @@ def test_each_table_of_old_and_new_names_has_arguments_that_exist() -> None:
     for kind in (DistributedDataParallelConfig, OptimizerConfig, *plugins):
         known |= set(inspect.signature(kind).parameters)
     wrong = []
-    for name in ("torch_ddp", "fsdp", "deepspeed", "accelerate"):
-        text = (PAGES / f"coming_from_{name}.md").read_text().partition("## Old and new")[2]
-        for row in re.findall(r"^\| .* \|$", text, re.MULTILINE)[1:]:
-            for cell in row.split(" | ")[1:]:
-                for code in re.findall(r"`([^`]+)`", cell):
-                    for option in re.findall(r"(?:[(, ]|^)([a-z]\w*_\w+)=", code):
-                        if option not in known | {"mixed_precision"}:
-                            wrong.append(f"{name}: {option}")
+    text = (PAGES / "coming_from.md").read_text().partition("## Hugging Face")[0]
+    for row in re.findall(r"^\| .* \|$", text, re.MULTILINE):
+        for cell in row.split(" | ")[1:]:
+            for code in re.findall(r"`([^`]+)`", cell):
+                for option in re.findall(r"(?:[(, ]|^)([a-z]\w*_\w+)=", code):
+                    if option not in known | {"mixed_precision"}:
+                        wrong.append(option)
     assert not wrong, wrong
