@@ -5,7 +5,6 @@ A source gives names, and one tensor at a time; so neither reading nor writing s
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pickle
@@ -20,19 +19,11 @@ from torch import Tensor
 
 from core.checkpoint.errors import CheckpointError, code_in
 from core.checkpoint.pieces import MODEL, OPTIMIZER
-from core.checkpoint.tensor_files import (
-    check,
-    check_saved_together,
-    read_index,
-    runs_by_size,
-    safetensors,
-    save_safetensors,
-    save_torch,
-    write_index,
-)
+from core.checkpoint.weights.index import model_names, open_files, write_index
+from core.checkpoint.weights.one_file import check, save_safetensors, save_torch
+from core.checkpoint.weights.sharded import runs_by_size, write_shards
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+SINGLE_NAME, INDEX_NAME = model_names(use_safetensors=True)
 PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -102,31 +93,15 @@ class SafetensorsFiles:
     """A safetensors file, or a directory of them with an index, as `save_pretrained` of transformers writes it."""
 
     def __init__(self, path: Path) -> None:
-        safe_open = safetensors("safetensors").safe_open
-        metadata: dict[str, Any] = {}
         if path.is_dir():
-            index = path / INDEX_NAME
-            single = path / SINGLE_NAME
-            if index.exists():
-                names, metadata = read_index(index)
-                files = {name: path / file for name, file in names.items()}
-            elif single.exists():
-                files = dict.fromkeys(_names_in(safe_open, single), single)
-            else:
-                raise CheckpointError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
-        else:
-            files = dict.fromkeys(_names_in(safe_open, path), path)
-        self._stack = contextlib.ExitStack()
-        self._open: dict[Path, Any] = {}
-        for file in dict.fromkeys(files.values()):
-            if not file.exists():
-                raise CheckpointError(f"{path / INDEX_NAME} names {file.name}, which is missing")
-            check_saved_together(path / INDEX_NAME, metadata, [file])
-            self._open[file] = self._stack.enter_context(_opened(safe_open, file))
-        self.files = {f"{MODEL}.{name}": (self._open[file], name) for name, file in files.items()}
-        for key, (file, name) in self.files.items():
-            if name not in file.keys():  # noqa: SIM118  the file is no dictionary
-                raise CheckpointError(f"{path}: the index says that {key!r} is in a file that does not hold it")
+            path = next((path / name for name in (INDEX_NAME, SINGLE_NAME) if (path / name).exists()), path)
+        if not path.is_file():
+            raise CheckpointError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+        try:
+            opened = open_files(path).values()
+        except FileNotFoundError as error:
+            raise CheckpointError(str(error)) from None
+        self.files = {f"{MODEL}.{name}": (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
 
     def keys(self) -> Iterable[str]:
         """The names."""
@@ -144,19 +119,6 @@ class SafetensorsFiles:
         file, name = self.files[key]
         tensor: Tensor = file.get_tensor(name)
         return tensor
-
-
-def _opened(safe_open: Any, file: Path) -> Any:
-    try:
-        check(file)
-        return safe_open(str(file), framework="pt", device="cpu")
-    except Exception as error:  # the package's own error class has moved between its versions
-        raise CheckpointError(f"{file} is no safetensors file: {error}") from None
-
-
-def _names_in(safe_open: Any, file: Path) -> list[str]:
-    with _opened(safe_open, file) as opened:
-        return list(opened.keys())
 
 
 def write_state_dict(
@@ -187,20 +149,23 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
     """
     keys = [key for key in source.keys() if key.startswith(f"{MODEL}.")]  # noqa: SIM118
     sizes = {key: source.nbytes(key) for key in keys}
-    shards = list(runs_by_size(keys, sizes.__getitem__, max_shard_bytes)) or [[]]
-    names = [SINGLE_NAME]
-    if len(shards) > 1:
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    runs = list(runs_by_size(keys, sizes.__getitem__, max_shard_bytes)) or [[]]
+    count = len(runs)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    weight_map: dict[str, str] = {}
-    for file, shard in zip(names, shards, strict=True):
-        tensors = {key.partition(".")[2]: source.read(key) for key in shard}
-        save_safetensors(partial / file, tensors)
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        write_index(partial / INDEX_NAME, weight_map, {"total_size": sum(sizes.values())})
+    shards: Iterator[tuple[dict[str, Tensor], int]] = (
+        ({key.partition(".")[2]: source.read(key) for key in run}, sum(map(sizes.__getitem__, run))) for run in runs
+    )
+
+    def save(number: int, tensors: dict[str, Tensor]) -> str:
+        save_safetensors(partial / names[number - 1], tensors)
+        return names[number - 1]
+
+    weight_map, total_bytes = write_shards(shards, save)
+    if count > 1:
+        write_index(partial / INDEX_NAME, weight_map, {"total_size": total_bytes})
     if directory.exists():
         directory.rmdir()  # it was seen to be empty
     os.replace(partial, directory)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from core.booster import Booster
-from core.booster.checkpoint_io.files import weight_files
 from core.booster.plugin import (
     GeminiPlugin,
     GradientCheckpointConfig,
@@ -24,6 +23,7 @@ from core.booster.plugin.layer_checkpointing import checkpoint_layers
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
+from core.checkpoint.weights.index import weight_files
 from core.finetune.config import TINY, TuneConfig
 from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, one_line, read_settings, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.booster.checkpoint_io.files import weight_files
 from core.bounded_read import parse_json, read_bytes
-from core.checkpoint.tensor_files import safetensors
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.weights.index import weight_files
+from core.checkpoint.weights.one_file import open_safetensors
 from core.training.errors import ConfigError
 
 CONFIGURATION, GENERATION = "config.json", "generation_config.json"
@@ -41,9 +42,9 @@ def check_weights(directory: Path, model: Any) -> None:
     sizes: dict[str, list[int]] = {}
     for file in files:
         try:
-            with safetensors("safetensors").safe_open(str(file), framework="pt") as opened:
+            with open_safetensors(file, verify=False) as opened:
                 sizes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
-        except Exception as error:  # a class of the package that is no public name
+        except (OSError, CheckpointError) as error:
             raise ConfigError(
                 f"--model.path {directory}: {file.name} has {file.stat().st_size:,} bytes and is no whole safetensors "
                 f"file ({one_line(error)}); copy it again"

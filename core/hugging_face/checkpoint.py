@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import agree
-from core.checkpoint.sliced_tensor import Cut, SlicedTensor
 from core.checkpoint.tied_tensors import refuse_apart
+from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.hugging_face.configuration import read_configuration
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Plan, PlanError, Split, family_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from core.checkpoint.tensor_files import SAFE_SUFFIX, safetensors
 from core.checkpoint.tied_tensors import names_apart
+from core.checkpoint.weights.one_file import SAFE_SUFFIX, open_safetensors
 
 Stored = dict[tuple[str, str | None], dict[str, Any]]
 
@@ -31,7 +31,7 @@ def stored_tensors(model: Any, files: Iterable[str | Path], mapping: Sequence[An
     known = model.state_dict()
     stored: Stored = {}
     for file in files:
-        opened = safetensors("safetensors").safe_open(str(file), framework="pt", device="cpu")
+        opened = open_safetensors(Path(file), verify=False)  # the load compares checksums
         for key in opened.keys():  # noqa: SIM118  it is no mapping
             target = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
             stored.setdefault(target, {})[key] = opened

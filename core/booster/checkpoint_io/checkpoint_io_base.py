@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from core.booster.checkpoint_io import files
-from core.checkpoint.tensor_files import SAFE_SUFFIX
+from core.checkpoint.weights.index import TORCH_SUFFIXES, find_checkpoint, is_index
+from core.checkpoint.weights.one_file import SAFE_SUFFIX
 
 StrPath = str | os.PathLike[str]
 
@@ -63,7 +63,7 @@ class CheckpointIO(ABC):
         """
         self.synchronize()
         path = self.find(checkpoint)
-        if files.is_index(path):
+        if is_index(path):
             self.load_sharded_model(model, path, strict, low_cpu_mem_mode, num_threads)
         else:
             self.load_unsharded_model(model, path, strict)
@@ -79,10 +79,7 @@ class CheckpointIO(ABC):
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`.
-
-        A file named .safetensors has the form of ColossalAI's asynchronous saves.
-        """
+        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`."""
         path = self.target_of(
             checkpoint, SaveRequest(optimizer, shard, gather_dtensor, prefix, size_per_shard, False, optimizer=True)
         )
@@ -102,7 +99,7 @@ class CheckpointIO(ABC):
         """Read an optimizer's state; options of the groups (lr, ...) become those that were saved."""
         self.synchronize()
         path = self.find(checkpoint, optimizer=True, prefix=prefix)
-        if files.is_index(path):
+        if is_index(path):
             self.load_sharded_optimizer(optimizer, path, low_cpu_mem_mode, num_threads)
         else:
             self.load_unsharded_optimizer(optimizer, path)
@@ -114,7 +111,7 @@ class CheckpointIO(ABC):
 
     def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
         """The file or the index that a load means."""
-        return files.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix)
+        return find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix)
 
     @abstractmethod
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
@@ -227,6 +224,15 @@ class SaveRequest:
             raise ValueError(f"size_per_shard is {size!r}; it is the size of a file in MiB and must be positive")
 
 
+def refuse_safetensors(path: Path) -> None:
+    """ValueError for an optimizer's file of a kind that holds tensors only."""
+    if path.suffix == SAFE_SUFFIX:
+        raise ValueError(
+            f"{path.name} is a safetensors file by its name, which holds tensors only, and an optimizer's state has "
+            "numbers too; name it .bin, and save it in ColossalAI without use_async"
+        )
+
+
 def checked_target(checkpoint: StrPath, request: SaveRequest) -> Path:
     """A path that can be written: a file whose suffix fits, or with `shard` a directory. ValueError otherwise."""
     path = Path(checkpoint)
@@ -236,8 +242,9 @@ def checked_target(checkpoint: StrPath, request: SaveRequest) -> Path:
         return path
     if path.is_dir():
         raise ValueError(f"{path.absolute()} is a directory; give a file's path, or shard=True")
-    named_safe, named_torch = path.suffix == SAFE_SUFFIX, path.suffix in files.TORCH_SUFFIXES
+    named_safe, named_torch = path.suffix == SAFE_SUFFIX, path.suffix in TORCH_SUFFIXES
     if request.optimizer:
+        refuse_safetensors(path)
         return path
     if named_torch if request.use_safetensors else named_safe:
         raise ValueError(

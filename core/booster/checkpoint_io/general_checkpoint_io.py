@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.booster.checkpoint_io import files, flat_states
 from core.booster.checkpoint_io.async_writer import AsyncWriter
 from core.booster.checkpoint_io.checkpoint_io_base import (
     CheckpointIO,
@@ -25,10 +24,10 @@ from core.booster.checkpoint_io.checkpoint_io_base import (
     StrPath,
     expect_model,
     expect_optimizer,
+    refuse_safetensors,
 )
-from core.booster.checkpoint_io.shard_writer import ShardWriter
-from core.checkpoint import tensor_files
 from core.checkpoint.tied_tensors import ShardedTensors, names_apart, refuse_apart, tied_names
+from core.checkpoint.weights import index, one_file, sharded
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
@@ -123,7 +122,7 @@ class GeneralCheckpointIO(CheckpointIO):
     ) -> None:
         """Write one file."""
         content = self._collect("model", self.model_tensors(model), use_async)
-        self._write(lambda: files.write(checkpoint, content, use_safetensors=use_safetensors), use_async, checkpoint)
+        self._write(lambda: sharded.write(checkpoint, content, use_safetensors=use_safetensors), use_async, checkpoint)
 
     def save_sharded_model(
         self,
@@ -136,8 +135,8 @@ class GeneralCheckpointIO(CheckpointIO):
         use_async: bool = False,
     ) -> None:
         """Write shards and an index into a directory. Without use_async, one shard is in memory at a time."""
-        names = files.model_names(prefix, use_safetensors)
-        both = (files.model_names(prefix), files.model_names(prefix, True))
+        names = index.model_names(prefix, use_safetensors)
+        both = (index.model_names(prefix), index.model_names(prefix, True))
         tensors = self.model_tensors(model)
         if use_safetensors:
             repeated = second_names(self.whole_module(model))
@@ -148,9 +147,9 @@ class GeneralCheckpointIO(CheckpointIO):
         def finish(directory: Path) -> None:
             save_config(self.whole_module(model), directory)
 
-        shards = files.shards_of(self._to_host(tensors), size_per_shard)
-        write = ShardWriter(checkpoint, names, both, use_safetensors, finish=finish)
-        self._write_shards(write, shards, use_async)
+        shards = sharded.shards_of(self._to_host(tensors), size_per_shard)
+        writer = sharded.ShardWriter(checkpoint, names, both, use_safetensors, finish=finish)
+        self._write_shards(writer, shards, use_async)
 
     def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
         """Read one file."""
@@ -168,16 +167,16 @@ class GeneralCheckpointIO(CheckpointIO):
         """Read the shards of an index."""
 
         def load() -> None:
-            weight_map, metadata = files.read_index(index_file)
+            weight_map, metadata = index.read_index(index_file)
             self._refuse_apart(model, ShardedTensors(weight_map, self.read_file), index_file.parent)
-            readers = files.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, self.read_file)
+            readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, self.read_file)
             self._load(model, readers, set(weight_map), strict)
 
         self._checked(load, index_file)
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
         """The tensors of one file of a model, by name."""
-        content: Mapping[str, Any] = tensor_files.load(path)
+        content: Mapping[str, Any] = one_file.load(path)
         return content
 
     def _refuse_apart(self, model: nn.Module, content: Mapping[str, Any], where: Path) -> None:
@@ -217,7 +216,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: Path, gather_dtensor: bool, use_async: bool = False
     ) -> None:
-        """Write one file, which torch's optimizer.load_state_dict takes too, but for one named .safetensors."""
+        """Write one file, which torch's optimizer.load_state_dict takes too."""
         content = {
             "state": self._collect("optimizer", self.optimizer_states(optimizer), use_async),
             "param_groups": self.optimizer_groups(optimizer),
@@ -225,8 +224,7 @@ class GeneralCheckpointIO(CheckpointIO):
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             content["loss_scaler"] = scaler.state_dict()
-        write = flat_states.save if checkpoint.suffix == tensor_files.SAFE_SUFFIX else files.write
-        self._write(lambda: write(checkpoint, content), use_async, checkpoint)
+        self._write(lambda: sharded.write(checkpoint, content), use_async, checkpoint)
 
     def save_sharded_optimizer(
         self,
@@ -238,10 +236,9 @@ class GeneralCheckpointIO(CheckpointIO):
         use_async: bool = False,
     ) -> None:
         """Write shards, a file of parameter groups and an index into a directory."""
-        names = files.optimizer_names(prefix)
-        both = (names, files.optimizer_names(prefix, use_safetensors=True))
+        names = index.optimizer_names(prefix)
         groups = self.optimizer_groups(optimizer)
-        metadata: dict[str, Any] = {"param_groups": files.group_name(prefix)}
+        metadata: dict[str, Any] = {"param_groups": index.group_name(prefix)}
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             metadata["loss_scaler"] = scaler.state_dict()
@@ -250,20 +247,20 @@ class GeneralCheckpointIO(CheckpointIO):
             states = iter(self._collect("optimizer", states, True).items())
 
         def finish(directory: Path) -> None:
-            files.write(directory / files.group_name(prefix), groups)
+            sharded.write(directory / index.group_name(prefix), groups)
 
-        shards = files.shards_of(self._to_host(states), size_per_shard)
-        self._write_shards(ShardWriter(checkpoint, names, both, False, metadata, finish), shards, use_async)
+        shards = sharded.shards_of(self._to_host(states), size_per_shard)
+        self._write_shards(sharded.ShardWriter(checkpoint, names, (names,), False, metadata, finish), shards, use_async)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: Path) -> None:
         """Read one file; also one that torch.save wrote of a torch optimizer's state_dict."""
 
         def load() -> None:
-            content = flat_states.load(checkpoint)
+            content = one_file.load(checkpoint)
             if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
                 raise ValueError(
                     f"{checkpoint.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
-                    "was it written by save_model?"
+                    "was it written by save_model, or by ColossalAI with use_async?"
                 )
             self._load_optimizer(optimizer, content["param_groups"], [lambda: content["state"]])
             _load_scaler(optimizer, content.get("loss_scaler"))
@@ -276,9 +273,11 @@ class GeneralCheckpointIO(CheckpointIO):
         """Read the shards of an index."""
 
         def load() -> None:
-            weight_map, metadata = files.read_index(index_file)
-            groups = tensor_files.load(files.beside(index_file, metadata["param_groups"]))
-            readers = files.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, flat_states.load)
+            weight_map, metadata = index.read_index(index_file)
+            for file in dict.fromkeys(weight_map.values()):
+                refuse_safetensors(file)
+            groups = one_file.load(index.groups_of(index_file, metadata))
+            readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, one_file.load)
             self._load_optimizer(optimizer, groups, readers)
             _load_scaler(optimizer, metadata.get("loss_scaler"))
 
@@ -305,12 +304,12 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
         """Write a scheduler's state to a file."""
-        self._write(lambda: files.write(Path(checkpoint), lr_scheduler.state_dict()), False, checkpoint)
+        self._write(lambda: sharded.write(Path(checkpoint), lr_scheduler.state_dict()), False, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
         """Read a scheduler's state."""
         self.synchronize()
-        self._checked(lambda: lr_scheduler.load_state_dict(tensor_files.load(Path(checkpoint))), checkpoint)
+        self._checked(lambda: lr_scheduler.load_state_dict(one_file.load(Path(checkpoint))), checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Write the adapters of a peft model, and their configuration, into a directory."""
@@ -365,12 +364,14 @@ class GeneralCheckpointIO(CheckpointIO):
             self._writer.wait()
             job()
 
-    def _write_shards(self, write: ShardWriter, shards: Iterator[tuple[dict[Any, Any], int]], use_async: bool) -> None:
+    def _write_shards(
+        self, writer: sharded.ShardWriter, shards: Iterator[tuple[dict[Any, Any], int]], use_async: bool
+    ) -> None:
         if use_async:
             everything = list(shards)
-            self._write(lambda: write.all(everything), True, write.directory)
+            self._write(lambda: writer.all(everything), True, writer.directory)
         else:
-            self._checked(lambda: write.all(shards) if self.writes() else _exhaust(shards), write.directory, shards)
+            self._checked(lambda: writer.all(shards) if self.writes() else _exhaust(shards), writer.directory, shards)
 
     def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
         """Act, and answer; but raise on every rank if it failed on one. `rest`: collectives that the others are in."""

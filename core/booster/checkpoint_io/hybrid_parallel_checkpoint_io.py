@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.booster.checkpoint_io.checkpoint_io_base import expect_model
 from core.booster.checkpoint_io.general_checkpoint_io import States, check_names, check_shapes
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
-from core.booster.checkpoint_io.sliced_file import FileTensor, SlicedFile
-from core.checkpoint.tensor_files import SAFE_SUFFIX
+from core.checkpoint.weights.one_file import SAFE_SUFFIX, in_turn
+from core.checkpoint.weights.sliced import FileTensor, SlicedFile
 from core.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
         """The tensors of a file: of a safetensors file those that are asked for."""
-        return SlicedFile(path) if path.suffix == SAFE_SUFFIX else super().read_file(path)
+        if path.suffix != SAFE_SUFFIX:
+            return super().read_file(path)
+        return SlicedFile(path, verify=in_turn(path, dist.get_rank(), dist.get_world_size()))
 
     def _load(self, model: Any, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool) -> None:
         expect_model(model, "load_model")
@@ -168,6 +171,6 @@ def _part_of(found: Any, split: Any, model: HybridParallelModel, read: list[int]
     from core.hugging_face.slices import slice_of
 
     if isinstance(found, FileTensor):
-        return found.part(split, model.groups, read)
+        return found.part(() if split is None else split.cuts, model.groups, read)
     read.append(found.numel() * found.element_size())
     return slice_of(found, split, model.groups)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core.booster import Booster
-from core.booster.checkpoint_io import files
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.booster.mixed_precision import FP16TorchMixedPrecision
+from core.checkpoint.weights import sharded
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     assert_same_training,
@@ -120,14 +120,14 @@ def test_torch_alone_reads_the_files_and_the_booster_reads_torchs(rank: int, wor
 @ranks(2)
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(rank: int, world: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
-    write = files.write
+    write = sharded.write
     for plugin in PLUGINS:
         booster = Booster(plugin=new_plugin(plugin))
         model, *_ = booster.boost(new_model(), None, mean_loss)
         wanted = whole_weights(model)
         wanted = {name: weight.clone() for name, weight in wanted.items()}
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(files, "write", lambda *a, **k: (time.sleep(0.3), write(*a, **k)))
+            monkeypatch.setattr(sharded, "write", lambda *a, **k: (time.sleep(0.3), write(*a, **k)))
             for number in range(2):  # the second uses the first's memory
                 booster.save_model(model, folder / f"{plugin}{number}", use_async=True)
                 with torch.no_grad():
@@ -215,10 +215,32 @@ def test_names_in_a_directory_are_those_of_colossalai_and_hugging_face(tmp_path:
 
 
 def test_shards_are_filled_in_order_and_a_larger_tensor_is_alone() -> None:
-    mib = [torch.zeros(int(size * files.MIB), dtype=torch.uint8) for size in (0.4, 0.4, 0.4, 3.0, 0.1)]
-    shards = list(files.shards_of(zip("abcde", mib, strict=True), 1.0))
+    mib = [torch.zeros(int(size * sharded.MIB), dtype=torch.uint8) for size in (0.4, 0.4, 0.4, 3.0, 0.1)]
+    shards = list(sharded.shards_of(zip("abcde", mib, strict=True), 1.0))
     assert ["".join(shard) for shard, _ in shards] == ["ab", "c", "d", "e"]
     assert [size for _, size in shards] == [2 * mib[0].numel(), mib[0].numel(), mib[3].numel(), mib[4].numel()]
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_of_two_kinds_of_files_safetensors_are_meant_unless_both_are_ours(tmp_path: Path, index: bool) -> None:
+    booster = Booster(device="cpu")
+    model, old = new_model(), new_model()
+    booster.save_model(model, tmp_path, shard=True, size_per_shard=3e-4, use_safetensors=True)
+    if index:  # as repositories of the Hub have both
+        torch.save(old.state_dict(), tmp_path / "a.bin")
+        content = {"weight_map": dict.fromkeys(old.state_dict(), "a.bin")}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+    else:
+        torch.save(old.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded = new_model()
+    for param in (*old.parameters(), *loaded.parameters()):
+        param.data.zero_()
+    booster.load_model(loaded, tmp_path)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    booster.save_model(old, tmp_path / "pytorch_model.bin")
+    if not index:  # one of ours of each kind: nothing says which is meant
+        with pytest.raises(ValueError, match="Found multiple index files"):
+            booster.load_model(loaded, tmp_path)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -250,11 +272,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="more holds no state of an optimizer.*save_model"):
         booster.load_optimizer(optimizer, tmp_path / "more")
     (tmp_path / "two").mkdir()
-    for name in ("pytorch_model.bin.index.json", "model.safetensors.index.json"):
-        (tmp_path / "two" / name).write_text(json.dumps({"weight_map": {"a": "missing.bin"}}))
-    with pytest.raises(ValueError, match="Found multiple index files"):
-        booster.load_model(model, tmp_path / "two")
-    (tmp_path / "two" / "model.safetensors.index.json").unlink()
+    (tmp_path / "two" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "missing.bin"}}))
     with pytest.raises(FileNotFoundError, match=r"missing.bin"):
         booster.load_model(model, tmp_path / "two")
 

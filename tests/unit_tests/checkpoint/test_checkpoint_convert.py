@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from core.checkpoint.convert import add_arguments, convert, open_source, parse_size, run
-from core.checkpoint.tensor_files import runs_by_size
+from core.checkpoint.weights.sharded import runs_by_size
 from core.models import GPTModel
 from core.process_groups import ProcessGroups
 from tests.unit_tests.checkpoint.checkpoint_reference import (
@@ -189,7 +189,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
         ((tmp_path / "mixed.pt", tmp_path / "x"), "'b' is a int and no tensor"),
         ((tmp_path / "mixed.pt", tmp_path / "x", "--masters"), "are for checkpoints"),
         ((tmp_path / "junk.pt", tmp_path / "x"), "junk.pt is no file of torch.save"),
-        ((tmp_path / "junk.safetensors", tmp_path / "x"), "junk.safetensors is no safetensors file"),
+        ((tmp_path / "junk.safetensors", tmp_path / "x"), "junk.safetensors is no whole safetensors file"),
         ((tmp_path / "root", tmp_path / "x", "--to", "safetensors", "--max-shard-size", "2PB"), "'2PB' is no size"),
     ]:
         assert run(options(*words)) == 1

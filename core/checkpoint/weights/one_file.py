@@ -9,26 +9,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import json
 import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from core.bounded_read import crc32_of, file_name, inflates, open_regular, parse_json, read_bytes
-from core.checkpoint.durable_file import sync_directory, write_durably
+from core.bounded_read import crc32_of, inflates, open_regular
+from core.checkpoint.durable_file import sync_directory
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 
-Item = TypeVar("Item")
 SAFE_SUFFIX = ".safetensors"
 COMMENT, METADATA, DIGITS = b"crc32:", b'"crc32":"', b"00000000"
-FILES = "files_crc32"  # in the metadata of an index: {file: its checksum} of the files that were saved with it
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors header; the package refuses longer ones
 LOCK_LIMIT_S = 5.0
 
@@ -45,18 +42,35 @@ def save_torch(path: Path, content: Any) -> None:
     _replace(path, write)
 
 
-def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file, in the place of whatever was at `path`. CheckpointError without the package."""
     save_file = safetensors("safetensors.torch").save_file
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    told = {"format": "pt", "crc32": DIGITS.decode(), **(metadata or {})}
-    _replace(path, lambda temporary: save_file(kept, temporary, metadata=told))
+    metadata = {"format": "pt", "crc32": DIGITS.decode()}
+    _replace(path, lambda temporary: save_file(kept, temporary, metadata=metadata))
 
 
-def safetensors_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    with safetensors("safetensors").safe_open(str(path), framework="pt") as file:
-        return dict(file.metadata() or {})
+def open_safetensors(path: Path, *, verify: bool = True) -> Any:
+    """An open safetensors file, whose tensors are read one by one or in slices. The only place that opens one.
+
+    verify: compare the checksum that a file of ours carries. Raises CheckpointDamaged where that is another one, or the
+    file is no regular and whole one.
+    """
+    safe_open = safetensors("safetensors").safe_open
+    try:
+        open_regular(path).close()
+        if verify:
+            check(path)
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (CheckpointDamaged, FileNotFoundError):
+        raise
+    except Exception as error:  # the package's own error class has moved between its versions
+        raise CheckpointDamaged(f"{path} is no whole safetensors file: {error}") from None
+
+
+def in_turn(path: Path, rank: int, world: int) -> bool:
+    """True on the one of `world` ranks that compares the checksum of this file. Each file has one such rank."""
+    return zlib.crc32(path.name.encode()) % world == rank
 
 
 def load(path: Path) -> Any:
@@ -91,21 +105,6 @@ def checksum_in(path: Path) -> str | None:
         return None if place is None else _bytes_at(stream, place, len(DIGITS)).decode("ascii", "replace")
 
 
-def check_saved_together(index: Path, metadata: Mapping[str, Any], files: Iterable[Path]) -> None:
-    """Raise CheckpointDamaged, by its name, for a file that is not the one that its index was saved with.
-
-    Compares the checksums that files carry with those in the index. An index of other programs has none.
-    """
-    saved_with = metadata.get(FILES, {})
-    for file in files:
-        expected, found = saved_with.get(file.name), checksum_in(file)
-        if expected not in (None, found):
-            raise CheckpointDamaged(
-                f"{file} is not the file that {index.name} was saved with: its checksum is {found}, and the index says "
-                f"{expected}. It is of another save, or a copy of another file; take all files of one save"
-            )
-
-
 def check(path: Path) -> None:
     """Raise CheckpointDamaged where bytes are not those that were saved, or would inflate to more than the file has."""
     with open_regular(path) as stream:
@@ -117,38 +116,6 @@ def check(path: Path) -> None:
             raise CheckpointDamaged(f"{path} is cut, or would inflate to more than its {size} bytes")
 
 
-def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Write the index of files in its directory: {tensor: file}.
-
-    Its metadata carries its own checksum and those of all files there, so that a file of another save is recognised.
-    """
-    saved_with = {file.name: digits for file in path.parent.iterdir() if (digits := checksum_in(file))}
-    content = {"metadata": {**metadata, FILES: saved_with}, "weight_map": dict(weight_map)}
-    content["metadata"]["crc32"] = _crc32_of_index(content)
-    write_durably(path, json.dumps(content, indent=2).encode() + b"\n", 0)
-
-
-def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """({tensor: file}, metadata). CheckpointDamaged for anything else, and for files outside of the directory."""
-    try:
-        content = parse_json(read_bytes(path))
-        weight_map, metadata = dict(content["weight_map"]), dict(content.get("metadata", {}))
-        digits = metadata.get("crc32")
-        if digits is not None and digits != _crc32_of_index(content):
-            raise ValueError("has other bytes than were saved")
-        for name in weight_map.values():
-            file_name(name)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path} is no index of tensors: {error}") from None
-    return weight_map, metadata
-
-
-def _crc32_of_index(content: Mapping[str, Any]) -> str:
-    """Of everything in it but the checksum."""
-    told = {**content, "metadata": {key: value for key, value in content["metadata"].items() if key != "crc32"}}
-    return f"{zlib.crc32(json.dumps(told, sort_keys=True).encode()):08x}"
-
-
 def safetensors(module: str) -> Any:
     """A module of the package, or an error that says how to get it."""
     try:
@@ -158,21 +125,6 @@ def safetensors(module: str) -> Any:
             f"safetensors files need the package 'safetensors', which could not be imported ({error}); install it "
             "with: pip install 'gradient-core[safetensors]'"
         ) from None
-
-
-def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: float) -> Iterator[list[Item]]:
-    """Items in order, as many together as fit into the limit; a larger one is alone."""
-    run: list[Item] = []
-    used = 0
-    for item in items:
-        size = size_of(item)
-        if run and used + size > limit:
-            yield run
-            run, used = [], 0
-        run.append(item)
-        used += size
-    if run:
-        yield run
 
 
 @contextlib.contextmanager

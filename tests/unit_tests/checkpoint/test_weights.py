@@ -14,15 +14,8 @@ import pytest
 import torch
 
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError
-from core.checkpoint.tensor_files import (
-    check,
-    load,
-    only_writer,
-    read_index,
-    save_safetensors,
-    save_torch,
-    write_index,
-)
+from core.checkpoint.weights.index import read_names, write_index
+from core.checkpoint.weights.one_file import check, load, only_writer, save_safetensors, save_torch
 
 CONTENT = {"weight": torch.arange(5000.0), "step": torch.tensor(7)}
 WRITERS = [save_torch, save_safetensors]
@@ -90,7 +83,7 @@ def test_a_file_that_inflates_and_one_that_is_no_file_are_refused(tmp_path: Path
 
 
 def test_two_writers_of_one_file_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.checkpoint.tensor_files.LOCK_LIMIT_S", 0.1)
+    monkeypatch.setattr("core.checkpoint.weights.one_file.LOCK_LIMIT_S", 0.1)
     refused = pytest.raises(CheckpointError, match=r"another process is writing .*\.model\.tmp")
     with only_writer(tmp_path / ".model.tmp", Path.touch), refused:
         save_torch(tmp_path / "model", CONTENT)
@@ -120,7 +113,7 @@ def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(tmp_path: Pat
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointDamaged, match="is no index of tensors"):
-        read_index(path)
+        read_names(path)
 
 
 def test_an_index_that_never_ends_is_refused_unread(tmp_path: Path) -> None:
@@ -129,16 +122,16 @@ def test_an_index_that_never_ends_is_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for name, words in (("sparse", "has 17179869184 bytes"), ("fifo", "no regular file")):
         with pytest.raises(CheckpointDamaged, match=words):
-            read_index(tmp_path / name)
+            read_names(tmp_path / name)
 
 
 def test_an_index_knows_its_own_bytes(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
     write_index(path, {"a": "one", "b": "two"}, {"total_size": 8, "param_groups": "groups"})
-    weight_map, metadata = read_index(path)
+    weight_map, metadata = read_names(path)
     assert weight_map == {"a": "one", "b": "two"} and metadata["total_size"] == 8
     path.write_text(path.read_text().replace("one", "two"))
     with pytest.raises(CheckpointDamaged, match="other bytes than were saved"):
-        read_index(path)
+        read_names(path)
     path.write_text(json.dumps({"weight_map": {"a": "theirs"}}))
-    assert read_index(path) == ({"a": "theirs"}, {})
+    assert read_names(path) == ({"a": "theirs"}, {})

@@ -1,14 +1,16 @@
-"""SlicedTensor: a tensor of a safetensors file, of which each rank reads its own slice."""
+"""Slices of safetensors files: each rank reads its own part of a tensor, when it asks for it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.checkpoint.weights.one_file import open_safetensors
 from core.process_groups import ProcessGroups
 
 Cut = tuple[str, int, int]  # (group, dimension, parts of the dimension that are cut each for itself)
@@ -41,3 +43,48 @@ class SlicedTensor:
         if missing:  # the end of a vocabulary that is padded
             parts.append(parts[0].new_zeros([missing if d == dim else n for d, n in enumerate(parts[0].shape)]))
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+class FileTensor:
+    """One whole tensor of a file. Nothing of it is read until `part` is called."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.shape = torch.Size(source.get_shape())
+
+    def get_shape(self) -> list[int]:
+        """The shape, as a slice of the file gives it."""
+        return list(self.shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows, on the CPU."""
+        part: Tensor = self.source[rows]
+        return part
+
+    def part(self, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> Tensor:
+        """This rank's slice, on the CPU. read: gets the number of bytes that were read."""
+        return SlicedTensor(self.source, cuts, groups, read)[...]
+
+
+class SlicedFile(Mapping[str, FileTensor]):
+    """The tensors of a safetensors file by their names.
+
+    verify: as for `open_safetensors`. Raises CheckpointDamaged as it does.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.path = path
+        self.file = open_safetensors(path, verify=verify)
+        self.names = dict.fromkeys(self.file.keys())
+
+    def __getitem__(self, name: str) -> FileTensor:
+        return FileTensor(self.file.get_slice(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

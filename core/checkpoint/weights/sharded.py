@@ -1,0 +1,162 @@
+"""Several files in one step: tensors cut into shards, and a save that takes the place of an older one.
+
+A save writes its files into a hidden directory, the index last: that commits it. Then the files move to their places,
+the index last again. A save that is killed before its commit has touched nothing. After the commit readers find the
+files in the hidden directory or in their places, and the next save moves the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from core.checkpoint.durable_file import sync_directory
+from core.checkpoint.weights.index import Names, journal_of, read_names, write_index
+from core.checkpoint.weights.one_file import only_writer, save_safetensors, save_torch
+from core.optimizer.optimizer_state import plain_numbers
+
+Item = TypeVar("Item")
+MIB = 1024 * 1024
+
+
+class ShardWriter:
+    """Writes shards one after another, then the index; all of them appear in one step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        names: Names,
+        replaced: tuple[Names, ...],
+        use_safetensors: bool,
+        metadata: dict[str, Any] | None = None,
+        finish: Callable[[Path], None] = lambda directory: None,
+    ) -> None:
+        self.directory = directory
+        self.names = names
+        self.replaced = replaced
+        self.use_safetensors = use_safetensors
+        self.metadata = metadata
+        self.finish = finish
+
+    def all(self, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
+        """Everything, beside what is there; then it takes the place of that."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        journal = journal_of(self.directory, self.names)
+        with contextlib.ExitStack() as stack:
+            for kind in self.replaced:
+                hidden = journal_of(self.directory, kind)
+                stack.enter_context(only_writer(hidden, lambda place: place.mkdir(exist_ok=True)))
+                stack.callback(hidden.rmdir)
+                install(self.directory, kind, self.replaced)  # of a save that was killed
+            try:
+                self._write(journal, shards)
+            finally:
+                install(self.directory, self.names, self.replaced)
+
+    def _write(self, journal: Path, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
+        def save(number: int, content: dict[Any, Any]) -> str:
+            name = self.names.shard(number)
+            write(journal / name, content, use_safetensors=self.use_safetensors)
+            return name
+
+        weight_map, total_bytes = write_shards(shards, save)
+        self.finish(journal)
+        metadata = {"total_size": total_bytes, **(self.metadata or {})}
+        write_index(journal / self.names.index_file, weight_map, metadata)
+
+
+def write_shards(
+    shards: Iterable[tuple[dict[Any, Any], int]], save: Callable[[int, dict[Any, Any]], str]
+) -> tuple[dict[str, str], int]:
+    """Save shards one after another; the file of each name, and the bytes of all tensors.
+
+    save: writes shard number 1, 2, ... and returns the name of its file.
+    """
+    weight_map: dict[str, str] = {}
+    number = total_bytes = 0
+    for content, size in shards:
+        number, total_bytes = number + 1, total_bytes + size
+        weight_map |= dict.fromkeys(map(str, content), save(number, content))
+        del content  # while the next one is made
+    return weight_map, total_bytes
+
+
+def install(directory: Path, names: Names, replaced: Iterable[Names]) -> None:
+    """Move a committed save to its place, and remove older ones of the kinds `replaced`; empty its hidden directory."""
+    journal = journal_of(directory, names)
+    if (journal / names.index_file).is_file():
+        kept = set(read_names(journal / names.index_file)[0].values())
+        for file in journal.iterdir():
+            if file.name != names.index_file:
+                os.replace(file, directory / file.name)
+        sync_directory(directory)
+        for kind in replaced:
+            if kind != names:
+                (directory / kind.index_file).unlink(missing_ok=True)
+        os.replace(journal / names.index_file, directory / names.index_file)
+        sync_directory(directory)
+        for kind in replaced:
+            stem, suffix = kind.whole.rsplit(".", 1)
+            for file in directory.glob(f"{stem}-*.{suffix}"):
+                if file.name not in kept and re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
+                    file.unlink()
+    for file in journal.iterdir():  # of a save that was killed before its commit
+        file.unlink()
+
+
+def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
+    """Write a dictionary to a file that appears under its name when it is complete."""
+    if not use_safetensors:
+        save_torch(path, plain_numbers(content))
+        return
+    odd = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise ValueError(f"{path.name}: safetensors holds tensors only, and {odd[0]!r} is none; use_safetensors=False")
+    save_safetensors(path, dict(without_duplicates(content)))
+
+
+def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tied weights once, under the first of their names, as Hugging Face's files have them."""
+    seen: set[tuple[Any, ...]] = set()
+    for name, value in content.items():
+        if value.numel():
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if memory in seen:
+                continue
+            seen.add(memory)
+        yield name, value
+
+
+def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: float) -> Iterator[list[Item]]:
+    """Items in order, as many together as fit into the limit; a larger one is alone."""
+    run: list[Item] = []
+    used = 0
+    for item in items:
+        size = size_of(item)
+        if run and used + size > limit:
+            yield run
+            run, used = [], 0
+        run.append(item)
+        used += size
+    if run:
+        yield run
+
+
+def shards_of(items: Iterable[tuple[Any, Any]], limit_mib: float) -> Iterator[tuple[dict[Any, Any], int]]:
+    """Items in order, as many together as fit into the limit: (items, bytes). A larger one is alone."""
+    for run in runs_by_size(items, lambda item: bytes_of(item[1]), limit_mib * MIB):
+        shard = dict(run)
+        yield shard, bytes_of(shard)
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value."""
+    if isinstance(value, torch.Tensor):
+        return int(value.numel() * value.element_size())
+    return sum(map(bytes_of, value.values())) if isinstance(value, dict) else 0
