@@ -56,8 +56,8 @@ class Backward:
     """One layer after its forward; calling it adds the weight's gradient to `buffer` once more."""
 
     def __init__(self, shape: Shape, dtypes: str, *, fused: bool, device: torch.device) -> None:
+        from core.groups.process_groups import ProcessGroups
         from core.model_parallel_config import ModelParallelConfig
-        from core.process_groups import ProcessGroups
         from core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
         from core.tensor_parallel.initialization import normal_init
 

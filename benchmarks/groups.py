@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.report import add_json, write_json
 from core import parallel_state
-from core.rank_grid import GRID_KINDS, RankGrid, default_embedding_ranks, default_position_embedding_ranks
+from core.groups.rank_grid import GRID_KINDS, RankGrid, default_embedding_ranks, default_position_embedding_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {},

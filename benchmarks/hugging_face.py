@@ -27,12 +27,12 @@ from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.distributed_data_parallel_config import Strategy
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import RankGrid, group_ranks
 from core.hugging_face import load_split, read_plan, split_model
 from core.models import transformers_layouts
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.process_groups import ProcessGroups
-from core.rank_grid import RankGrid, group_ranks
 from core.tensor_parallel.initialization import tensor_parallel_slice
 
 PARTS = ("steps", "wrap", "load")

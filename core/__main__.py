@@ -24,7 +24,7 @@ other commands, each with --help:
 def main(arguments: Sequence[str]) -> int:
     """Run what was asked for; the exit status."""
     if list(arguments[:1]) == ["doctor"]:
-        from core.doctor import main as doctor
+        from core.jobs.doctor import main as doctor
 
         return doctor(arguments[1:])
     asked = list(arguments) in ([], ["-h"], ["--help"])

@@ -14,16 +14,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from core.device_mesh import get_device_mesh as get_device_mesh
-from core.forked import drop_connections_in_workers
-from core.group_options import get_nccl_options as get_nccl_options
-from core.group_options import group_options
-from core.memory_buffer import GlobalMemoryBuffer
-from core.process_groups import ProcessGroups
-from core.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
-from core.rank_grid import default_embedding_ranks as default_embedding_ranks
-from core.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
-from core.rank_watch import RankWatch, start_watch
+from core.groups.device_mesh import get_device_mesh as get_device_mesh
+from core.groups.group_options import get_nccl_options as get_nccl_options
+from core.groups.group_options import group_options
+from core.groups.memory_buffer import GlobalMemoryBuffer
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
+from core.groups.rank_grid import default_embedding_ranks as default_embedding_ranks
+from core.groups.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
+from core.watch.forked import drop_connections_in_workers
+from core.watch.rank_watch import RankWatch, start_watch
 
 
 @dataclass
@@ -84,7 +84,7 @@ def initialize_model_parallel(
     with the ranks of the data groups, for CPU tensors. high_priority_stream_groups: names such as 'tp', 'ep_dp'.
     nccl_communicator_config_path: YAML, group name -> cga_cluster_size, min_ctas, max_ctas, net_name,
     is_high_priority_stream. The last two are checked on every backend and take effect on NCCL. watch_ranks: a thread of
-    each process names, within seconds, a rank that has ended or hangs (core.rank_watch).
+    each process names, within seconds, a rank that has ended or hangs (core.watch.rank_watch).
 
     Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
     ValueError on malformed or unsupported arguments.

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from core.distributed.contract.gradient_contract import DEFAULT_RULES, GradientContract, GradSyncRule, read_contracts
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import RankGrid, group_ranks
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
-from core.rank_grid import RankGrid, group_ranks
 
 PICTURES = Path(__file__).parent / "source" / "axes"
 Held = Counter[int]  # which contributions a rank's gradient is the sum of, and how often

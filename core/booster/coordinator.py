@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from core import agree
+from core.groups import agree
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 

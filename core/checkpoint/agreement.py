@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from core import agree
 from core.checkpoint.errors import CheckpointError, explain
+from core.groups import agree
 
 T = TypeVar("T")
 

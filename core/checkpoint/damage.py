@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from core.bounded_read import crc32_of, inflates, open_regular, read_bytes
+from core.checkpoint.bounded_read import crc32_of, inflates, open_regular, read_bytes
 from core.checkpoint.errors import explain
 from core.checkpoint.item_content import wrong_content
 from core.checkpoint.manifest import (

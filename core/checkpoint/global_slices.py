@@ -7,7 +7,8 @@ Three things that a tensor does not show are said by its layer:
 
     param.partition_length      the split dimension's length in the whole model, where padding makes ranks hold more
     param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' hold others
-    module.global_names         what a child, or a parameter, is called in the whole model (core/global_names.py)
+    module.global_names         what a child, or a parameter, is called in the whole model:
+                                core/distributed/contract/global_names.py
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch
 from torch import nn
 
 from core.checkpoint.boxes import Box, Index, Split, split_boxes
+from core.distributed.contract.global_names import global_name, without_transparent
 from core.distributed.contract.gradient_contract import copies_across_stages, data_group_of, embeddings_of
-from core.global_names import global_name, without_transparent
-from core.rank_grid import COPY_AXES, MODEL_AXES, axes_of
+from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
 class Places(Protocol):

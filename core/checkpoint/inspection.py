@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.bounded_read import read_bytes
+from core.checkpoint.bounded_read import read_bytes
 from core.checkpoint.damage import Damage, open_manifest
 from core.checkpoint.directory import check_directory
 from core.checkpoint.errors import CheckpointNotFound, amount

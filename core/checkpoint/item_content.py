@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from core.bounded_read import Archive, BadArchive
+from core.checkpoint.bounded_read import Archive, BadArchive
 
 LONGEST_PICKLE = 16 << 10  # bytes; that of a tensor has some hundred
 MOST_REMEMBERED = 1000  # values by number; an unpickler makes room up to the largest number

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from core import huge_pages
 from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
 from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, local_tensors, tied_names
 from core.checkpoint.planners import read_items, tensor_records
+from core.distributed.wire import huge_pages
 
 CPU = torch.device("cpu")
 MAPPED_BYTES = 2**16  # from here on memory is the system's again when it is freed, and not the C library's

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from core.bounded_read import file_name, parse_json
+from core.checkpoint.bounded_read import file_name, parse_json
 
 FORMAT = 1
 COMMIT_NAME = "commit.json"

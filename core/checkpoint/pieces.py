@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.checkpoint.boxes import Box, Index
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
-from core.global_names import global_name
-from core.process_groups import ProcessGroups
+from core.distributed.contract.global_names import global_name
+from core.groups.process_groups import ProcessGroups
 
 MODEL = "model"
 OPTIMIZER = "optimizer"

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from core.checkpoint.pieces import RANDOM
-from core.process_groups import ProcessGroups
-from core.rank_grid import MODEL_AXES
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import MODEL_AXES
 from core.tensor_parallel.random import get_rng_tracker
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from core.bounded_read import read_bytes
+from core.checkpoint.bounded_read import read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
 from core.checkpoint.errors import CheckpointError, explain
 from core.checkpoint.save_points import reach

@@ -34,9 +34,9 @@ from core.checkpoint.planners import PieceSavePlanner
 from core.checkpoint.random_state import random_key, save_random_state
 from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import AXES
 from core.optimizer.optimizer_state import GROUP_NAME, save_groups
-from core.process_groups import ProcessGroups
-from core.rank_grid import AXES
 
 CONTENT_FORMAT = 1  # of names and of what `meta` holds
 LAYOUT_AXES = {axis.label: axis.name for axis in AXES if axis.name != "expt_dp"}  # expert dp follows from the others

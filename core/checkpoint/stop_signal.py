@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
-from core.interrupts import SAME_PRESS_S
+from core.watch.interrupts import SAME_PRESS_S
 
 
 class StopSignal:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.context_parallel.documents import visible_tokens
 from core.context_parallel.sequence_split import join_sequence, rank_order
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 
 def all_to_all_attention(

@@ -10,8 +10,8 @@ from torch import Tensor
 from core.context_parallel.all_gather import all_gather_attention
 from core.context_parallel.all_to_all import all_to_all_attention
 from core.context_parallel.ring import ring_attention
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import group_size, resolve_groups
 
 COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tensor | None], Tensor]] = {

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
 from core.context_parallel.sequence_split import split_sequence
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 
 def ring_attention(

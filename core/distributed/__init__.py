@@ -1,6 +1,5 @@
 """The gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
 
-from core.agree import LayoutMismatch, SyncError
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
 from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -8,7 +7,8 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.guard.finite import NonFiniteGradientError, ReplicaDriftError
 from core.distributed.materialize import materialize
-from core.waiting import PeerLost
+from core.groups.agree import LayoutMismatch, SyncError
+from core.watch.waiting import PeerLost
 
 __all__ = [
     "ContractError",

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree, huge_pages
-from core.agree import control_device
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
@@ -39,11 +37,14 @@ from core.distributed.reduce.residents import Budget, Window
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.wire import huge_pages
 from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
-from core.process_groups import ProcessGroups
-from core.rank_grid import COPY_AXES, DATA_KINDS
+from core.groups import agree
+from core.groups.agree import control_device
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import huge_pages, parallel_state
-from core.agree import SyncError
+from core import parallel_state
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
@@ -29,8 +28,10 @@ from core.distributed.materialize import MARK, Init, make_all, make_and_cut
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.reduce.grad_reducer import StepReport
+from core.distributed.wire import huge_pages
 from core.distributed.wire.collective_events import resolve
-from core.process_groups import ProcessGroups
+from core.groups.agree import SyncError
+from core.groups.process_groups import ProcessGroups
 
 
 class DistributedDataParallel(nn.Module):
@@ -79,8 +80,8 @@ class DistributedDataParallel(nn.Module):
             )
         if pg_collection is not None and not isinstance(pg_collection, ProcessGroups):
             raise TypeError(
-                f"pg_collection is a {type(pg_collection).__name__}; pass core.process_groups.ProcessGroups(dp_cp=..., "
-                "...) with the groups that the model is split over"
+                f"pg_collection is a {type(pg_collection).__name__}; pass core.groups.process_groups.ProcessGroups("
+                "dp_cp=..., ...) with the groups that the model is split over"
             )
         super().__init__()
         self.config = config

@@ -105,7 +105,7 @@ class DistributedDataParallelConfig:
         whole (Muon); 'all': every parameter does. Embedding and output may be cut. Costs padding where a bucket holds
         few parameters for its ranks.
     grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
-        (in blocks with scales, see core/fp8_communication.py, and without overlap). None: as they are kept.
+        (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: as they are kept.
     share_host_memory: keep buffers in memory that the ranks of one host map from each other where they are on CPU with
         gloo, and reduce there instead of through sockets. Groups that span hosts do not. A forked process shares them
         as well: it has no snapshot of them, and its parent sees what it writes there.

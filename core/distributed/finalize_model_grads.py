@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.agree import SyncError
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
@@ -21,8 +20,9 @@ from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.model_turns import link_chunks
 from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
-from core.process_groups import ProcessGroups
-from core.rank_grid import COPY_AXES, DATA_KINDS
+from core.groups.agree import SyncError
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 
 Models = list[list[DistributedDataParallel]]  # the chunks of each model
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from core.agree import SyncError
 from core.distributed.assemble import Engine
 from core.distributed.reduce.fused_kernels import ignore_dummies
 from core.distributed.reduce.grad_reducer import arrived, arrived_at_sharded
 from core.distributed.reduce.unsharder import Unsharder
+from core.groups.agree import SyncError
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
 _UNSHARDERS: weakref.WeakValueDictionary[int, Unsharder] = weakref.WeakValueDictionary()  # by their modules' identity

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import agree, huge_pages
-from core.agree import SyncError
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.guard.replicas import (
     broadcast_weights,
@@ -24,8 +22,11 @@ from core.distributed.guard.replicas import (
 )
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
-from core.process_groups import ProcessGroups
+from core.groups import agree
+from core.groups.agree import SyncError
+from core.groups.process_groups import ProcessGroups
 
 Init = Callable[[nn.Module], Any]
 GIVEN_BACK = 2**26  # bytes of cut weights after which the C library's freed memory goes back to the system

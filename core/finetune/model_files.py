@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.bounded_read import parse_json, read_bytes
+from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.weights.index import weight_files
 from core.checkpoint.weights.one_file import open_safetensors

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core import agree
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.finetune.torch_plugins import TorchModel
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED
+from core.groups import agree
 from core.hugging_face import gather_logits, stage_activations
 from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
 from core.hugging_face.stages import stage_of

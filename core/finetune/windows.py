@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from core.bounded_read import CHUNK_BYTES, open_regular, parse_json, read_bytes
+from core.checkpoint.bounded_read import CHUNK_BYTES, open_regular, parse_json, read_bytes
 from core.finetune.config import TunedData
 from core.finetune.fields import unread
 from core.finetune.records import Example, encode, marked, read_records

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.agree import control_device
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import finalize_model_grads
 from core.distributed.wire.collectives import Collectives
 from core.gradient_accumulation.cycle import Accumulation, AccumulationError, StandIn, shared_state
+from core.groups.agree import control_device
+from core.groups.rank_grid import AXES
 from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import plain_numbers
-from core.rank_grid import AXES
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

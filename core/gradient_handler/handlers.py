@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import ContractError, data_group_of
 from core.distributed.hooks import engine_of
@@ -24,6 +23,7 @@ from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
 from core.gradient_handler.registry import GRADIENT_HANDLER
+from core.groups.agree import SyncError
 
 
 class GroupGradientHandler(BaseGradientHandler):

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
-from core.agree import control_device
 from core.distributed.reduce.sync_rules import PendingSync, pack
 from core.distributed.wire.collectives import Collectives
+from core.groups import agree
+from core.groups.agree import control_device
 
 IN_FLIGHT = 2  # collectives at a time, and so packed copies of gradients at a time
 GRAD_DTYPES = (

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.groups import agree
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.slices import whole_of

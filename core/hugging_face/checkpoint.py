@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree
 from core.checkpoint.tied_tensors import refuse_apart
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.configuration import read_configuration
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
@@ -37,7 +38,6 @@ from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stag
 from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.

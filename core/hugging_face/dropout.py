@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import agree
-from core.process_groups import ProcessGroups
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel.dataflow import Dataflow
 from core.tensor_parallel.random import (
     SEQUENCE_DROPOUT_STREAM,

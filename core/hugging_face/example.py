@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, family_of
-from core.process_groups import ProcessGroups
 
 ROWS, CHOICES, SAMPLES = 2, 2, 2000
 PASS = "example=, the arguments of a small forward, equal on all ranks, to the plugin, split_model or load_split"

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import Plan, PlanError, Seam, Split, family_of
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.transformers_plans import read_experts
 from core.moe.token_dispatcher import AllToAllTokenDispatcher
-from core.process_groups import ProcessGroups
 
 EXPERTS_SEAM = "experts over ep"  # the style of a seam at fused experts
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
@@ -32,7 +33,6 @@ from core.hugging_face.split import (
 )
 from core.hugging_face.split_stages import received_example
 from core.hugging_face.stages import StageForward
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
 NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer

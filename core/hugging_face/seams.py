@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, Seam
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.dataflow import Dataflow
 from core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from core.context_parallel.cut_sequence import CutSequence
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face import partial_outputs
 from core.hugging_face.dropout import SplitRegions, has_dropout
 from core.hugging_face.plan import Plan, PlanError, Seam
 from core.hugging_face.seams import on_first, on_output
 from core.hugging_face.sequence_attention import register_attention
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import group_rank
 
 OVER_TENSOR = ("split_gather", "ring")  # the same here: the ring of products in place of the gather is not

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import Split
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import tensor_parallel_join, tensor_parallel_slice
 
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from core import agree
 from core.distributed.contract.gradient_contract import declare_gradient
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import use_parallel_loss, why_logits_stay_whole, with_whole_logits
@@ -30,7 +31,6 @@ from core.hugging_face.slices import slice_of
 from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
 from core.pipeline_parallel.layout import PipelineLayout
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 

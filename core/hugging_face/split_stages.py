@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.example import PASS, example_of
 from core.hugging_face.parallel_loss import with_whole_logits
 from core.hugging_face.plan import Plan, PlanError
@@ -43,7 +44,6 @@ from core.hugging_face.stages import (
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.context_parallel import context_parallel_group, pack_tokens
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups, tensor_parallel_group

@@ -19,7 +19,7 @@ from core.tensor_parallel.mappings import (
     group_size,
     reduce_scatter_to_sequence_parallel_region,
 )
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 
 class _AllToAll(torch.autograd.Function):

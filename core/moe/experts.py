@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import InitMethod, normal_init
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.groups.process_groups import ProcessGroups
 from core.moe.experts import Experts
 from core.moe.router import TopKRouter
 from core.moe.shared_experts import SharedExpert
 from core.moe.token_dispatcher import build_dispatcher
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     resolve_groups,

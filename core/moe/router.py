@@ -12,14 +12,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
+from core.groups.process_groups import ProcessGroups
 from core.moe.auxiliary_loss import MoEAuxLossAutoScaler
 from core.moe.routing import balance_scores, choose, drop_overflow, expert_capacity, load_balancing_loss, z_loss
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups
 from core.transformer.transformer_config import TransformerConfig
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.transformer.mlp import MLP

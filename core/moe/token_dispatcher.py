@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from core.groups.process_groups import ProcessGroups
 from core.moe.exchange import all_to_all_rows, gather_rows, reduce_scatter_rows
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import gather_first
 
 

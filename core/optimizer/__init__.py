@@ -34,7 +34,7 @@ from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 if TYPE_CHECKING:
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
 
 __all__ = [
     "ChainedOptimizer",

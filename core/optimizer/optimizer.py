@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import huge_pages
-from core.agree import SyncError
 from core.distributed.buffer.bucket import BucketState
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
+from core.distributed.wire import huge_pages
+from core.groups.agree import SyncError
 from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.model_check import buckets_of, params_of
 from core.optimizer.groups.param_groups import ParamGroups
@@ -43,7 +43,7 @@ from core.optimizer.optimizer_state import (
 from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import Factors, InnerStep
 from core.optimizer.step.skip_log import SkipLog
-from core.waiting import calling
+from core.watch.waiting import calling
 
 
 class MegatronOptimizer(torch.optim.Optimizer):

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.groups.process_groups import ProcessGroups
 from core.pipeline_parallel.gpt_stages import gpt_activations
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.runner import ForwardStep, MicrobatchLoss, PipelineRunner
 from core.pipeline_parallel.schedules import find_schedule
-from core.process_groups import ProcessGroups
 
 # (data iterator, chunk) -> (output, loss function); loss function: output -> (loss, report) or (sum, tokens, report)
 ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]]

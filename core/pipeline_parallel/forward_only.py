@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.stage import check_sent
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 
 def forward_only(

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.context_parallel import check_sequence_length
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.runner import MicrobatchLoss
-from core.process_groups import ProcessGroups
 from core.transformer.transformer_config import TransformerConfig
 
 

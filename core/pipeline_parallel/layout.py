@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
 
 Placement = Literal["loop", "v"]
 

@@ -16,6 +16,7 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.distributed.guard.first_steps import note_microbatch
+from core.groups.process_groups import ProcessGroups
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
@@ -28,8 +29,7 @@ from core.pipeline_parallel.schedules import (
     most_in_flight,
 )
 from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
-from core.process_groups import ProcessGroups
-from core.waiting import add_wait, calling, waiting
+from core.watch.waiting import add_wait, calling, waiting
 
 
 @dataclass(frozen=True, slots=True)

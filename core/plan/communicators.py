@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
+from core.groups.rank_grid import GRADIENT_KINDS
 from core.plan.planned_groups import PlannedGroups
 from core.plan.run_memory import RankMemory, Run, StageParts
-from core.rank_grid import GRADIENT_KINDS
 
 
 def communicators(run: Run, memory: RankMemory, parts: StageParts) -> list[tuple[str, int]]:
     """(the groups that share it, its ranks) for each communicator of several ranks that this rank uses.
 
-    Groups of equal ranks share one, but gradients have their own: Note [Lanes] in core/process_groups.py. Sharded
+    Groups of equal ranks share one, gradients have their own: Note [Lanes] in core/groups/process_groups.py. Sharded
     parameters that are gathered by collectives have one more. A backend makes a communicator when it is first used.
     """
     groups = run.groups_of(memory.rank)

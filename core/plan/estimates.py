@@ -18,6 +18,7 @@ from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.layout.model_plan import shard_and_replica
 from core.distributed.layout.param_layout import resolve_bucket_size
 from core.distributed.reduce.residents import WINDOW
+from core.groups.rank_grid import DATA_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.choices import Choice
@@ -33,7 +34,6 @@ from core.plan.step_memory import WHOLE, StageFigures
 from core.plan.step_time import optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
 from core.plan.travels import layer_travels, param_gathers, part_sent, travel
-from core.rank_grid import DATA_KINDS
 
 
 class Estimate(NamedTuple):

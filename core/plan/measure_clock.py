@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import agree
+from core.groups import agree
 
 ROUNDS = 7  # an odd number: the median is one of them
 

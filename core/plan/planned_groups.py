@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.process_groups import ProcessGroups
-from core.rank_grid import EmbeddingRule, RankGrid, group_ranks
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import EmbeddingRule, RankGrid, group_ranks
 
 
 class NoWork:

@@ -11,6 +11,7 @@ from torch import nn
 from core.collector_pause import collector_paused
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import ModelPlan, plan_model
+from core.groups.rank_grid import RankGrid
 from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
 from core.plan.planned_groups import PlannedGroups, planned_groups
@@ -18,7 +19,6 @@ from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
-from core.rank_grid import RankGrid
 
 StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
 

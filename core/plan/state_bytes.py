@@ -18,12 +18,14 @@ from torch import nn
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.buffer.grad_buffer import dtype_named
+from core.distributed.contract.global_names import namer
 from core.distributed.contract.gradient_contract import GradientContract, data_group_of
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places, places_of
 from core.distributed.reduce.residents import WINDOW
-from core.global_names import namer
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig
 from core.optimizer.adopted_optimizer import AdoptedGroups, needs_shapes, twin_of
 from core.optimizer.algorithms.names import algorithm_needs_shapes
@@ -31,8 +33,6 @@ from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import BucketMasters, is_per_element
 from core.optimizer.masters.memory import moments_of, scratch_bytes
 from core.optimizer.masters.scratch import kept_dtype, scratch_numel
-from core.process_groups import ProcessGroups
-from core.rank_grid import DATA_KINDS
 from core.training.errors import ConfigError
 
 # Kinds of memory, in the order in which a table shows them.

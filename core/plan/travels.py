@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
+from core.groups.rank_grid import GRID_KINDS, RankGrid, parse_tokens
 from core.plan.device import Device
 from core.plan.planned_groups import PlannedGroups
 from core.plan.step_figures import PartFigures
-from core.rank_grid import GRID_KINDS, RankGrid, parse_tokens
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core import agree
+from core.groups import agree
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.deferred_weights import current_queue
 from core.tensor_parallel.initialization import InitMethod, draw_master, tensor_parallel_slice
 from core.tensor_parallel.mappings import (

@@ -19,9 +19,9 @@ from einops import rearrange
 from torch import Tensor
 
 from core import parallel_state
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
-from core.waiting import waiting
+from core.watch.waiting import waiting
 
 ACTIVATIONS = "an exchange of activations or of their gradients"  # what a rank waits for here
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core.distributed.reduce.grad_reducer import call_after_backward
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"

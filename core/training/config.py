@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.rank_grid import AXES, DEFAULT_ORDER
+from core.groups.rank_grid import AXES, DEFAULT_ORDER
 
 DEFAULT_BUCKET_NUMEL = 200_000  # a small model still gets several buckets, so that there is something to overlap
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from core.bounded_read import read_bytes
+from core.checkpoint.bounded_read import read_bytes
 from core.distributed.distributed_data_parallel_config import STRATEGIES, DistributedDataParallelConfig, residency_of
 from core.training.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core.training.errors import ConfigError

@@ -15,12 +15,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.checkpoint import StopSignal
 from core.checkpoint.errors import explain
+from core.groups import agree
+from core.groups.rank_grid import size_options
 from core.optimizer import get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
-from core.rank_grid import size_options
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.checkpoint_options import check_root
 from core.training.checkpoints import JobCheckpoints
@@ -297,7 +298,7 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
     """The name of the data's file in `cache`, made by one rank of each machine; if it fails, all say why. Collective.
 
     The other ranks wait as long as it takes, whatever the limit of the job's groups. The rank watch says who waits for
-    whom (core.rank_watch).
+    whom (core.watch.rank_watch).
     """
     group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
     name: str | None = None

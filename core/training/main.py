@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from core.interrupts import INTERRUPTED
 from core.training.checkpoint_options import after_restart, check_root
 from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import load_config
@@ -29,6 +28,7 @@ from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
 from core.training.tokenizer import read_tokenizer
 from core.training.trackers import check_tracker
+from core.watch.interrupts import INTERRUPTED
 
 Config = TypeVar("Config", bound=RunConfig)
 Plan = TypeVar("Plan")

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
-from core.interrupts import INTERRUPTED, SAME_PRESS_S
 from core.training.launch import Launch
+from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
 
 STARTED_BY_US = "GRADIENT_CORE_PARENT"  # process id of the process that started this rank
 LAST_S = 4.0  # after a second Ctrl-C, until ranks are killed; those that are stopped hear nothing else
@@ -24,7 +24,7 @@ def start_ranks(ranks: int) -> int:
 
     The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
     """
-    from core.local_store import local_store
+    from core.groups.local_store import local_store
 
     store = local_store()
     processes: list[subprocess.Popen[bytes]] = []

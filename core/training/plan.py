@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.groups.rank_grid import RankGrid
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
-from core.rank_grid import RankGrid
 from core.training.config import JobConfig, ParallelOptions, RunConfig
 from core.training.errors import ConfigError
 from core.training.limits import check_numbers

@@ -10,8 +10,8 @@ import time
 from types import TracebackType
 
 from core import parallel_state
-from core.interrupts import INTERRUPTED, SAME_PRESS_S
-from core.processes import STOPPED
+from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
+from core.watch.processes import STOPPED
 
 END_S = 3.0  # after the second Ctrl-C, until a rank that has not ended by itself is ended
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from core.context_parallel import check_heads, check_sequence_length
-from core.rank_grid import RankGrid
+from core.groups.rank_grid import RankGrid
 from core.tensor_parallel.layers import padded_vocab_size
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.pipeline_parallel import PipelineRunner, gpt_activations
-from core.process_groups import ProcessGroups
 from core.training.config import JobConfig, RunConfig
 from core.training.mfu import flops_of_token
 from core.training.plan import BatchPlan, JobPlan

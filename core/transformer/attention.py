@@ -13,7 +13,7 @@ from core.context_parallel import (
     visible_tokens,
 )
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import group_rank, group_size

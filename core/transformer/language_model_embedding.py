@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.context_parallel import context_parallel_group, positions_on_rank
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import VocabParallelEmbedding, draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import divide, group_rank, group_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.tensor_parallel.initialization import normal_init
 from core.transformer.transformer_config import TransformerConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import checkpoint
 from core.transformer.norms import build_norm
 from core.transformer.transformer_config import TransformerConfig

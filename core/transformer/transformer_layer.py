@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.transformer.attention import SelfAttention
 from core.transformer.dropout import hidden_dropout
 from core.transformer.mlp import MLP

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core import agree
-from core.process_groups import ProcessGroups
-from core.rank_grid import AXES, GRID_KINDS, axes_of
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import AXES, GRID_KINDS, axes_of
 from core.verify.diagnosis import DATA_AXES, BiasPart, Explanation, RankPart, explain, explain_bias
 from core.verify.gathered import Held
 from core.verify.job import Job

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.distributed.guard.first_steps import paused
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.pipeline_parallel import PipelineRunner
-from core.process_groups import ProcessGroups
 from core.verify.causes import cause_of_bias, cause_of_gradient
 from core.verify.diagnosis import Explanation
 from core.verify.gathered import Held, cast, on_tensors
@@ -68,7 +69,7 @@ def check_gradients(
     rank order, cut once more into `microbatches`. split_fn: a microbatch -> what this context-parallel rank holds of it
     (get_batch_on_this_cp_rank).
     reference_fn: builds the model without any splitting; `model_fn` where that does not split. It gets the layout's
-    weights; what it calls a stage's parameters, modules say (`global_names`, see core.global_names).
+    weights; what it calls a stage's parameters, modules say (`global_names`, see core.distributed.contract).
     config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
     and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
     compared after each of so many steps without an update. bound: on the relative error; by default 1e-10 in fp64. In

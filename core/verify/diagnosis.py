@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.rank_grid import AXES, COPY_AXES
+from core.groups.rank_grid import AXES, COPY_AXES
 
 # Gradients are averaged over these.
 DATA_AXES = (

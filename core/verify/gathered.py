@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree
 from core.checkpoint.boxes import Box, Index
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
 from core.distributed import DistributedDataParallel
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
+from core.groups import agree
 
 BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
 

@@ -15,6 +15,8 @@ from core import parallel_state
 from core.checkpoint.global_slices import global_slices
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import size_options
 from core.models import GPTModel
 from core.pipeline_parallel import (
     PipelineRunner,
@@ -23,8 +25,6 @@ from core.pipeline_parallel import (
     gpt_forward_step,
     wrap_stages,
 )
-from core.process_groups import ProcessGroups
-from core.rank_grid import size_options
 from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 from core.context_parallel import check_sequence_length
 from core.distributed.distributed_data_parallel_config import Strategy
+from core.groups.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
-from core.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks
 
 SEQUENCE, HEADS, QUERY_GROUPS, EXPERTS, FFN, EXPERT_FFN = 8, 8, 4, 4, 48, 24  # of the models in core.verify.gpt
 MODELS = ("classic", "modern", "tagged")

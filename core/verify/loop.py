@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree
 from core.distributed import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.distributed.guard.first_steps import paused
+from core.groups import agree
 from core.verify.check import NOISE, compare
 from core.verify.gathered import cast, first_tensor, on_tensors
 from core.verify.job import PlainJob

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.local_store import local_store
+from core.groups.local_store import local_store
 
 START_LIMIT_S = 180.0
 GRACE_S = 5.0  # after one rank has failed, the others get this long to say what they know

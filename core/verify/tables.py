@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
-from core.rank_grid import DEFAULT_ORDER
+from core.groups.rank_grid import DEFAULT_ORDER
 from core.verify.covering import Constraint, Covering, cover_pairs
 from core.verify.layouts import RULES, Layout, Rule
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from core.context_parallel import positions_on_rank
 from core.distributed.contract.gradient_contract import DECLARATION
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.moe import Experts
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master
 from core.tensor_parallel.initialization import normal_init
 

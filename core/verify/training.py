@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core import agree
 from core.distributed.guard.finite import ReplicaDriftError
+from core.groups import agree
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.gathered import Held
 from core.verify.gpt import DTYPES, build_whole, global_batch, groups_of, job_of, token_mean, token_sum, wrapper_config

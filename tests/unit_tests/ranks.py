@@ -172,7 +172,7 @@ class Pool:
     """Workers by rank; grown on demand. A worker is of one rank all its life: torch keeps what it found for a mesh."""
 
     def __init__(self) -> None:
-        from core.local_store import local_store
+        from core.groups.local_store import local_store
 
         # forkserver: torch is imported once, a worker costs a fork. It forks before any thread or group exists.
         method = "forkserver" if sys.platform == "linux" else "spawn"

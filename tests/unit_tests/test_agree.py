@@ -1,4 +1,4 @@
-"""core.agree against what a reader computes by hand: every rank learns the same, and every rank raises."""
+"""core.groups.agree against what a reader computes by hand: every rank learns the same, and every rank raises."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import agree
-from core.agree import LayoutMismatch
-from core.process_groups import ProcessGroups, world_groups
+from core.groups import agree
+from core.groups.agree import LayoutMismatch
+from core.groups.process_groups import ProcessGroups, world_groups
 from tests.unit_tests.ranks import ranks
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
-from core.process_groups import ProcessGroups
 from core.training import plots
 from tests.unit_tests.ranks import ranks
 

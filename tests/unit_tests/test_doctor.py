@@ -18,8 +18,8 @@ import setuptools
 import torch
 
 from core import __main__ as command
-from core import doctor
 from core.hugging_face.transformers_plans import VERSIONS
+from core.jobs import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_the_command_answers_every_question_in_about_twenty_lines() -> None:
 
 
 def test_without_torch_every_line_is_printed_and_the_status_is_1(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['torch'] = None; import core.doctor as d; sys.exit(d.main())"
+    program = "import sys; sys.modules['torch'] = None; import core.jobs.doctor as d; sys.exit(d.main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "")
     assert len(done.stdout.splitlines()) == len(doctor.QUESTIONS) + 2
@@ -157,14 +157,17 @@ def test_every_command_of_the_package_is_named() -> None:
         path for path in (ROOT / "core").rglob("*.py") if path.name == "__main__.py" or is_main in path.read_text()
     ]
     places = [path.parent if path.name == "__main__.py" else path.with_suffix("") for path in files]
-    commands = {".".join(place.relative_to(ROOT).parts) for place in places} - {"core", "core.doctor"}
+    commands = {".".join(place.relative_to(ROOT).parts).replace(".moved", "") for place in places} - {
+        "core",
+        "core.doctor",
+    }
     assert {"core.finetune", "core.generate", "core.plan"} <= commands
     assert commands == set(re.findall(r"python -m (core\.\S+)", command.COMMANDS))
 
 
 def test_the_doctors_module_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["core/doctor.py"])
-        runpy.run_path(str(ROOT / "core" / "doctor.py"), run_name="__main__")
+        patch.setattr(sys, "argv", ["core/moved/doctor.py"])
+        runpy.run_module("core.doctor", run_name="__main__")
     assert end.value.code == 0
     assert lines_of(capsys)["torch"].startswith("ok")

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.local_store import local_store
+from core.groups.local_store import local_store
 from core.training.config_file import load_config
 from core.training.job import run_job
 from core.training.launch import Launch
@@ -121,7 +121,7 @@ def rank_main(case: Case, rank: int, port: int, folder: Path, flags: list[str]) 
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    logging.getLogger("core.rank_watch").addHandler(Lines(folder / f"{rank}.lines"))
+    logging.getLogger("core.watch.rank_watch").addHandler(Lines(folder / f"{rank}.lines"))
     launch = Launch(rank, case.world, rank, case.world, "127.0.0.1", port, "own")
     os.environ.update(launch.environment())
     (folder / f"{rank}.pid").write_text(str(os.getpid()))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from core import huge_pages
-from core.huge_pages import HUGE_PAGE, LEAST_BYTES, Blocks
+from core.distributed.wire import huge_pages
+from core.distributed.wire.huge_pages import HUGE_PAGE, LEAST_BYTES, Blocks
 
 CPU = torch.device("cpu")
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from core.local_store import local_store
+from core.groups.local_store import local_store
 
 
 def listening_at(port: int) -> set[str]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 # File -> (a line of it, what is written below). The axis splits the tokens of a data rank: xp.
 ROW = {
-    "core/rank_grid.py": [
+    "core/groups/rank_grid.py": [
         (
             '    Axis("tp", "tp", "tp", "dense", "activations", "tensor_model_parallel_size"),\n',
             '    Axis("xp", "xp", "xp", "dense", "activations", "x_parallel_size"),\n',

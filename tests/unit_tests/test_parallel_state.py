@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from core import parallel_state
-from core.process_groups import FIELDS, ProcessGroups
+from core.groups.process_groups import FIELDS, ProcessGroups
 from tests.unit_tests.ranks import ranks
 
 TP, PP, CP, EP = (

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
-from core.process_groups import CONTROL_GROUPS, FIELDS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
-from core.rank_grid import RankGrid, group_ranks
+from core.groups.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
+from core.groups.process_groups import CONTROL_GROUPS, FIELDS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
+from core.groups.rank_grid import RankGrid, group_ranks
 from tests.unit_tests.ranks import ranks
 
 

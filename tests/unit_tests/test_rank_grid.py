@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from core.rank_grid import (
+from core.groups.rank_grid import (
     ACTIVATION_KINDS,
     COPY_AXES,
     DEFAULT_ORDER,
@@ -106,7 +106,7 @@ def test_group_of_costs_the_size_of_the_group_and_not_of_the_world():
 
 
 def test_the_grid_does_not_import_torch():
-    code = "import sys, core.rank_grid; sys.exit('torch' in sys.modules)"
+    code = "import sys, core.groups.rank_grid; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state, rank_watch
-from core.flight_recorder import unfinished_collective
-from core.stragglers import Stragglers
+from core import parallel_state
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
-from core.waiting import calling, waiting
+from core.watch import rank_watch
+from core.watch.flight_recorder import unfinished_collective
+from core.watch.stragglers import Stragglers
+from core.watch.waiting import calling, waiting
 
 VICTIM, WORLD = 1, 3
 LIMIT_S = {"kill": 2.0, "stop": 2.0, "exit": 4.0, "silent": 10.0}  # within which every survivor has named the rank
@@ -70,7 +71,7 @@ def fall(how: str) -> None:
 def lose_one(folder: Path, how: str, where: str) -> None:
     """Rank VICTIM falls; the others write what they heard and how long after it."""
     heard = Lines()
-    logging.getLogger("core.rank_watch").addHandler(heard)
+    logging.getLogger("core.watch.rank_watch").addHandler(heard)
     if how == "silent":  # as if it were on another host, so that its process cannot be seen
         rank_watch._machine = lambda: f"host-{dist.get_rank()}"
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=1)
@@ -136,7 +137,7 @@ def test_every_survivor_names_the_lost_rank_in_time(
 def hold_one(folder: Path, how: str) -> None:
     """Rank VICTIM lives, and none of its threads runs for seconds; the others write what they heard."""
     heard = Lines()
-    logging.getLogger("core.rank_watch").addHandler(heard)
+    logging.getLogger("core.watch.rank_watch").addHandler(heard)
     rank_watch.SILENT_S = 2.0
     if how == "on another host":
         rank_watch._machine = lambda: f"host-{dist.get_rank()}"

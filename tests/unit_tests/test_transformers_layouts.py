@@ -16,9 +16,9 @@ pytest.importorskip("safetensors")
 
 import transformers
 
-from core import convert
 from core.checkpoint import save_checkpoint
-from core.generate import load_trained
+from core.jobs import convert
+from core.jobs.generate import load_trained
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import (
     config_for_transformers,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.distributed.wire.collectives import Collectives
+from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import MASTER, Entry, plain_numbers
 

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
+from core.groups import agree
 
 
 class TorchDDPCheckpointIO(GeneralCheckpointIO):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from core import agree
 from core.booster.accelerator import device_of_group
 from core.booster.lora import add_lora
 from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.plugin_base import Plugin
+from core.groups import agree
 
 
 class World(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import fp8_communication
+from core.distributed.wire import fp8_communication
 
 
 class Allocating:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from core import agree
+from core.groups import agree
 
 HYBRID = tuple(strategy for strategy in ShardingStrategy if "HYBRID_SHARD" in strategy.name)
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

@@ -22,8 +22,8 @@ from core.booster.plugin.plugin_base import Boosted
 from core.booster.plugin.split_gemini import SplitGemini
 from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
+from core.groups.process_groups import ProcessGroups
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.process_groups import ProcessGroups
 
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}

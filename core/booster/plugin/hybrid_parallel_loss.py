@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.distributed.finalize_model_grads import divisor_of_tokens
-from core.process_groups import ProcessGroups
-from core.waiting import waiting
+from core.groups.process_groups import ProcessGroups
+from core.watch.waiting import waiting
 
 NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
 

@@ -16,14 +16,14 @@ from torch.utils import _pytree as tree
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed import DistributedDataParallel
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.plan import Split
 from core.hugging_face.policies import Policy
 from core.parallel_state import get_rank_watch
 from core.pipeline_parallel import PipelineLayout
-from core.process_groups import ProcessGroups
-from core.waiting import is_peers
+from core.watch.waiting import is_peers
 
 if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.distributed import DistributedDataParallel
+from core.groups import agree
 from core.hugging_face.plan import Split
 from core.hugging_face.slices import slice_of, whole_of
 from core.optimizer.adopted_optimizer import AdoptedOptimizer

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
 from core.booster.plugin import hybrid_parallel_parts as parts_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, WholeModel
@@ -31,6 +31,8 @@ from core.booster.plugin.split_adapters import MARK, put_on, take_off
 from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config
 from core.hugging_face.precision import cast_model
 from core.hugging_face.split_stages import draw, split_empty
@@ -38,7 +40,6 @@ from core.hugging_face.stages import find_cut
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
-from core.process_groups import ProcessGroups
 
 
 class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core import agree
+from core.groups import agree
 
 
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:

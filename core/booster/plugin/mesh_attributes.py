@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from core.booster.process_group_mesh import ProcessGroupMesh
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True)

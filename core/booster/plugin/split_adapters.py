@@ -12,10 +12,10 @@ from torch import nn
 
 from core.booster.lora import peft_package
 from core.booster.plugin.hybrid_parallel_parts import splits_of
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face import add_lora
 from core.hugging_face.slices import slice_of
 from core.hugging_face.split import REPORT
-from core.process_groups import ProcessGroups
 
 MARK = "lora_"  # in the names of parameters of adapters
 

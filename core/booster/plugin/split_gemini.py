@@ -14,8 +14,8 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.materialize import MARK
+from core.groups.process_groups import ProcessGroups
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.process_groups import ProcessGroups
 
 if TYPE_CHECKING:
     from core.booster.plugin.gemini_plugin import GeminiPlugin

@@ -14,7 +14,7 @@ from torch import nn
 from core.booster.checkpoint_io import TorchDDPCheckpointIO
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.plugin_base import Boosted
-from core.fp8_communication import all_reduce as fp8_all_reduce
+from core.distributed.wire.fp8_communication import all_reduce as fp8_all_reduce
 from core.interface import ModelWrapper, OptimizerWrapper
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -32,7 +32,7 @@ class TorchDDPPlugin(DPPluginBase):
     bucket, MiB. find_unused_parameters: allow parameters that a forward does not use. check_reduction: torch takes it,
     warns, and ignores it, as its reducer always checks. gradient_as_bucket_view: gradients are views of buckets, one
     copy less. static_graph: the graph is the same in all iterations. fp8_communication: gradients travel in 8 bits
-    with a scale for each 256 of them (errors: core/fp8_communication.py).
+    with a scale for each 256 of them (errors: core/distributed/wire/fp8_communication.py).
     """
 
     def __init__(

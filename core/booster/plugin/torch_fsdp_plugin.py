@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from core import agree
 from core.booster.checkpoint_io import TorchFSDPCheckpointIO, shard_like
 from core.booster.mixed_precision import FP16TorchMixedPrecision, TorchAMPOptimizer
 from core.booster.plugin.dp_plugin_base import DPPluginBase
@@ -39,6 +38,7 @@ from core.booster.plugin.fsdp_options import (
 from core.booster.plugin.limit_agreement import check_limit
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
+from core.groups import agree
 from core.hugging_face.precision import kept_dtypes
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.optimizer import check_clip_value, check_max_norm
@@ -124,7 +124,7 @@ class TorchFSDPPlugin(DPPluginBase):
     param_init_fn: materializes one module that lies on the meta device; without it, `to_empty` and
         `reset_parameters()`.
     sync_module_states: begin with rank 0's parameters and buffers.
-    fp8_communication: parameters and gradients travel in 8 bits (errors: core/fp8_communication.py).
+    fp8_communication: parameters and gradients travel in 8 bits (errors: core/distributed/wire/fp8_communication.py).
     loss_scaler: for fp16 parameters; default DynamicLossScaler(2**16, growth_interval=2000, hysteresis=1).
     """
 

@@ -20,13 +20,13 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 from core.hugging_face.precision import cast_model
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.process_groups import ProcessGroups
-from core.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

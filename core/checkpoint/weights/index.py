@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core.bounded_read import file_name, parse_json, read_bytes
+from core.checkpoint.bounded_read import file_name, parse_json, read_bytes
 from core.checkpoint.durable_file import write_durably
 from core.checkpoint.errors import CheckpointDamaged
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, checksum_in, in_turn, open_safetensors

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from core.bounded_read import crc32_of, inflates, open_regular
+from core.checkpoint.bounded_read import crc32_of, inflates, open_regular
 from core.checkpoint.durable_file import sync_directory
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.weights.one_file import open_safetensors
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 
 Cut = tuple[str, int, int]  # (group, dimension, parts of the dimension that are cut each for itself)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core.compat.arguments import arguments
+from core.groups.process_groups import ProcessGroups
 from core.hugging_face import Plan, Policy, read_plan, split_model
-from core.process_groups import ProcessGroups
 
 _PLUGIN = "use booster.plugin.HybridParallelPlugin, which makes stages and splits sequences"
 _AS_WRITTEN = "modules stay as the family wrote them; torch.compile fuses them"

@@ -9,13 +9,13 @@ from core.compat.install import read_rows
 
 MODULES = read_rows(
     """
-- .optimizer DistributedDataParallel .configs ModelParallelConfig core.timers Timers .tools is_torch_min_version
+- .optimizer DistributedDataParallel .configs ModelParallelConfig .timers Timers .tools is_torch_min_version
 parallel_state .groups initialize_model_parallel is_unitialized get_data_parallel_group
     get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group
-    get_expert_data_parallel_world_size get_expert_data_parallel_rank core.hyper_comm_grid RankGenerator
+    get_expert_data_parallel_world_size get_expert_data_parallel_rank .hyper_comm_grid RankGenerator
     core.parallel_state * get_nccl_options default_embedding_ranks default_position_embedding_ranks
-process_groups_config core.process_groups ProcessGroupCollection
-hyper_comm_grid core.hyper_comm_grid HyperCommGrid
+process_groups_config core.groups.process_groups ProcessGroupCollection
+hyper_comm_grid .hyper_comm_grid HyperCommGrid
 model_parallel_config .configs ModelParallelConfig
 
 distributed @distributed.distributed_data_parallel @distributed.distributed_data_parallel_config
@@ -110,14 +110,14 @@ dist_checkpointing.utils core.checkpoint.tree add_prefix_for_sharding replace_pr
 dist_checkpointing.dict_utils core.checkpoint.tree merge nested_values=leaves_of
 
 enums .enums ModelType Fp8Recipe
-timers core.timers Timers Timer
+timers .timers Timers Timer
 packed_seq_params .packed PackedSeqParams
 num_microbatches_calculator .schedules init_num_microbatches_calculator reconfigure_num_microbatches_calculator
     destroy_num_microbatches_calculator update_num_microbatches get_num_microbatches get_micro_batch_size
     get_current_global_batch_size get_current_running_global_batch_size
-    core.microbatches NumMicroBatchesCalculator=MicrobatchCalculator
+    .microbatches NumMicroBatchesCalculator=MicrobatchCalculator
 utils .tools * divide ensure_divisibility init_method_normal get_torch_version get_default_pg_collection
-    .groups get_pg_size get_pg_rank get_pg_src_rank core.memory_buffer GlobalMemoryBuffer
+    .groups get_pg_size get_pg_rank get_pg_src_rank core.groups.memory_buffer GlobalMemoryBuffer
     .modules get_attr_wrapped_model get_model_config get_model_type get_model_xattn unwrap_model
 """,
     ".faces",

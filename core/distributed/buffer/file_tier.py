@@ -20,8 +20,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from core.agree import SyncError
 from core.distributed.buffer.memory_tier import MemoryTier
+from core.groups.agree import SyncError
 
 LEAST_BYTES = 2**20  # of a file
 SPARE = 8  # a file is at least this part of all before it, so that there are few of them

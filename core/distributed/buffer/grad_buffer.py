@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from core import huge_pages
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
 from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import Residency
 from core.distributed.layout.param_layout import BufferLayout
+from core.distributed.wire import huge_pages
 from core.distributed.wire.shared_memory import HostChannel, allocate
+from core.groups.agree import SyncError
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.agree import SyncError
+from core.groups.agree import SyncError
 
 
 class GradPlaceholder(torch.Tensor):

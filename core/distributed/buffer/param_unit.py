@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from core import agree, huge_pages
-from core.agree import SyncError
 from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import dtype_named
@@ -21,9 +19,12 @@ from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.buffer.param_views import refuse_reshaped, views_of
 from core.distributed.buffer.sharded_parameter import DATA, Kinds, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.wire import huge_pages
 from core.distributed.wire.backend import timeout_of
 from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
+from core.groups import agree
+from core.groups.agree import SyncError
 
 Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]  # by the group whose ranks they connect
 

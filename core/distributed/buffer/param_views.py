@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from core.agree import SyncError
 from core.distributed.layout.param_layout import Slot
+from core.groups.agree import SyncError
 
 REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from core.agree import SyncError
+from core.groups.agree import SyncError
 
 # What is answered without values: attributes but these ...
 VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})

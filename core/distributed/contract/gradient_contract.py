@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from core.process_groups import ProcessGroups
-from core.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
 # Groups across pipeline stages whose ranks may hold copies of a parameter, and the attribute that says so.
 STAGE_COPIES = {"pp": "pipeline_parallel", "embd": "shared_embedding", "pos_embd": "shared_position_embedding"}

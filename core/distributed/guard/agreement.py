@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from core import agree
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
+from core.groups import agree
+from core.groups.agree import SyncError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from core import agree
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
-from core.process_groups import ProcessGroups, world_groups
-from core.rank_grid import DATA_KINDS, STAGE_CROSSING
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups, world_groups
+from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
 
 LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1

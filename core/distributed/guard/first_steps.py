@@ -40,13 +40,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding, ReplicaDriftError, all_finite, unequal_gradients
 from core.distributed.guard.inputs import Inputs, Leaf
 from core.distributed.layout.model_plan import ModelPlan
-from core.process_groups import ProcessGroups, world_chain, world_groups
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
 MOST_TRIES = 64  # first steps that overflow
 MOST_NAMES = 5  # in a warning

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.buffer.param_views import REMEDY, refuse_reshaped
 from core.distributed.layout.model_plan import ModelPlan
+from core.groups.agree import SyncError
 
 
 class Snapshot(NamedTuple):

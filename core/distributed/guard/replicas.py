@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
-from core.agree import LayoutMismatch
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.collectives import Collectives
-from core.process_groups import ProcessGroups, world_groups
-from core.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
+from core.groups import agree
+from core.groups.agree import LayoutMismatch
+from core.groups.process_groups import ProcessGroups, world_groups
+from core.groups.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
 
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
 REMEDIES = {

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.agree import control_device
 from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     ContractError,
@@ -32,8 +31,9 @@ from core.distributed.layout.param_layout import (
     resolve_bucket_size,
 )
 from core.distributed.layout.wrap_checks import check_modules, check_param, shared_params
-from core.process_groups import ProcessGroups
-from core.rank_grid import ACTIVATION_KINDS, DATA_KINDS
+from core.groups.agree import control_device
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import ACTIVATION_KINDS, DATA_KINDS
 
 SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of frozen parameters
 
@@ -299,7 +299,7 @@ def _copies(
 
 
 def _may_overlap(layout: ParamLayout, config: DistributedDataParallelConfig, groups: ProcessGroups) -> bool:
-    """True if no group of gradients is one of activations too. See Note [Lanes] in core/process_groups.py.
+    """True if no group of gradients is one of activations too. See Note [Lanes] in core/groups/process_groups.py.
 
     The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
     """

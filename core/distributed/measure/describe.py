@@ -11,7 +11,7 @@ from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.buffer.memory_tier import MemoryTier
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.layout.model_plan import ModelPlan
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 
 
 def describe_model(

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
 from core.distributed.buffer.param_unit import new_lane
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.wire.collectives import Collectives
-from core.process_groups import ProcessGroups
-from core.rank_grid import DATA_KINDS
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import DATA_KINDS
 
 Named = dict[str, torch.Tensor]
 

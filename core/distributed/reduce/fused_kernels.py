@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.agree import SyncError
+from core.groups.agree import SyncError
 
 
 def ignore_dummies(param: nn.Parameter, name: str) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from core import agree
-from core.agree import SyncError
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.guard.agreement import unequal_gathers
-from core.waiting import waiting
+from core.groups import agree
+from core.groups.agree import SyncError
+from core.watch.waiting import waiting
 
 EVALUATION = (
     "Where ranks run unequal numbers of forwards, as in a `generate` of unequal lengths, call it inside "

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
@@ -33,7 +32,8 @@ from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.overlap import measure_overlap
-from core.waiting import calling
+from core.groups.agree import SyncError
+from core.watch.waiting import calling
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from core.agree import SyncError
 from core.distributed.reduce.step_state import StepState
 from core.distributed.wire.backend import timeout_of
-from core.waiting import waiting
+from core.groups.agree import SyncError
+from core.watch.waiting import waiting
 
 if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import GradReducer

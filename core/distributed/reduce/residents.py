@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import agree
 from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.contract.placement import MemStats
+from core.groups import agree
 
 WINDOW = 2  # buckets: parameters of one layer often lie in two
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core import agree
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
 from core.distributed.wire.collectives import Collectives, InFlight
-from core.process_groups import ProcessGroups
-from core.rank_grid import COPY_AXES, STAGE_CROSSING
+from core.groups import agree
+from core.groups.agree import SyncError
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import COPY_AXES, STAGE_CROSSING
 
 IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
 PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements

@@ -40,8 +40,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from core import agree, huge_pages
-from core.agree import SyncError
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
@@ -49,9 +47,12 @@ from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.reduce.gather_order import GatherOrder, needs_all
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
+from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
-from core.process_groups import ProcessGroups
+from core.groups import agree
+from core.groups.agree import SyncError
+from core.groups.process_groups import ProcessGroups
 
 
 class SavedWeight(NamedTuple):

@@ -22,7 +22,7 @@ from core.distributed.wire.backend import backend_of
 from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.wire.shared_memory import HostChannel, channel_of
-from core.waiting import complete, waiting
+from core.watch.waiting import complete, waiting
 
 SLOW_NETWORK = 50e6  # bytes a second; a wait for a gather over a slower one may look like one in vain
 

@@ -2,7 +2,7 @@
 
 A bucket is copied into the dtype that travels, reduced there, and copied back when its handle is waited for. Sums are
 made in the wire's dtype, by the backend (in fp32 with ordered collectives); 8-bit floats are added in fp32, in blocks
-of 256 with a scale each (core/fp8_communication.py says how far off they are).
+of 256 with a scale each (core/distributed/wire/fp8_communication.py says how far off they are).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from core import fp8_communication
+from core.distributed.wire import fp8_communication
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
 
 FP8 = torch.float8_e4m3fn

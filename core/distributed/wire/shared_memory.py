@@ -32,11 +32,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core import agree, huge_pages
+from core.distributed.wire import huge_pages
 from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
-from core.processes import boot_id, runs
-from core.waiting import PeerLost
+from core.groups import agree
+from core.watch.processes import boot_id, runs
+from core.watch.waiting import PeerLost
 
 PAGE = 4096
 STRIDE = 8  # int64 between two counters: a cache line each

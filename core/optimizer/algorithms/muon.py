@@ -24,7 +24,7 @@ from core.optimizer.algorithms.newton_schulz import (
 )
 
 if TYPE_CHECKING:
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
 
 QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: rows of (queries, key, value) of one query group
 

@@ -11,14 +11,14 @@ from torch.distributed import ProcessGroup
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.memory_tier import HostTier
+from core.distributed.contract.global_names import global_name
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
-from core.global_names import global_name
+from core.groups.process_groups import CHAINS, ProcessGroups, world_chain
+from core.groups.rank_grid import COPY_AXES
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.process_groups import CHAINS, ProcessGroups, world_chain
-from core.rank_grid import COPY_AXES
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from core import agree
+from core.groups import agree
 from core.optimizer.algorithms.names import Algorithm, algorithm_needs_shapes, label
 from core.optimizer.groups.param_key import (
     ParamGroupOverride,

@@ -1,7 +1,7 @@
 """The names that rules see: those of the whole model, in every stage of a pipeline, as in a checkpoint.
 
 A stage counts its own layers from 0. What they are called in the whole model its modules say (`global_names`, see
-core.global_names); where they do not, two stages have one name for different parameters.
+core.distributed.contract.global_names); where they do not, two stages have one name for different parameters.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from core import agree
+from core.distributed.contract.global_names import namer
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
-from core.global_names import namer
+from core.groups import agree
 from core.optimizer.groups.model_check import params_of
 
 

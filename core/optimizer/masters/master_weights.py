@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import huge_pages
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.memory_tier import HostTier, copy_to_host
+from core.distributed.wire import huge_pages
 from core.optimizer.algorithms.backends import choose
 from core.optimizer.masters.flat_parameters import FlatParameters
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage

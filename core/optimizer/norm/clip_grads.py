@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from core import agree
-from core.agree import SyncError
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.wire.collectives import Collectives
+from core.groups import agree
+from core.groups.agree import SyncError
 from core.optimizer.masters.master_weights import BucketMasters
 from core.optimizer.norm.norm_pass import NormPass
 from core.optimizer.norm.step_settings import Settings, digest_terms, first_difference, same_digest

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from core.groups.process_groups import ProcessGroups
 from core.optimizer.algorithms.backends import make_with_backend
 from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
 from core.optimizer.algorithms.lion import Lion
@@ -21,7 +22,6 @@ from core.optimizer.groups.param_groups import BOOKKEEPING
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.step.cpu_offload import OffloadedOptimizer, check_offload, offloadable_segments
-from core.process_groups import ProcessGroups
 
 
 def inner_optimizer(

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from core import fp8_communication
 from core.booster import Booster
 from core.booster.plugin import TorchFSDPPlugin
 from core.booster.plugin import torch_fsdp_plugin as plugin_file
 from core.booster.plugin.fsdp_collectives import Allocating
 from core.booster.plugin.fsdp_options import units_of
+from core.distributed.wire import fp8_communication
 from core.optimizer.loss_scaler import DynamicLossScaler
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import fp8_communication as fp8
+from core.distributed.wire import fp8_communication as fp8
 from tests.unit_tests.ranks import ranks
 
 FIRST = 1 / 16  # of one rounding

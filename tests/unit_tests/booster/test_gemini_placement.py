@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.workloads import Workload
-from core import huge_pages, parallel_state
-from core.agree import SyncError
+from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
 from core.checkpoint import load_checkpoint, save_checkpoint
 from core.distributed import Placement, finalize_model_grads, materialize
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.contract.placement import first_of, last_of
+from core.distributed.wire import huge_pages
 from core.distributed.wire.shared_memory import HostMemory
+from core.groups.agree import SyncError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared

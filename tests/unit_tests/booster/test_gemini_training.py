@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import zero_plugin_base
 from core.distributed import DistributedDataParallel, materialize
 from core.distributed.buffer.param_unit import ParamUnit
 from core.gradient_accumulation import accumulate_gradient
+from core.groups.agree import SyncError
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     assert_same_training,

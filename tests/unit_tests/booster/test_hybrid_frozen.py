@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from core.agree import SyncError
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
+from core.groups.agree import SyncError
 from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks

@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_parts import microbatches_of
+from core.groups import agree
 from core.hugging_face import PlanError, gather_logits
 from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens
@@ -456,7 +457,7 @@ def test_a_forward_that_fails_on_one_rank_is_named_where_others_wait_for_it(
             heard.write_text(record.getMessage())
 
     if rank == 0:
-        logging.getLogger("core.rank_watch").addHandler(Listener())
+        logging.getLogger("core.watch.rank_watch").addHandler(Listener())
     else:
 
         def fail(*_: Any) -> None:

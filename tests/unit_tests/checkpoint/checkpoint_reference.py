@@ -16,10 +16,10 @@ from torch import Tensor
 from core import parallel_state
 from core.checkpoint.optimizer_pieces import leaves
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, wrap_stages
-from core.process_groups import ProcessGroups
 from core.transformer import TransformerConfig
 from tests.unit_tests.moe.moe_reference import my_slice
 from tests.unit_tests.pipeline_parallel.pipeline_reference import whole_name

@@ -17,8 +17,8 @@ from torch import Tensor
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from core.checkpoint.convert import add_arguments, convert, open_source, parse_size, run
 from core.checkpoint.weights.sharded import runs_by_size
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
-from core.process_groups import ProcessGroups
 from tests.unit_tests.checkpoint.checkpoint_reference import (
     Layout,
     assert_planted,

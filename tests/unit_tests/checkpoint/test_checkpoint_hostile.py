@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from core.bounded_read import crc32_of, crc32_of_zeros
+from core.checkpoint.bounded_read import crc32_of, crc32_of_zeros
 from core.checkpoint.damage import open_manifest
 from core.checkpoint.directory import check_directory, find_intact
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError

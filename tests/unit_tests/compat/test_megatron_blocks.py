@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import core.compat.megatron as mcore
 from core import moe
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.transformer import TransformerLayer as OurLayer
 from tests.unit_tests.ranks import ranks
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import core.compat.megatron as mcore
-from core import hyper_comm_grid, parallel_state
-from core.compat.megatron.faces import gpt, groups, layers, modules, packed, schedules, specs
+from core import parallel_state
+from core.compat.megatron.faces import gpt, groups, hyper_comm_grid, layers, modules, packed, schedules, specs
 from core.compat.megatron.faces.configs import ModelParallelConfig, TransformerConfig
-from core.rank_grid import RankGrid
+from core.compat.megatron.faces.timers import Timers
+from core.groups.rank_grid import RankGrid
 from core.tensor_parallel import broadcast_data
-from core.timers import Timers
 from tests.unit_tests.ranks import ranks
 
 SHAPE: dict[str, Any] = dict(
@@ -264,7 +264,7 @@ def test_the_ends_of_a_pipeline_may_count_as_layers() -> None:
 
 def test_float16_module_casts_and_keeps_names_of_the_whole_model() -> None:
     from core.checkpoint.global_slices import global_slices
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
 
     config = TransformerConfig(**SHAPE, bf16=True)
     inner = gpt.GPTModel(config, specs.get_gpt_layer_local_spec(), 32, 16, share_embeddings_and_output_weights=True)

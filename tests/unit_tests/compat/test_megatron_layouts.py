@@ -9,8 +9,8 @@ import torch
 
 import core.compat.megatron as mcore
 from core import parallel_state
+from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
-from core.process_groups import ProcessGroups
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
-from core.process_groups import ProcessGroups
 from core.transformer import TransformerConfig
 from tests.unit_tests.compat.megatron_page import PAGE, page_with, table
 from tests.unit_tests.ranks import ranks

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import core.compat.megatron as mcore
 from core.compat.megatron.faces import gpt, groups, schedules, specs
 from core.compat.megatron.faces.configs import TransformerConfig
-from core.hyper_comm_grid import HyperCommGrid, RankGenerator
+from core.compat.megatron.faces.hyper_comm_grid import HyperCommGrid, RankGenerator
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.ranks import ranks
 

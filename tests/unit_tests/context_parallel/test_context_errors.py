@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.context_parallel import check_sequence_length, context_parallel_attention, get_batch_on_this_cp_rank
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
-from core.process_groups import ProcessGroups
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.transformer.test_gpt import make_config

@@ -14,6 +14,7 @@ from torch import Tensor
 from core import parallel_state
 from core.context_parallel import get_batch_on_this_cp_rank, join_sequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.pipeline_parallel import (
     PipelineRunner,
@@ -23,7 +24,6 @@ from core.pipeline_parallel import (
     plan_pipeline,
     wrap_stages,
 )
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import tensor_parallel_slice
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page

@@ -22,8 +22,8 @@ import peft
 import transformers
 from safetensors.torch import load_file
 
-from core import convert, generate
 from core.finetune.model import check_model, directory_of
+from core.jobs import convert, generate
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
 from tests.unit_tests.ranks import ranks
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import transformers
 
-from core import convert
 from core.finetune.config import load_config
 from core.finetune.model import check_model
 from core.hugging_face.__main__ import main as check_family
 from core.hugging_face.checkpoint import load_split
 from core.hugging_face.configuration import read_configuration
+from core.jobs import convert
 from core.plan.command import main as plan
 from core.training.errors import ConfigError
 

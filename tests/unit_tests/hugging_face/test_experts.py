@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.groups import agree
 from core.hugging_face import (
     PlanError,
     load_split,

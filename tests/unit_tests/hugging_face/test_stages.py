@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from core import agree, parallel_state
+from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
+from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
 from core.hugging_face.check import check_on_rank
 from core.hugging_face.split import refuse_other_output

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.distributed import DistributedDataParallel
+from core.groups.process_groups import ProcessGroups
 from core.moe import MoELayer
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core.groups.process_groups import ProcessGroups
 from core.moe import MoELayer
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import checkpoint as core_checkpoint
 from tests.unit_tests.moe.moe_reference import (
     EXPERTS,

@@ -10,6 +10,7 @@ import torch
 from core import parallel_state
 from core.context_parallel import get_batch_on_this_cp_rank
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import (
@@ -20,7 +21,6 @@ from core.pipeline_parallel import (
     gpt_forward_step,
     wrap_stages,
 )
-from core.process_groups import ProcessGroups
 from tests.unit_tests.moe.moe_reference import add_noise, assert_close, assert_grads, make_config, my_slice
 from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, whole_name
 from tests.unit_tests.ranks import ranks

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from core import parallel_state
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.moe import MoELayer
-from core.process_groups import ProcessGroups
 from core.transformer import MLP
 from tests.unit_tests.moe.moe_reference import make_config
 from tests.unit_tests.ranks import ranks

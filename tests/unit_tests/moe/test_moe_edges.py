@@ -15,9 +15,9 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.moe import MoELayer, TopKRouter, auxiliary_loss_scale
-from core.process_groups import ProcessGroups
 from tests.unit_tests.moe.moe_reference import (
     EXPERTS,
     HIDDEN,

@@ -9,9 +9,9 @@ import torch
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.moe import auxiliary_loss_scale
-from core.process_groups import ProcessGroups
 from tests.unit_tests.moe.moe_reference import add_noise, assert_close, assert_grads, make_config
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import whole_grads, wrap

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.agree import SyncError
 from core.distributed import DistributedDataParallel, finalize_model_grads
+from core.groups.agree import SyncError
 from core.optimizer import DistributedOptimizer, OptimizerConfig, ReplicatedOptimizer, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, wrap

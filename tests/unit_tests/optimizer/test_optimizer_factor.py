@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import parallel_state
-from core.agree import SyncError
 from core.distributed import finalize_model_grads
+from core.groups.agree import SyncError
 from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.step.inner_step import InnerStep

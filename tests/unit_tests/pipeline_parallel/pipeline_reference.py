@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.pipeline_parallel import (
     PipelineLayout,
@@ -20,7 +21,6 @@ from core.pipeline_parallel import (
     gpt_forward_step,
     wrap_stages,
 )
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.pipeline_parallel import SCHEDULES, plan_pipeline
-from core.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from core.groups.rank_grid import DATA_KINDS, GRID_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.plan import plan_run, read_device
 from core.plan.job_run import run_of_job
@@ -14,7 +15,6 @@ from core.plan.schedule_order import Action, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
 from core.plan.travels import link_of
-from core.rank_grid import DATA_KINDS, GRID_KINDS
 from core.training.config_file import load_config
 
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

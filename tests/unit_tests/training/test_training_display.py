@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core import convert, generate
+from core.jobs import convert, generate
 from core.training import progress
 from core.training.config import JobConfig
 from core.training.progress import LiveLine, PlainLines, duration, make_progress

@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("tyro")
 
-from core import generate
 from core.checkpoint import list_steps
-from core.generate import continued, load_trained, words_of
+from core.jobs import generate
+from core.jobs.generate import continued, load_trained, words_of
 from core.training import reporter
 from core.training.config_file import load_config
 from core.training.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("tyro")
 
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
-from core.process_groups import ProcessGroups
 from core.training.config import JobConfig, ModelOptions
 from core.training.config_file import ConfigError, load_config
 from core.training.main import main

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed.contract.gradient_contract import read_contracts
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed.contract.gradient_contract import read_contracts
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.tensor_parallel.mappings import gather_first, split_first
 from core.transformer import (

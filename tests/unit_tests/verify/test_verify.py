@@ -365,7 +365,7 @@ def test_a_wrong_backward_of_a_layer_is_told_apart_from_wrong_reductions(rank: i
 
 @ranks(2)
 def test_frozen_parameters_that_are_split_are_put_together_for_the_reference(rank: int, world: int) -> None:
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
     from core.verify.gpt import global_batch, model_config, prepare, token_mean, whole_config
 
     layout = Layout(tp=2, sp=True)
@@ -528,6 +528,7 @@ def summed_tokens(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 @ranks(4)
 def test_a_users_pipeline_with_a_split_sequence_is_checked(rank: int, world: int) -> None:
     from core.context_parallel import get_batch_on_this_cp_rank
+    from core.groups.process_groups import ProcessGroups
     from core.pipeline_parallel import (
         PipelineRunner,
         build_gpt_stages,
@@ -536,7 +537,6 @@ def test_a_users_pipeline_with_a_split_sequence_is_checked(rank: int, world: int
         plan_pipeline,
         wrap_stages,
     )
-    from core.process_groups import ProcessGroups
     from core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, context_parallel_size=2)

@@ -23,7 +23,7 @@ from core.compat.megatron.faces.modules import IdentityFuncOp, IdentityOp, Megat
 from core.compat.megatron.faces.packed import check_causal, packed_documents
 from core.compat.megatron.faces.refusals import Face, arguments
 from core.context_parallel import PackedTokens, context_parallel_group, pack_tokens
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 from core.transformer.transformer_layer import TransformerLayer as OurLayer
 

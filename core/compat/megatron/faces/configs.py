@@ -18,9 +18,9 @@ from torch import Tensor
 from core.compat.arguments import defaults_of, is_one_of
 from core.compat.megatron.faces.refusals import Rule, rules_of
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
-from core.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups
 from core.transformer import TransformerConfig as OurTransformerConfig

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from core import agree
 from core import optimizer as ours
 from core.checkpoint import OptimizerState
 from core.compat.megatron.faces import configs
@@ -19,7 +18,8 @@ from core.compat.megatron.faces.refusals import arguments, never_made, refusal
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.finalize_model_grads import wrapped_chunks
-from core.process_groups import world_groups
+from core.groups import agree
+from core.groups.process_groups import world_groups
 
 
 class DistributedDataParallel(OurWrapper):

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from core.compat.megatron.faces.microbatches import MicrobatchCalculator
 from core.compat.megatron.faces.refusals import arguments
-from core.microbatches import MicrobatchCalculator
 from core.pipeline_parallel import get_forward_backward_func as our_func
 
 logger = logging.getLogger(__name__)

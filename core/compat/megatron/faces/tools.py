@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.agree import SyncError
 from core.compat.megatron.faces.refusals import arguments
 from core.context_parallel import get_batch_on_this_cp_rank as our_batch_on_this_cp_rank
 from core.distributed import DistributedDataParallel
+from core.groups.agree import SyncError
 from core.tensor_parallel import initialization, mappings
 
 # What is not whole is a ValueError.

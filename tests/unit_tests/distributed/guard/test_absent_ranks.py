@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import parallel_state, rank_watch
+from core import parallel_state
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,6 +19,7 @@ from core.distributed import (
 )
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import PipelineLayout
+from core.watch import rank_watch
 from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, start_pipeline
 from tests.unit_tests.ranks import ranks
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed import PeerLost, SyncError
-from core.waiting import call_of, calling, current_wait, waiting
+from core.watch.waiting import call_of, calling, current_wait, waiting
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1. This is typically caused by a crash."
 

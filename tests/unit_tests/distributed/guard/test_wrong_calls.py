@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a list of modules": (lambda net, ddp: DDP(None, OPTIONS(), [net]), RIGHT_WRAP),
     "groups of another kind": (
         lambda net, ddp: DDP(None, OPTIONS(), net, pg_collection=SimpleNamespace(dp_cp=None)),
-        r"pg_collection is a SimpleNamespace; pass core.process_groups.ProcessGroups\(dp_cp",
+        r"pg_collection is a SimpleNamespace; pass core.groups.process_groups.ProcessGroups\(dp_cp",
     ),
     "finalize a config": (lambda net, ddp: finalize_model_grads(OPTIONS()), RIGHT_FINALIZE),
     "finalize a plain model": (lambda net, ddp: finalize_model_grads(net), f"Net is not wrapped.*{RIGHT_FINALIZE}"),

@@ -13,7 +13,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
 from core.distributed.reduce.model_turns import ModelTurns
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 

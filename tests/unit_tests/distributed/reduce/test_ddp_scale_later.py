@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from core import parallel_state
-from core.agree import SyncError
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from core.groups.agree import SyncError
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, wrap
 

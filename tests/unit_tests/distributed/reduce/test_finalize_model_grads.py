@@ -431,7 +431,7 @@ def test_groups_may_be_passed_and_must_be_those_of_the_wrapper(rank: int, world:
     ddp = wrap(Bag(norm=ODD).tag("norm", sequence_parallel=True), config, pg_collection=groups)
     (found,) = step([ddp], pg_collection=groups)
     check(found, {"norm": 1111 / 2})
-    from core.process_groups import ProcessGroups
+    from core.groups.process_groups import ProcessGroups
 
     (found,) = step([ddp], pg_collection=ProcessGroups(tp=groups.tp, dp_cp=groups.dp_cp))
     check(found, {"norm": 1111 / 2})

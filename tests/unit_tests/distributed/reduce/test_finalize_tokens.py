@@ -12,8 +12,8 @@ import torch.distributed as dist
 from core import parallel_state
 from core.distributed import NonFiniteGradientError, SyncError, finalize_model_grads
 from core.distributed.wire.collectives import Collectives
+from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.process_groups import ProcessGroups
 from tests.unit_tests.distributed.reduce.test_finalize_model_grads import both_strategies, start
 from tests.unit_tests.rank_codes import ODD, Bag, backward, check, digits, step
 from tests.unit_tests.ranks import ranks

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state, waiting
+from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.verify.rank_pool import RankFailure, RankPool
-from core.waiting import in_vain
+from core.watch import waiting
+from core.watch.waiting import in_vain
 from tests.unit_tests.ranks import ranks
 
 

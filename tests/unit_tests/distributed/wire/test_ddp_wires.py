@@ -10,7 +10,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import SyncError, finalize_model_grads
-from core.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, ParamPredicate, get_megatron_optimizer
 from core.optimizer.algorithms.muon import MatrixLayout, Muon, joined, part_of
 from core.optimizer.algorithms.names import resolve
 from core.optimizer.algorithms.newton_schulz import COEFFICIENTS, coefficients_of, orthogonalize, shape_factor
-from core.process_groups import ProcessGroups
 from core.tensor_parallel import tensor_parallel_slice
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks

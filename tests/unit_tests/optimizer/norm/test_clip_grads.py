@@ -10,10 +10,10 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import declare_gradient, finalize_model_grads
+from core.groups.process_groups import ProcessGroups
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.norm.clip_grads import clip_coefficient
 from core.optimizer.norm.norm_pass import ROW_ELEMENTS
-from core.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 

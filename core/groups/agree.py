@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from core.waiting import complete, waiting
+from core.watch.waiting import complete, waiting
 
 T = TypeVar("T")
 Groups: TypeAlias = "dist.ProcessGroup | Sequence[dist.ProcessGroup] | None"

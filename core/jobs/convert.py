@@ -19,8 +19,8 @@ from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
 from core.finetune.trained import Tuned
-from core.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core.hugging_face.configuration import check_layers
+from core.jobs.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
@@ -137,7 +137,3 @@ def convert(options: Any) -> str:
     if options.step is not None:
         raise ConfigError(f"--step is for a run, and {source} is a model of transformers")
     return bring_in(source, target)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

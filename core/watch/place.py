@@ -11,7 +11,7 @@ from types import FrameType
 
 from torch import nn
 
-from core.waiting import call_of, current_wait, in_words, steps_of
+from core.watch.waiting import call_of, current_wait, in_words, steps_of
 
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 WAITS_IN = (*COLLECTIVES, "pipelining/schedules.py")  # the last one runs the model too, in frames further in

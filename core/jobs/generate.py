@@ -308,7 +308,3 @@ def _run(options: argparse.Namespace) -> int:
     end_with_parent(os.environ)
     print_split(options, directory, launch)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import agree
+from core.groups import agree
 
 LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
 

@@ -1,6 +1,6 @@
 """Grids of ranks whose groups are asked for by name: HyperCommGrid makes them on demand, RankGenerator only counts.
 
-Both have Megatron's names and arguments. core.rank_grid has the grids that parallel_state uses.
+Both have Megatron's names and arguments. core.groups.rank_grid has the grids that parallel_state uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from core.rank_grid import RankGrid
+from core.groups.rank_grid import RankGrid
 
 __all__ = ["HyperCommGrid", "RankGenerator"]
 

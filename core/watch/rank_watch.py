@@ -36,12 +36,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core.flight_recorder import unfinished_collective
-from core.place import Place, place_in_code, place_of_main_thread
-from core.processes import ENDED, STOPPED, boot_id, state_of
-from core.prompt_store import PromptStore
-from core.stragglers import Stragglers, own_times
-from core.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
+from core.watch.flight_recorder import unfinished_collective
+from core.watch.place import Place, place_in_code, place_of_main_thread
+from core.watch.processes import ENDED, STOPPED, boot_id, state_of
+from core.watch.prompt_store import PromptStore
+from core.watch.stragglers import Stragglers, own_times
+from core.watch.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
 
 BEAT_S = 0.5
 SILENT_S = 6.0  # without a beat; a thread of Python may be kept from running for seconds by a long call
@@ -458,8 +458,10 @@ def start_watch(stage: int) -> RankWatch | None:
     rank = dist.get_rank()
     store = dist.group.WORLD.get_group_store()
     try:
-        number = store.add(f"core.rank_watch/starts/{rank}", 1)  # the same on all ranks, as all start equally often
-        watch = RankWatch(dist.PrefixStore(f"core.rank_watch/{number}", store), this_member(rank, stage), world)
+        number = store.add(
+            f"core.watch.rank_watch/starts/{rank}", 1
+        )  # the same on all ranks, as all start equally often
+        watch = RankWatch(dist.PrefixStore(f"core.watch.rank_watch/{number}", store), this_member(rank, stage), world)
         watch.start()
     except RuntimeError as error:
         log.warning("lost ranks will not be named: %s of the job cannot be shared (%s)", type(store).__name__, error)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from core.rank_grid import TOKENS, axes_of
+from core.groups.rank_grid import TOKENS, axes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

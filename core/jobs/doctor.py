@@ -259,7 +259,3 @@ QUESTIONS: dict[str, Callable[[], Finding]] = {
     **{f"extra {name}": extra(name) for name in EXTRAS},
     "disk": disk,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median, median_low
 from typing import Any
 
-from core.waiting import RECENT, steps_of
+from core.watch.waiting import RECENT, steps_of
 
 FACTOR = 1.5  # above the median of the ranks of a stage, in each of the last RECENT steps
 

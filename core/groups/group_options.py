@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core.rank_grid import KINDS
+from core.groups.rank_grid import KINDS
 
 # A few kinds of groups have other names in Megatron. GROUP_NAMES: the name in users' lists and files -> our field.
 MEGATRON_NAMES = {

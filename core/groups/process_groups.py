@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from core.group_options import NO_OPTIONS, GroupOptions
-from core.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
-from core.waiting import waiting
+from core.groups.group_options import NO_OPTIONS, GroupOptions
+from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
+from core.watch.waiting import waiting
 
 # Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
 CONTROL_GROUPS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
@@ -26,7 +26,7 @@ FIELDS = (*KINDS, *CONTROL_GROUPS)
 class ProcessGroups:
     """The process groups of one rank; Megatron's users know it as a process group collection.
 
-    The fields are the kinds of `core.rank_grid` and the control groups (dp_gloo, ...). Pass any subset of the fields by
+    The fields are the kinds of `core.groups.rank_grid` and the control groups (dp_gloo, ...). Pass any of them by
     keyword; an unknown one is a ValueError. A field that was not given reads None. `require` raises an error instead
     that names the field.
 
@@ -129,7 +129,7 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Create the groups of this rank on top of the started default process group.
 
-        Collective: every rank of the world calls it, with its own `members` from `core.rank_grid.group_ranks`. Creating
+        Collective: every rank of the world calls it, with its own `members` from `rank_grid.group_ranks`. Creating
         a group waits for the members of that group only; the call returns when all ranks have finished. All ranks go
         through the kinds in the same order, so no cycle of waits is possible. Kinds with equal ranks and options share
         one group, but gradients never share with activations (Note [Lanes]). 'intra_dist_opt' is the default group
@@ -219,7 +219,7 @@ def _next_build() -> int:
     if dist.get_backend() == "fake":  # a fake store holds nothing, so no names can collide
         return next(_build_count)
     store = dist.group.WORLD.get_group_store()
-    return int(store.add(f"core.process_groups/builds/{dist.get_rank()}", 1))
+    return int(store.add(f"core.groups.process_groups/builds/{dist.get_rank()}", 1))
 
 
 def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
@@ -231,7 +231,7 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
     if dist.get_backend() == "fake":
         return
     store = dist.group.WORLD.get_group_store()
-    key = f"core.process_groups/built/{build}"
+    key = f"core.groups.process_groups/built/{build}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/by all", "")
     with waiting("all ranks in initialize_model_parallel", range(dist.get_world_size())):

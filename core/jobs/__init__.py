@@ -1,0 +1,1 @@
+"""Commands of one process: doctor, generate, convert."""
