@@ -158,7 +158,7 @@ def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) ->
 TYPED = [
     *("coming_from", "booster", "expectations", "coming_from_megatron"),
 ]
-TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "low_level_zero", "integrations"]
+TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "integrations"]
 
 
 def typed_programs(folder: Path) -> list[str]:

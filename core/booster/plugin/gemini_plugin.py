@@ -62,7 +62,7 @@ class GeminiPlugin(ZeroPluginBase):
     enable_async_reduce: reduce chunks while backward goes on. fp8_communication: gradients travel in 8 bits. use_fp8:
     linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
 
-    docs/source/gemini.md says which parameters are refused or change nothing. Raises ValueError for what cannot work.
+    Parameters that cannot work together raise ValueError; a warning names those that change nothing.
     """
 
     def __init__(

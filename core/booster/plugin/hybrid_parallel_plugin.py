@@ -60,13 +60,14 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     gradient_checkpoint_config: a GradientCheckpointConfig. enable_flash_attention: attention by torch's
     scaled_dot_product_attention.
     initial_scale .. max_scale: of the dynamic loss scale, with fp16 only. max_norm: clip the global norm inside `step`.
-    broadcast_buffers: give rank 0's buffers to all ranks at `boost`. ddp_bucket_cap_mb, zero_bucket_size_in_m: what
-    travels together, without and with ZeRO. overlap_communication: reduce buckets while backward goes on.
-    communication_dtype, fp8_communication: of gradients on the wire. With ZeRO: overlap_allgather, cpu_offload.
+    broadcast_buffers: give rank 0's buffers to all ranks at `boost`. ddp_bucket_cap_mb: gradients that travel
+    together without ZeRO, in MiB of fp32. zero_bucket_size_in_m: the same with ZeRO, in 1024 * 1024 elements.
+    overlap_communication: reduce buckets while backward goes on. communication_dtype: of gradients on the wire.
+    fp8_communication: gradients travel in 8 bits. cpu_offload: with ZeRO, masters, moments and the step on the CPU.
+    overlap_allgather: with ZeRO 1 and 2, step bucket by bucket, and gather a bucket's parameters under the next step.
     use_fp8: linear layers multiply in 8 bits, with 'bf16' and tp_size = pp_size = 1.
 
-    A warning names parameters that change nothing; docs/source/hybrid_parallel.md says why. Raises ValueError for what
-    cannot work.
+    A warning names parameters that change nothing, with the reason. Raises ValueError for what cannot work.
     """
 
     ep_size = 1  # ranks over which a model's experts are spread
