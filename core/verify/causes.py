@@ -103,12 +103,8 @@ def _part(
 ) -> RankPart:
     """What this rank has; of copies in several chunks the sum, and the first one's result."""
     held = mine[0]
-    if any(chunk.ddp_config.reduces_every_microbatch for chunk in job.model.chunks):
-        local = torch.zeros(held.tensor.numel(), dtype=torch.float64)  # a rank's own gradients exist nowhere
-    else:
-        params: list[Any] = [held.tensor for held in mine]
-        own = [param.main_grad if param.grad is None else param.grad for param in params]
-        local = torch.stack([grad.detach().cpu().double().reshape(-1) for grad in own]).sum(dim=0)
+    own = [job.model.own_gradient(held).detach().cpu().double().reshape(-1) for held in mine]
+    local = torch.stack(own).sum(dim=0)
     want = held.slice_of(expected.grads[held.name]).double().reshape(-1)
     auxiliary = None
     if plain is not None:

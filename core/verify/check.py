@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.distributed.guard.first_steps import paused
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
@@ -261,7 +260,7 @@ def compare(
             if step > 0 and cause:
                 cause += f" (only from step {step} on: the steps before left something behind)"
             break
-        drift = drift or _drift(job)
+        drift = drift or job.drift()
     assert expected is not None, f"steps must be 1 at least, got {steps}"
     if wrong or not loss_error <= loss_bound:
         broken: tuple[str, ...] = ()
@@ -399,13 +398,3 @@ def _digest(grads: dict[tuple[int, str], Tensor]) -> str:
     for grad in grads.values():
         digest.update(grad.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _drift(job: Job) -> str:
-    """What the engine's guard against drifting copies says: nothing, where gradients are right. Collective."""
-    found = ""
-    try:
-        check_replicas([bucket for chunk in job.model.chunks for bucket in chunk.reducer.buckets], job.groups)
-    except ReplicaDriftError as error:
-        found = str(error)
-    return next((text for text in _from_all(found) if text), "")

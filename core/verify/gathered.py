@@ -108,6 +108,14 @@ class WrappedModel:
                     grads[number, slot.name] = flat[start : start + slot.end - slot.start].view(slot.shape)
         return {held.key: grads[held.key] for held in self.trained}
 
+    def own_gradient(self, held: Held) -> Tensor:
+        """What backward has left on this rank, before any reduction; zeros where such a gradient exists nowhere."""
+        if self.chunks[held.chunk].ddp_config.reduces_every_microbatch:
+            return torch.zeros(held.place.local_shape)
+        param: Any = held.tensor
+        own: Tensor = param.main_grad if param.grad is None else param.grad
+        return own
+
     def valid_mask(self, held: Held) -> Tensor:
         """[numel] bool on the CPU: the elements of a parameter whose reduced gradient this rank holds."""
         for bucket in buckets_of(self.chunks[held.chunk]):

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import agree
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
+from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, first_tensor, piece_of
@@ -58,6 +60,16 @@ class Job(ABC):
         pieces = self.groups.size(axis) * self.microbatches
         parts = [piece_of(batch, pieces, number) for number in range(first, first + self.microbatches)]
         return parts if self.split_fn is None else [self.split_fn(part) for part in parts]
+
+    def drift(self) -> str:
+        """What the engine's guard against drifting copies says: nothing, where gradients are right. Collective."""
+        found = ""
+        try:
+            check_replicas([bucket for chunk in self.model.chunks for bucket in chunk.reducer.buckets], self.groups)
+        except ReplicaDriftError as error:
+            found = str(error)
+        told = agree.gather(found, None, "the guard against drifting copies")
+        return next((text for text in told.values() if text), "")
 
     def clear(self) -> None:
         """Zero all gradients."""

@@ -72,36 +72,53 @@ def verify_with(
     return LoopCheck(ddp, build_whole, loss_fn, bound, reference_dtype)
 
 
-class LoopCheck:
-    """The check of one loop's first step. `report` is None until it is over, and the same on all ranks."""
+def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch], Any]:
+    """From a loss of a model and a call's arguments to one of a model and a microbatch."""
+
+    def loss_of(model: nn.Module, microbatch: Microbatch) -> Any:
+        args, kwargs = microbatch
+        return loss_fn(model, *args, **kwargs)
+
+    return loss_of
+
+
+class StepCheck:
+    """The check of the first step of a loop. `report` is None until it is over, and the same on all ranks.
+
+    job: the loop's. It says when the step is over. conclude: called with the report, on all ranks.
+    """
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        job: LoopJob,
         build_whole: ModelFn,
-        loss_fn: Callable[..., Any],
-        bound: float | None,
-        reference_dtype: torch.dtype,
+        bound: float | None = None,
+        reference_dtype: torch.dtype = torch.float64,
+        conclude: Callable[[GradientReport], None] = GradientReport.raise_if_wrong,
     ) -> None:
-        def loss_of(model: nn.Module, microbatch: Microbatch) -> Any:
-            args, kwargs = microbatch
-            return loss_fn(model, *args, **kwargs)
-
         self.report: GradientReport | None = None
+        self.job = job
+        self.build_whole = build_whole
         self.bound = bound
-        self.job = _LoopJob(ddp, loss_of, 1)
-        _refuse_what_does_not_fit(self.job, reference_dtype)
-        device = self.job.model.device
-        with _kept_random_state(device):
-            self.reference = _LoopReference(self.job, lambda: build_whole().to(device), reference_dtype, loss_of)
+        self.reference_dtype = reference_dtype
+        self.conclude = conclude
+        self.reference: _LoopReference | None = None
+        self.listens = True  # until the step is over
         self.forwards: list[Microbatch] = []
         self.noted: list[Microbatch] = []
         self.autocast: torch.dtype | None = None
         self.until_over = ExitStack()
-        self.until_over.enter_context(paused([ddp.engine.first_steps]))
-        self.until_over.callback(ddp.module.register_forward_pre_hook(_note_forward, with_kwargs=True).remove)
-        _CHECKS[id(ddp.module)] = self
-        ddp.reducer.at_end = self._finish
+        self.until_over.enter_context(job.watched(self._finish))
+
+    def prepare(self) -> None:
+        """Build the reference, with the weights as they are. Collective over the world. Raises as verify_with."""
+        _refuse_what_does_not_fit(self.job, self.reference_dtype)
+        device = self.job.model.device
+        with _kept_random_state(device):
+            build = self.build_whole
+            self.reference = _LoopReference(
+                self.job, lambda: build().to(device), self.reference_dtype, self.job.loss_fn
+            )
 
     def note(self, *args: Any, **kwargs: Any) -> None:
         """Pass a microbatch to `loss_fn`, in place of the forward's arguments. For labels that the forward has not.
@@ -113,25 +130,30 @@ class LoopCheck:
                 check.note(x, y)
                 cross_entropy(model(x), y).backward()
         """
-        if self.report is None:
+        if self.listens:
             self.noted.append(_kept((args, kwargs)))
 
-    def _note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of a forward."""
+        if not self.listens:
+            return
         kind = self.job.model.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.forwards.append(_kept((args, kwargs)))
 
     def _finish(self) -> None:
-        """Compare the step that finalize_model_grads has closed. Collective over the world."""
-        self.job.ddp.reducer.at_end = None
-        del _CHECKS[id(self.job.ddp.module)]
+        """Compare the step that has just been closed. Collective over the world."""
+        self.listens = False
         with self.until_over, _kept_random_state(self.job.model.device):
+            if self.reference is None:
+                self.prepare()
             self.report = self._compared(self.noted or self.forwards)
-        del self.reference, self.forwards, self.noted
-        self.report.raise_if_wrong()
+        self.reference, self.forwards, self.noted = None, [], []
+        self.conclude(self.report)
 
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
-        job, groups = self.job, self.job.groups
+        job, groups, reference = self.job, self.job.groups, self.reference
+        assert reference is not None, "prepared"
         axis = "dp" if groups.dp is not None else "dp_cp"
         told = agree.gather(
             (groups.rank(axis), [_digests(part) for part in mine], _on_cpu(mine) if groups.rank("tp") == 0 else None),
@@ -147,12 +169,12 @@ class LoopCheck:
             )
         batch = [parts for _, parts in sorted((place, parts) for place, _, parts in told.values() if parts is not None)]
         job.mine = mine
-        job.microbatches = self.reference.microbatches = len(mine)
+        job.microbatches = reference.microbatches = len(mine)
         compute = self.autocast or job.model.dtype
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
             report = compare(
                 job,
-                self.reference,
+                reference,
                 batch,
                 bound=self.bound,
                 noise=NOISE.get(compute, 1e-2),
@@ -163,15 +185,43 @@ class LoopCheck:
         return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
 
 
-class _LoopJob(PlainJob):
+class LoopCheck(StepCheck):
+    """The check that verify_with makes: of forwards of one wrapped model."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        build_whole: ModelFn,
+        loss_fn: Callable[..., Any],
+        bound: float | None,
+        reference_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(LoopJob(ddp, loss_of_call(loss_fn)), build_whole, bound, reference_dtype)
+        self.prepare()
+        self.until_over.callback(ddp.module.register_forward_pre_hook(_note_forward, with_kwargs=True).remove)
+        _CHECKS[id(ddp.module)] = self
+        self.until_over.callback(_CHECKS.pop, id(ddp.module))
+
+
+class LoopJob(PlainJob):
     """The step that a loop has run already; the batch is a list of microbatches for each data rank."""
 
     sees_loss = False
     mine: list[Microbatch]
 
-    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[..., Any], microbatches: int) -> None:
-        super().__init__(ddp, loss_fn, microbatches)
+    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
+        super().__init__(ddp, loss_fn, 1)
         self.before = super().biases()
+
+    @contextmanager
+    def watched(self, finish: Callable[[], None]) -> Iterator[None]:
+        """Call `finish` when the step's gradients are reduced, on all ranks. The watch of first steps waits."""
+        with paused([self.ddp.engine.first_steps]):
+            self.ddp.reducer.at_end = finish
+            try:
+                yield
+            finally:
+                self.ddp.reducer.at_end = None
 
     def step(self, batch: Any) -> float:
         """See Job; the loop has run it."""
@@ -210,10 +260,10 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """The hook of a module. It holds no check, so that a copy of the module takes none along."""
     check = _CHECKS.get(id(module))
     if check is not None and module.training and torch.is_grad_enabled():
-        check._note_forward(args, kwargs)
+        check.note_forward(args, kwargs)
 
 
-def _refuse_what_does_not_fit(job: _LoopJob, dtype: torch.dtype) -> None:
+def _refuse_what_does_not_fit(job: LoopJob, dtype: torch.dtype) -> None:
     """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
     mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
     told = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")

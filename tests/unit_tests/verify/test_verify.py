@@ -276,7 +276,7 @@ def test_a_guard_that_raises_on_right_gradients_is_reported(rank: int, world: in
         if rank == 1:
             raise ReplicaDriftError("these two differ")
 
-    with mock.patch("core.verify.check.check_replicas", raises):
+    with mock.patch("core.verify.job.check_replicas", raises):
         report = check_gpt(Layout(dp=2))
     assert not report.ok and not report.wrong
     assert "every gradient is right, and the guard against drifting copies raises: these two differ" in str(report)
