@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import agree
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.distributed.guard.finite import ReplicaDriftError, check_replicas
+from core.groups import agree
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, first_tensor, piece_of
