@@ -144,21 +144,10 @@ def test_the_loops_of_other_libraries_train_like_one_process(rank: int, world: i
         assert torch.equal(ours, want)
 
 
-@ranks(2)
-def test_the_precisions_of_the_page_train_almost_alike(rank: int, world: int) -> None:
-    names = page("mixed_precision")
-    exact = names["in_fp32"]
-    assert exact[-1] < 0.25 * exact[0]
-    for name in ("with_autocast", "in_bf16", "in_fp16", "with_a_scaler"):
-        losses = names[name]
-        assert losses != exact, f"{name} is fp32"
-        assert losses[0] == pytest.approx(exact[0], rel=2e-2) and losses[-1] == pytest.approx(exact[-1], rel=0.1), name
-
-
 TYPED = [
     *("coming_from", "booster", "expectations", "coming_from_megatron"),
 ]
-TYPED += ["coming_from_colossalai", "your_own_loop", "mixed_precision", "checkpoints", "integrations"]
+TYPED += ["coming_from_colossalai", "your_own_loop", "checkpoints", "integrations"]
 
 
 def typed_programs(folder: Path) -> list[str]:
