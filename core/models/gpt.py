@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from core.context_parallel import context_parallel_group, pack_tokens
 from core.groups.process_groups import ProcessGroups
-from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from core.tensor_parallel import vocab_parallel_cross_entropy
+from core.tensor_parallel.chunked_loss import OutputLayer, chunk_of
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups, tensor_parallel_group
 from core.transformer.language_model_embedding import LanguageModelEmbedding
@@ -66,7 +67,7 @@ class GPTModel(nn.Module):
         )
         if post_process:
             tied = self.share_embeddings_and_output_weights
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 config.hidden_size,
                 config.vocab_size,
                 config=config,
@@ -132,13 +133,16 @@ class GPTModel(nn.Module):
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, tied)
         if labels is None:
+            logits, _ = self.output_layer(hidden, tied)
             return logits
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            rearrange(labels, "b s -> s b"),
-            pg_collection=self.pg_collection,
-            vocab_size=self.vocab_size,
-        )
+        target = rearrange(labels, "b s -> s b")
+        chunk = chunk_of(self.config.logits_chunk, target.numel(), self.output_layer.output_size_per_partition)
+        if chunk:
+            loss, _ = self.output_layer(hidden, tied, target=target, chunk=chunk)
+        else:
+            logits, _ = self.output_layer(hidden, tied)
+            loss = vocab_parallel_cross_entropy(
+                logits, target, pg_collection=self.pg_collection, vocab_size=self.vocab_size
+            )
         return rearrange(loss, "s b -> b s").contiguous()  # loss functions of Megatron's users call `.view(-1)`

@@ -36,7 +36,21 @@ def vocab_parallel_cross_entropy(
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
-    size, columns = group_size(tp_group), vocab_parallel_logits.shape[-1]
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1")
+    shape = vocab_parallel_logits.shape
+    vocab_size = check_target(shape[-1], shape[:-1], target, vocab_size, tp_group)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
+    )
+    return loss
+
+
+def check_target(
+    columns: int, shape: tuple[int, ...], target: Tensor, vocab_size: int | None, tp_group: dist.ProcessGroup | None
+) -> int:
+    """The size of the vocabulary. ValueError unless this rank has `columns` of it, and `target` is ids of `shape`."""
+    size = group_size(tp_group)
     if vocab_size is None:
         if size > 1:
             raise ValueError(
@@ -53,22 +67,22 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: logits have {columns} columns, expected {expected} = vocab_size "
             f"{vocab_size} / {size} tensor-parallel ranks{hint}"
         )
-    if target.shape != vocab_parallel_logits.shape[:-1]:
+    if target.shape != shape:
         raise ValueError(
             f"vocab_parallel_cross_entropy: target has shape {list(target.shape)}, expected "
-            f"{list(vocab_parallel_logits.shape[:-1])}, that of the logits without their last dimension"
+            f"{list(shape)}, that of the logits without their last dimension"
         )
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1")
     # Looking at the values would stop a GPU's stream; there a target out of range counts as no token of any rank.
     if target.device.type == "cpu" and target.numel():
         lowest, highest = int(target.min()), int(target.max())
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(f"target ids lie in [{lowest}, {highest}], expected 0 <= id < vocab_size {vocab_size}")
-    loss: Tensor = _VocabParallelCrossEntropy.apply(
-        vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
-    )
-    return loss
+    return vocab_size
+
+
+def largest_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise maximum of all ranks' values. Collective over the group."""
+    return all_reduce(values, group, dist.ReduceOp.MAX)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -88,7 +102,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shifted[..., valid:] = -torch.inf
         largest = shifted.amax(dim=-1)
         if group is not None and parallel:
-            largest = all_reduce(largest, group, dist.ReduceOp.MAX)
+            largest = largest_of_ranks(largest, group)
         shifted -= largest.unsqueeze(-1)
 
         column = target - first

@@ -142,17 +142,7 @@ class ColumnParallelLinear(_ParallelLayer):
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(output, bias if it was not added). weight: used instead of the layer's own (a tied embedding)."""
-        if weight is None:
-            weight = self.weight
-        if weight is None:
-            raise RuntimeError(
-                "ColumnParallelLinear was built with skip_weight_param_allocation=True and called without a weight"
-            )
-        if weight.shape != (self.output_size_per_partition, self.input_size):
-            raise RuntimeError(
-                f"ColumnParallelLinear: weight has shape {list(weight.shape)}, expected "
-                f"{[self.output_size_per_partition, self.input_size]}"
-            )
+        weight = self.weight_for(weight)
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_,
             weight,
@@ -165,6 +155,20 @@ class ColumnParallelLinear(_ParallelLayer):
         if self.gather_output and self.tp_size > 1:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)[..., : self.output_size]
         return output, self.bias if self.skip_bias_add else None
+
+    def weight_for(self, given: Tensor | None) -> Tensor:
+        """The weight of a forward: the one given, or else the layer's own. RuntimeError for none or another shape."""
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise RuntimeError(
+                "ColumnParallelLinear was built with skip_weight_param_allocation=True and called without a weight"
+            )
+        if weight.shape != (self.output_size_per_partition, self.input_size):
+            raise RuntimeError(
+                f"ColumnParallelLinear: weight has shape {list(weight.shape)}, expected "
+                f"{[self.output_size_per_partition, self.input_size]}"
+            )
+        return weight
 
 
 class RowParallelLinear(_ParallelLayer):
@@ -304,7 +308,7 @@ class _Rows(torch.autograd.Function):
             return None, None
         rows, grad = rows.reshape(-1), grad.reshape(-1, grad.shape[-1])
         # Not into 16 bits: there a frequent token's row would be rounded once for each time it occurs.
-        main_grad = _main_grad_of(weight)
+        main_grad = main_grad_of(weight)
         if main_grad is None or main_grad.dtype.itemsize < 4:
             return None, torch.ops.aten.embedding_dense_backward(grad, rows, weight.shape[0], -1, False)
         if main_grad.is_cuda:  # index_add_ would add in any order there
@@ -395,14 +399,14 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> Tensor | None:
     """The gradient [out, in] of a weight, or None once it has been added into the parameter's main_grad."""
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
-    main_grad = None if parameter is None else _main_grad_of(parameter)
+    main_grad = None if parameter is None else main_grad_of(parameter)
     if main_grad is None:
         return grad.t() @ input
-    _add_product(main_grad, grad, input)
+    add_product(main_grad, grad, input)
     return None
 
 
-def _main_grad_of(parameter: Tensor) -> Tensor | None:
+def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The memory that the wrapper keeps a parameter's gradient in, where the running backward may add to it.
 
     The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
@@ -439,7 +443,7 @@ def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: 
         input = gather_first(input, group)
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
     if type(parameter.grad) is Tensor:
-        _add_product(parameter.grad, grad, input)
+        add_product(parameter.grad, grad, input)
         return
     product = (grad.t() @ input).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
     if parameter.grad is None:
@@ -448,7 +452,7 @@ def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: 
         parameter.grad.add_(product.detach())
 
 
-def _add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
+def add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
     """main_grad += grad^T @ input, in the dtype of main_grad."""
     kernel = _apex_kernel() if main_grad.is_cuda else None
     if kernel is not None and main_grad.dtype == torch.float32:

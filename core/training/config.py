@@ -31,6 +31,8 @@ class ModelOptions:
     add_bias_linear: bool = False  # biases in linear layers
     share_embeddings_and_output_weights: bool = True  # one weight for the token embedding and the output
     recompute_granularity: Literal["full", "selective"] | None = None  # compute layers, or attention, again in backward
+    # tokens whose logits are computed at a time, and again in backward; 0 for all; None: by the size of the logits
+    logits_chunk: int | None = None
     hidden_dropout: float = 0.0  # dropout after the embedding, attention and the MLP
     attention_dropout: float = 0.0  # dropout of attention's weights
     init_method_std: float = 0.02  # standard deviation of the initial weights

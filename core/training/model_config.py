@@ -50,6 +50,7 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         recompute_granularity=model.recompute_granularity,
+        logits_chunk=model.logits_chunk,
         cp_comm_type=parallel.cp_comm_type,
         num_moe_experts=model.num_experts,
         moe_layer_freq=model.moe_layer_freq,

@@ -22,6 +22,7 @@ RANGES = {
     **dict.fromkeys(("init_method_std", "rotary_base"), POSITIVE),
     "layernorm_epsilon": NOT_NEGATIVE,
     "recompute_num_layers": whole(0),
+    "logits_chunk": whole(0),
     "init_seed": whole(),
 }
 
@@ -38,6 +39,8 @@ class TransformerConfig(ExpertConfig):
     them, 'a2a' by exchanging positions for heads, of which there must be enough.
     recompute_granularity: 'full' computes layers again in backward, 'selective' attention without its projections;
     recompute_num_layers: of each stage's layers the first so many; None for all.
+    logits_chunk: compute logits and their loss for so many tokens at a time, and again in backward; 0 for all at once;
+    None for chunks where logits would have more than 2**28 elements on a rank.
     """
 
     num_layers: int = 1
@@ -66,6 +69,7 @@ class TransformerConfig(ExpertConfig):
 
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
+    logits_chunk: int | None = None
 
     @property
     def query_groups(self) -> int:

@@ -49,6 +49,7 @@ MEANT: dict[str, set[Any]] = {
     "moe_shared_expert_intermediate_size": {10**30},
     "moe_layer_freq": {10**30},  # only the first layer has experts
     "recompute_num_layers": {0, 10**30},  # none; all
+    "logits_chunk": {0, 10**30},  # never; all tokens
     "check_weights_interval": {0, 10**30},  # never
     "init_seed": {-1, 0, 10**30},
 }

@@ -148,11 +148,13 @@ def test_communicators_are_counted_where_the_device_says_what_one_holds() -> Non
 RECOMPUTED = ["--model.recompute-granularity", "full"]
 ACTIVATIONS_OF = {
     "plain": ["--tp", "1"],
-    "tp": ["--tp", "2"],
+    "tp": ["--tp", "2", "--model.logits-chunk", "16"],
     "tp without sequence parallelism": ["--tp", "2", "--parallel.sequence-parallel", "False"],
     "recompute": [*RECOMPUTED, "--tp", "1"],
-    "recompute, bf16": [
+    "recompute, bf16, logits in chunks": [
         *RECOMPUTED,
+        "--model.logits-chunk",
+        "16",
         "--tp",
         "1",
         "--model.num-layers",

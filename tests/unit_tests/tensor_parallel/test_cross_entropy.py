@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import padded_vocab_size, tensor_parallel_slice, vocab_parallel_cross_entropy
+from core.tensor_parallel.chunked_loss import CHUNK, WHOLE, chunk_of, chunked_cross_entropy
 from tests.unit_tests.ranks import ranks
 
 
@@ -102,3 +103,79 @@ def test_targets_outside_the_vocabulary_are_refused() -> None:
 
 def test_a_vocabulary_is_padded_to_equal_parts() -> None:
     assert [padded_vocab_size(13, size) for size in (1, 2, 4)] == [13, 14, 16]
+
+
+# -- over chunks of tokens ---------------------------------------------------------------------------------------------
+
+
+def soft_cap(logits: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(0.7 * logits / 2.0)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("vocab", [13, 5], ids=["padded", "a rank of padding only"])
+@pytest.mark.parametrize("capped", [False, True], ids=["", "soft cap"])
+def test_loss_in_chunks_and_its_gradients_are_those_of_torch(rank: int, world: int, vocab: int, capped: bool) -> None:
+    _, target, weights = make(vocab)
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 2, 6), (vocab, 6), (vocab,))
+    )
+    whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = F.linear(*whole)
+    want = F.cross_entropy((soft_cap(logits) if capped else logits).permute(0, 2, 1), target, reduction="none")
+    (want * weights).sum().backward()
+
+    own = [hidden.clone(), *(tensor_parallel_slice(tensor, 0, world, rank) for tensor in (weight, bias))]
+    own = [tensor.requires_grad_() for tensor in own]
+    with torch.no_grad():  # padding takes no part whatever it holds
+        for padded in own[1:]:
+            padded[max(0, min(vocab - rank * len(padded), len(padded))) :] = 1e4
+    loss = chunked_cross_entropy(
+        *(own[0], own[1], target, 4),
+        bias=own[2],
+        transform=soft_cap if capped else None,
+        vocab_size=vocab,
+        tp_group=dist.group.WORLD,
+    )
+    (loss * weights).sum().backward()
+    dist.all_reduce(own[0].grad)
+
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own[0].grad, whole[0].grad, rtol=1e-11, atol=1e-13)
+    for got, expected_grad in zip(own[1:], whole[1:], strict=True):
+        torch.testing.assert_close(
+            got.grad, tensor_parallel_slice(expected_grad.grad, 0, world, rank), rtol=1e-11, atol=1e-13
+        )
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_16_bit_gradients_in_chunks_are_as_near_as_those_of_whole_logits(grad_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(9)
+    hidden, weight = torch.randn(512, 16, generator=generator), torch.randn(50, 16, generator=generator)
+    target = torch.randint(0, 50, (512,), generator=generator)
+    given = [tensor.bfloat16() for tensor in (hidden, weight)]
+    grads: dict[str, list[Tensor]] = {}
+    for name, dtype, chunk in (("exact", torch.float64, 0), ("whole", torch.bfloat16, 0), ("chunks", None, 8)):
+        own = [tensor.clone().to(dtype or torch.bfloat16).requires_grad_() for tensor in given]
+        if name == "chunks":
+            own[1].grad_dtype = grad_dtype
+            loss = chunked_cross_entropy(*own, target, chunk)
+        else:
+            loss = F.cross_entropy(F.linear(*own).to(torch.promote_types(own[0].dtype, torch.float32)), target,
+                                   reduction="none")  # fmt: skip
+        loss.mean().backward()
+        grads[name] = [tensor.grad.double() for tensor in own]
+    off = {name: [float((got - want).norm() / want.norm()) for got, want in zip(grads[name], grads["exact"],
+           strict=True)] for name in ("whole", "chunks")}  # fmt: skip
+    assert own[1].grad.dtype == grad_dtype
+    assert all(0.0 < error < 1.1 * of_whole for error, of_whole in zip(off["chunks"], off["whole"], strict=True)), off
+    if grad_dtype == torch.float32:  # it was never rounded to 16 bits
+        assert off["chunks"][1] < 0.8 * off["whole"][1], off
+
+
+def test_large_logits_are_computed_in_chunks_by_default() -> None:
+    assert chunk_of(None, WHOLE // 1024, 1024) == 0
+    assert chunk_of(None, WHOLE // 1024 + 1, 1024) == CHUNK // 1024
+    assert chunk_of(None, 1 << 20, 1 << 30) == 1
+    assert chunk_of(0, 1 << 20, 1 << 20) == 0 and chunk_of(7, 4, 4) == 7

@@ -283,7 +283,7 @@ def test_on_a_gpu_apexs_kernel_is_called_where_its_symbols_are(
     layers._apex_kernel.cache_clear()
 
     main_grad, grad, x = OnGPU(dtype=dtype), normal(5, 3).bfloat16(), normal(5, 2, seed=1).bfloat16()
-    layers._add_product(main_grad, grad, x)
+    layers.add_product(main_grad, grad, x)
     layers._apex_kernel.cache_clear()
 
     ((name, tensors),) = called

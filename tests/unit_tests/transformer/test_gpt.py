@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,13 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.distributed import finalize_model_grads
 from core.distributed.contract.gradient_contract import read_contracts
+from core.distributed.reduce.unsharder import Unsharder
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.tensor_parallel import draw_master, tensor_parallel_slice
 from core.tensor_parallel.initialization import normal_init
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import assert_same, whole_grads, wrap
 from tests.unit_tests.torch_calls import added_in_place
 
 VOCAB, SEQUENCE, BATCH = 13, 8, 2  # 13 divides by no tensor-parallel size: the vocabulary is padded
@@ -37,8 +41,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "position_embedding_type": "rope",
     },
-    "full recompute, fusion": {"recompute_granularity": "full", "gradient_accumulation_fusion": True},
-    "selective recompute, rotary, SwiGLU with bias, RMS q/k norm, fusion, untied": {
+    "full recompute, fusion, loss in chunks": {
+        "recompute_granularity": "full",
+        "gradient_accumulation_fusion": True,
+        "logits_chunk": 5,  # of 16 tokens: the last chunk is smaller
+    },
+    "selective recompute, rotary, SwiGLU with bias, RMS q/k norm, fusion, untied, loss in chunks": {
+        "logits_chunk": 3,
         "recompute_granularity": "selective",
         "position_embedding_type": "rope",
         "activation": "swiglu",
@@ -118,7 +127,14 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     groups = parallel_state.get_process_groups()
     reference = make_model(
-        make_config(**{**VARIANTS[variant], "gradient_accumulation_fusion": False, "recompute_granularity": None}),
+        make_config(
+            **{
+                **VARIANTS[variant],
+                "gradient_accumulation_fusion": False,
+                "recompute_granularity": None,
+                "logits_chunk": 0,
+            }
+        ),
         ProcessGroups(),
     )
     config = make_config(world, sequence_parallel=sequence_parallel, **VARIANTS[variant])
@@ -217,6 +233,32 @@ def test_without_labels_each_rank_has_its_part_of_the_logits(rank: int, world: i
 
 
 @ranks(2)
+def test_of_sharded_parameters_the_output_layer_is_gathered_once_a_pass(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    tokens, labels, weights = make_batch()
+    reference = make_model(make_config(share_embeddings_and_output_weights=False), ProcessGroups())
+    (reference(tokens, labels) * weights).sum().backward()
+    model = make_model(make_config(share_embeddings_and_output_weights=False, logits_chunk=2), ProcessGroups())
+    ddp = wrap(
+        model, data_parallel_sharding_strategy="optim_grads_params", use_distributed_optimizer=True, bucket_size=1
+    )
+    name, gathered = "output_layer.weight", []
+    obtain = Unsharder._obtain
+
+    def count(self: Unsharder, unit: Any, *args: Any, **kwargs: Any) -> Tensor:
+        gathered.append(unit.names)
+        return obtain(self, unit, *args, **kwargs)
+
+    with mock.patch.object(Unsharder, "_obtain", count):
+        loss = ddp(tokens, labels)
+        in_forward = sum(name in names for names in gathered)
+        (loss * weights).sum().backward()
+    finalize_model_grads([ddp])
+    assert (in_forward, sum(name in names for names in gathered)) == (1, 2)
+    assert_same(whole_grads(ddp), {n: p.grad for n, p in reference.named_parameters()})
+
+
+@ranks(2)
 def test_a_16_bit_model_trains_close_to_the_fp64_one(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     reference = make_model(make_config(init_method_std=0.1), ProcessGroups())
@@ -250,7 +292,8 @@ def test_every_module_with_parameters_is_called() -> None:
     # Wrappers gather a module's parameters in its forward pre-hook; a weight taken past its module would be stale.
     called = set()
     for tied in (True, False):
-        model = GPTModel(make_config(share_embeddings_and_output_weights=tied, qk_layernorm=True), ProcessGroups())
+        config = make_config(share_embeddings_and_output_weights=tied, qk_layernorm=True, logits_chunk=0 if tied else 4)
+        model = GPTModel(config, ProcessGroups())
         for name, module in model.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda _module, _inputs, name=name: called.add(name))

@@ -1,0 +1,204 @@
+"""Output layer and cross entropy over chunks of tokens: the logits of all tokens never exist.
+
+Forward computes the logits of a chunk, keeps three numbers a token and drops them; backward computes them again. That
+is one product more of the output layer, for memory of one chunk instead of tokens x vocabulary. Autograd sees one
+function, so the weight is used, gathered (ZeRO-3) and given its gradient once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from core.groups.process_groups import ProcessGroups
+from core.tensor_parallel.cross_entropy import check_target, largest_of_ranks
+from core.tensor_parallel.layers import ColumnParallelLinear, add_product, main_grad_of
+from core.tensor_parallel.mappings import (
+    all_reduce,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    group_rank,
+    group_size,
+    resolve_groups,
+)
+
+WHOLE = 2**28  # by default logits of more elements than these are computed in chunks: 1 GiB in fp32
+CHUNK = 2**26  # elements of a default chunk
+
+Transform = Callable[[Tensor], Tensor]  # of logits, elementwise: a scale, a soft cap
+
+
+def chunk_of(logits_chunk: int | None, tokens: int, columns: int) -> int:
+    """Tokens of a chunk for logits [tokens, columns] of this rank; 0 where they stay whole.
+
+    logits_chunk: the option. None: in chunks where there are more than 2**28 elements. 0: never.
+    """
+    if logits_chunk is None:
+        return 0 if tokens * columns <= WHOLE else max(1, CHUNK // columns)
+    return logits_chunk
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    chunk: int,
+    *,
+    bias: Tensor | None = None,
+    transform: Transform | None = None,
+    vocab_size: int | None = None,
+    gradient_accumulation_fusion: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> Tensor:
+    """Loss of each token [...], as vocab_parallel_cross_entropy of transform(hidden @ weight^T + bias) gives it.
+
+    hidden: [..., features], equal on all ranks of the tensor-parallel group; its gradient here is this rank's part of a
+        sum over the group. weight: [columns, features], this rank's rows of the vocabulary; bias: [columns].
+    target: [...], token ids of the whole vocabulary, equal on all ranks. chunk: tokens whose logits exist at a time.
+    transform: what a model does to its logits, elementwise.
+    The gradient of a 16-bit weight is added up in fp32, and given in fp32 to a parameter whose `grad_dtype` is that.
+    gradient_accumulation_fusion: add it straight to `weight.main_grad` where there is one.
+    vocab_size, tp_group, pg_collection: as in vocab_parallel_cross_entropy. Collective over the tensor-parallel group:
+    two small all-reduces, whatever the number of chunks. ValueError for shapes and ids that do not fit.
+    """
+    if tp_group is None:
+        tp_group = resolve_groups(pg_collection).tp
+    if chunk < 1:
+        raise ValueError(f"chunked_cross_entropy: chunk is {chunk}, expected at least 1 token")
+    vocab_size = check_target(weight.shape[0], (*hidden.shape[:-1],), target, vocab_size, tp_group)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    losses: Tensor = _ChunkedCrossEntropy.apply(
+        *(hidden.flatten(0, -2), weight, bias, target.flatten(), chunk),
+        *(transform, gradient_accumulation_fusion, tp_group, vocab_size),
+    )
+    return losses.view(target.shape)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        chunk: int,
+        transform: Transform | None,
+        fuse: bool,
+        group: dist.ProcessGroup | None,
+        vocab_size: int,
+    ) -> Tensor:
+        columns, tokens = weight.shape[0], len(target)
+        first = group_rank(group) * columns
+        ctx.valid = min(max(vocab_size - first, 0), columns)  # columns that are no padding
+        ctx.parameter, ctx.transform, ctx.fuse, ctx.chunk = weight, transform, fuse, chunk
+
+        column = target - first
+        elsewhere = (column < 0) | (column >= columns)
+        column = column.masked_fill(elsewhere, 0)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        largest, sums, predicted = hidden.new_empty((3, tokens), dtype=dtype)
+        for rows in _rows_of_chunks(tokens, chunk):
+            logits = _logits(hidden[rows], weight, bias, transform).to(dtype)
+            logits[:, ctx.valid :] = -torch.inf
+            predicted[rows] = logits.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+            # A rank may hold padding alone, whose largest logit must not be infinite.
+            largest[rows] = logits.amax(dim=1).clamp(min=torch.finfo(dtype).min)
+            sums[rows] = logits.sub_(largest[rows].unsqueeze(1)).exp_().sum(dim=1)
+        predicted.masked_fill_(elsewhere, 0.0)
+        if group is not None and group_size(group) > 1:
+            of_all = largest_of_ranks(largest, group)
+            sums *= (largest - of_all).exp()
+            sums, predicted = all_reduce(torch.stack([sums, predicted]), group)
+            largest = of_all
+        ctx.save_for_backward(hidden, weight, bias, column, elsewhere, largest, sums)
+        return sums.log() - (predicted - largest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, column, elsewhere, largest, sums = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        main_grad = main_grad_of(ctx.parameter) if needs_weight and ctx.fuse else None
+        grad_weight = _zeros_to_add_to(weight) if needs_weight and main_grad is None else main_grad
+        grad_bias = _zeros_to_add_to(bias) if needs_bias else None
+        hit = grad.masked_fill(elsewhere, 0.0).unsqueeze(1)
+        for rows in _rows_of_chunks(len(column), ctx.chunk):
+            part = hidden[rows]
+            raw = F.linear(part, weight, bias)
+            with torch.enable_grad():
+                raw.requires_grad_(ctx.transform is not None)
+                logits = raw if ctx.transform is None else ctx.transform(raw)
+            shifted = logits.detach().to(largest.dtype).sub_(largest[rows].unsqueeze(1))
+            shifted[:, ctx.valid :] = -torch.inf
+            grad_logits = shifted.exp_().mul_((grad[rows] / sums[rows]).unsqueeze(1))
+            grad_logits.scatter_add_(1, column[rows].unsqueeze(1), -hit[rows])
+            grad_logits = grad_logits.to(logits.dtype)
+            if ctx.transform is not None:
+                (grad_logits,) = torch.autograd.grad(logits, raw, grad_logits)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits, part)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0, dtype=grad_bias.dtype)
+        given = None if grad_weight is None or main_grad is not None else _given(grad_weight, ctx.parameter)
+        return grad_hidden, given, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
+
+
+def _rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(begin, begin + chunk) for begin in range(0, tokens, chunk))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Transform | None) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return logits if transform is None else transform(logits)
+
+
+def _zeros_to_add_to(parameter: Tensor) -> Tensor:
+    """Memory for a gradient that is a sum over chunks: of 16 bits it would be rounded once for each."""
+    return torch.zeros(
+        parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device
+    )
+
+
+def _given(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's gradient in the dtype that autograd adds up."""
+    return gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The output layer of a language model; given labels, it gives losses, and its logits exist a chunk at a time."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, *, target: Tensor | None = None, chunk: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits or losses, None). target: [s, b], token ids; with it the losses [s, b] of `chunk` tokens at a time.
+
+        Otherwise as ColumnParallelLinear.
+        """
+        if target is None:
+            return super().forward(input_, weight)
+        weight = self.weight_for(weight)
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, self.tp_group) if self.tp_size > 1 else input_
+        losses = chunked_cross_entropy(
+            *(hidden, weight, target, chunk),
+            bias=self.bias,
+            vocab_size=self.output_size,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            pg_collection=ProcessGroups(tp=self.tp_group),  # without a group too, not parallel_state's
+        )
+        return losses, None
