@@ -20,6 +20,7 @@ from benchmarks.optimizer_arms import (
     LR,
     PRECISIONS,
     WEIGHT_DECAY,
+    AdamNumbers,
     CoreArm,
     Precision,
     Problem,
@@ -49,23 +50,6 @@ class DeviceProblem(Problem):
         with torch.device("cpu"):
             drawn = super().values(what, dtype)
         return [value.to(self.device) for value in drawn]
-
-
-@dataclass(frozen=True, slots=True)
-class AdamNumbers:
-    """What is the same for all elements of a step.
-
-    factors: the gradient is multiplied by both; their product need not be an fp32 number. step: counted from 1.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    step: int
-    factors: tuple[float, float] = (1.0, 1.0)
 
 
 def problem_of(workload: Workload, precision: str, device: torch.device) -> DeviceProblem:

@@ -24,6 +24,23 @@ CLIP = 1.0  # the gradients' norm is the root of their number, so that every cli
 SEED = 1234
 
 
+@dataclass(frozen=True, slots=True)
+class AdamNumbers:
+    """What is the same for all elements of a step.
+
+    factors: the gradient is multiplied by both; their product need not be an fp32 number. step: counted from 1.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+    factors: tuple[float, float] = (1.0, 1.0)
+
+
 @dataclass(frozen=True)
 class Precision:
     """What is kept in which dtype. master: None where the parameter is its own; int16 for a remainder."""

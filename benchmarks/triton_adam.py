@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.gpu_optimizer import AdamNumbers
+from benchmarks.optimizer_arms import AdamNumbers
 
 BLOCK = 1024  # elements of one program: 8 a thread, 16 bytes of the narrowest dtype
 

@@ -9,21 +9,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from core.groups.device_mesh import get_device_mesh as get_device_mesh
+from core.groups.device_mesh import arguments_of_mesh, device_mesh_of
 from core.groups.group_options import get_nccl_options as get_nccl_options
 from core.groups.group_options import group_options
 from core.groups.memory_buffer import GlobalMemoryBuffer
-from core.groups.process_groups import ProcessGroups
+from core.groups.process_groups import FIELDS, ProcessGroups
 from core.groups.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
 from core.groups.rank_grid import default_embedding_ranks as default_embedding_ranks
 from core.groups.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
 from core.watch.forked import drop_connections_in_workers
 from core.watch.rank_watch import RankWatch, start_watch
+from core.watch.waiting import use_watch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -132,6 +136,7 @@ def initialize_model_parallel(
     timeout = timedelta(minutes=distributed_timeout_minutes)
 
     _state.watch = start_watch(members["pp"].index(dist.get_rank())) if watch_ranks else None  # groups wait for ranks
+    use_watch(_state.watch)
     try:
         _state.groups = ProcessGroups.build(
             members, timeout=timeout, control_groups=create_gloo_process_groups, options=options
@@ -152,10 +157,25 @@ def destroy_model_parallel() -> None:
     """Destroy every group that `initialize_model_parallel` created and forget all overrides. May be called twice."""
     global _state
     groups, watch, _state = _state.groups, _state.watch, _ParallelState()
+    use_watch(None)
     if watch is not None:
         watch.stop(sys.exc_info()[1])  # the error by which this rank ends, if this is called on its way out
     if groups is not None:
         groups.destroy()
+
+
+def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
+    """`initialize_model_parallel` with the sizes and the order of a DeviceMesh, so that groups have the mesh's ranks.
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        initialize_from_device_mesh(mesh)
+
+    mesh: over all ranks; dimensions 'pp', 'dp' (or 'dp_replicate', 'dp_shard': the optimizer shards within the second),
+    'cp' and 'tp', the largest stride first. options: further arguments of initialize_model_parallel; those of experts,
+    say. Collective: every rank of the world. Raises ValueError, before any group is made, for a dimension that has no
+    counterpart here, for a part of the ranks, and for an option that the mesh gives.
+    """
+    initialize_model_parallel(**arguments_of_mesh(mesh, options))
 
 
 def model_parallel_is_initialized() -> bool:
@@ -186,6 +206,29 @@ def get_rank_grid() -> RankGrid:
     get_process_groups()
     assert _state.grid is not None, "groups are set only together with their grid"
     return _state.grid
+
+
+def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
+    """All ranks along the axes of the dense grid: dimensions 'pp', 'dp', 'cp', 'tp' in the default order.
+
+    expert: of the expert grid, 'pp', 'expt_dp', 'ep', 'expt_tp'. The first dimension has the largest stride between
+    ranks. An axis of size 1 is there too. No groups are made. Local. RuntimeError before initialization.
+    """
+    return device_mesh_of(get_rank_grid(), get_process_groups(), expert=expert)
+
+
+class ProcessGroupCollection(ProcessGroups):
+    """ProcessGroups by Megatron's name."""
+
+    @classmethod
+    def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
+        """The groups of this module, all or only `required_pgs`. ValueError if a name is no group."""
+        wanted = FIELDS if required_pgs is None else tuple(required_pgs)
+        unknown = [name for name in wanted if name not in FIELDS]
+        if unknown:
+            raise ValueError(f"Invalid process groups requested: {unknown}; known are {', '.join(FIELDS)}.")
+        groups = get_process_groups()
+        return cls(**{name: getattr(groups, name) for name in wanted})
 
 
 def get_all_ranks() -> str:

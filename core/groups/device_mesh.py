@@ -1,30 +1,24 @@
-"""The groups of `parallel_state` as torch's DeviceMesh, for DTensor and tools that take one; and groups from a mesh."""
+"""Groups as torch's DeviceMesh, for DTensor and tools that take one; and the sizes of a mesh."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from core.groups.rank_grid import TOKENS, axes_of
+from core.groups.process_groups import ProcessGroups
+from core.groups.rank_grid import TOKENS, RankGrid, axes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
-    """All ranks along the axes of the dense grid: dimensions 'pp', 'dp', 'cp', 'tp' in the default order.
-
-    expert: of the expert grid, 'pp', 'expt_dp', 'ep', 'expt_tp'. The first dimension has the largest stride between
-    ranks. An axis of size 1 is there too. No groups are made: those of `parallel_state` are used. Local.
-    Raises RuntimeError before initialize_model_parallel.
-    """
+def device_mesh_of(grid: RankGrid, groups: ProcessGroups, *, expert: bool = False) -> DeviceMesh:
+    """`core.parallel_state.get_device_mesh`, of a grid and the groups cut from it."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from core import parallel_state  # which gives this function its public name
-
-    grid, groups = parallel_state.get_rank_grid(), parallel_state.get_process_groups()
     names = {axis.token: axis.name for axis in axes_of(expert)}
     tokens = [token for token in reversed(grid.axes) if token in names]
     ranks = torch.arange(grid.world_size, device="cpu").view([grid.size(token, expert) for token in tokens])
@@ -39,19 +33,11 @@ DIMENSIONS = {"pp": "pp", "dp": "dp", "cp": "cp", "tp": "tp", "ddp": "dp", "fsdp
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
-def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
-    """`initialize_model_parallel` with the sizes and the order of a DeviceMesh, so that groups have the mesh's ranks.
+def arguments_of_mesh(mesh: DeviceMesh, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` and the sizes and order of a mesh, as arguments of initialize_model_parallel.
 
-        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
-        initialize_from_device_mesh(mesh)
-
-    mesh: over all ranks; dimensions 'pp', 'dp' (or 'dp_replicate', 'dp_shard': the optimizer shards within the second),
-    'cp' and 'tp', the largest stride first. options: further arguments of initialize_model_parallel; those of experts,
-    say. Collective: every rank of the world. Raises ValueError, before any group is made, for a dimension that has no
-    counterpart here, for a part of the ranks, and for an option that the mesh tells.
+    Raises ValueError as `core.parallel_state.initialize_from_device_mesh` does. Local.
     """
-    from core import parallel_state
-
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError("the DeviceMesh has no names of dimensions; make it with mesh_dim_names=('dp', 'tp') or so")
@@ -82,7 +68,7 @@ def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
     order = [*reversed(sizes), *(token for token in TOKENS if token not in sizes)]
     given: dict[str, Any] = {f"{argument}_size": sizes.get(token, 1) for token, argument in _ARGUMENTS.items()}
     given |= {"num_distributed_optimizer_instances": instances, "order": "-".join(order)}
-    parallel_state.initialize_model_parallel(**given, **options)
+    return {**given, **options}
 
 
 _ARGUMENTS = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel"}

@@ -24,7 +24,7 @@ FIELDS = (*KINDS, *CONTROL_GROUPS)
 
 
 class ProcessGroups:
-    """The process groups of one rank; Megatron's users know it as a process group collection.
+    """The process groups of one rank; `core.parallel_state.ProcessGroupCollection` adds what Megatron's users know.
 
     The fields are the kinds of `core.groups.rank_grid` and the control groups (dp_gloo, ...). Pass any of them by
     keyword; an unknown one is a ValueError. A field that was not given reads None. `require` raises an error instead
@@ -105,18 +105,6 @@ class ProcessGroups:
         if name not in FIELDS:
             raise ValueError(f"Unknown attribute: {name}; the process groups are {', '.join(FIELDS)}.")
         return getattr(self, name)
-
-    @classmethod
-    def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
-        """The groups of `parallel_state`, all or only `required_pgs`. ValueError if a name is no group."""
-        from core import parallel_state  # the face imports this file; only this porting aid looks back
-
-        wanted = FIELDS if required_pgs is None else tuple(required_pgs)
-        unknown = [name for name in wanted if name not in FIELDS]
-        if unknown:
-            raise ValueError(f"Invalid process groups requested: {unknown}; known are {', '.join(FIELDS)}.")
-        groups = parallel_state.get_process_groups()
-        return cls(**{name: getattr(groups, name) for name in wanted})
 
     @classmethod
     def build(

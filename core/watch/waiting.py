@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,6 +29,25 @@ ADVICE = (
     "Did a rank get fewer batches than the others, or leave out a backward, finalize_model_grads or optimizer.step? "
     "The output of the rank that failed first says more; restart from the last checkpoint"
 )
+
+
+class Watch(Protocol):
+    """What a wait that fails or lasts asks of the rank watch."""
+
+    def account(self, wait: waiting) -> str:
+        """Who did not come to a wait that has failed, in words."""
+
+    def beats_in_vain(self, patience_s: float) -> dict[int, int]:
+        """Rank -> last beat, of the ranks that can never go on."""
+
+
+_watch: Watch | None = None  # of this process
+
+
+def use_watch(watch: Watch | None) -> None:
+    """Name lost ranks by this watch from now on, by none if it is None. Called by who starts and stops the watch."""
+    global _watch
+    _watch = watch
 
 
 class PeerLost(RuntimeError):
@@ -120,11 +139,8 @@ class waiting:
 
     def _lost(self, error: BaseException) -> PeerLost:
         """What is raised instead of a backend's error. Takes a few seconds, because others have to be asked."""
-        from core import parallel_state  # it imports this file; only a failure looks back
-
-        watch = parallel_state.get_rank_watch()
         self.call = call_of(self.thread)
-        found = "" if watch is None else watch.account(self)
+        found = "" if _watch is None else _watch.account(self)
         lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {self.advice or ADVICE}")
         lost.wait = self
         return lost
@@ -151,9 +167,7 @@ def complete(work: dist.Work, slack_s: float = 0.0) -> None:
     Call it inside `waiting`, which says for what. A rank that computes is waited for, as long as that takes. slack_s:
     how long the collective itself may take.
     """
-    from core import parallel_state  # it imports this file
-
-    watch = parallel_state.get_rank_watch()
+    watch = _watch
     before: Mapping[int, int] = {}
     while watch is not None and not work.is_completed():
         try:

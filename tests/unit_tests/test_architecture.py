@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 # A module stands on the floor of the longest name here that it starts with. A file directly in core/ is ground.
 FLOORS = {
     "core": 0,
+    "core.watch": -2,
+    "core.groups": -1,
     "core.distributed": 3,
     "core.context_parallel": 2,
     "core.tensor_parallel": 2,
@@ -53,7 +55,7 @@ FLOORS |= {
 OPTIMIZER_ROOMS = ("algorithms", "settings", "masters", "groups", "norm", "step", "faces")
 OPTIMIZER_SETTINGS = {"optimizer_config", "loss_scaler"}
 LONGEST_FILE = 500
-LONGER_FOR_A_REASON = {"core/parallel_state.py": 550}  # a list of one-line accessors, whose names users know
+LONGER_FOR_A_REASON = {"core/parallel_state.py": 600}  # a list of one-line accessors, whose names users know
 BASE_PACKAGES = {"torch", "numpy", "einops"}
 EXTRA_PACKAGES = {
     "rich",
@@ -200,22 +202,26 @@ def test_imports_go_down_the_floors() -> None:
 
 
 def test_imports_make_no_circle() -> None:
+    """Imports inside functions count too: they end a circle for Python, and not for a reader."""
     below = {
-        module: {name for name, _ in imports_of(module, inside_functions=False) if name in MODULES and name != module}
+        module: {name for name, _ in imports_of(module, inside_functions=True) if name in MODULES and name != module}
         for module in MODULES
     }
-    finished: set[str] = set()
+    reached = {module: reached_from(module, below) for module in MODULES}
+    circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in MODULES} - {
+        frozenset()
+    }
+    assert not circles, f"imports in a circle: {[sorted(circle) for circle in circles]}"
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        if module in finished:
-            return
-        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
-        for imported in sorted(below[module]):
-            visit(imported, (*trail, module))
-        finished.add(module)
 
-    for module in sorted(MODULES):
-        visit(module, ())
+def reached_from(module: str, below: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = below[waiting.pop()] - found
+        found |= new
+        waiting.extend(new)
+    return found
 
 
 def room_of(module: str) -> str | None:
@@ -355,7 +361,7 @@ def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
 )
 def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: str, packages: tuple[str, ...]) -> None:
     loaded = modules_loaded_by(f"import {module}") - {"core"}
-    above = {name for name in loaded if floor_of(name) != 0 and not name.startswith(packages)}
+    above = {name for name in loaded if (floor_of(name) or 0) > 0 and not name.startswith(packages)}
     assert not above, f"import {module} also loads {sorted(above)}"
     assert module != "core" or not loaded, f"import core, which only tells a version, also loads {sorted(loaded)}"
 

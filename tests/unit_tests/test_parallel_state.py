@@ -484,10 +484,12 @@ def test_stages_follow_the_stand_in_sizes(forgotten):
 @ranks(2)
 def test_a_passable_subset_of_the_groups(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
-    subset = ProcessGroups.use_mpu_process_groups(["tp", "dp_cp"])
+    subset = parallel_state.ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp"])
     assert subset.tp is parallel_state.get_tensor_model_parallel_group()
     assert subset.pp is None
-    assert ProcessGroups.use_mpu_process_groups().mp is parallel_state.get_model_parallel_group()
+    assert (
+        parallel_state.ProcessGroupCollection.use_mpu_process_groups().mp is parallel_state.get_model_parallel_group()
+    )
 
 
 @ranks(2)

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from core import parallel_state
 from core.groups.group_options import COMMUNICATOR_SETTINGS, GROUP_NAMES, GroupOptions, get_nccl_options, group_options
-from core.groups.process_groups import CONTROL_GROUPS, FIELDS, GRADIENT_KINDS, ProcessGroupCollection, ProcessGroups
+from core.groups.process_groups import CONTROL_GROUPS, FIELDS, GRADIENT_KINDS, ProcessGroups
 from core.groups.rank_grid import RankGrid, group_ranks
 from tests.unit_tests.ranks import ranks
 
@@ -46,7 +47,7 @@ def test_an_unknown_group_is_refused_by_name():
 
 
 def test_a_group_that_was_not_given_reads_none_and_is_named_when_it_is_needed():
-    groups = ProcessGroupCollection()
+    groups = parallel_state.ProcessGroupCollection()
     assert all(getattr(groups, name) is None for name in FIELDS)
     assert (groups.size("tp"), groups.rank("tp")) == (1, 0)
     with pytest.raises(RuntimeError, match="process group 'embd' is needed"):
@@ -55,7 +56,7 @@ def test_a_group_that_was_not_given_reads_none_and_is_named_when_it_is_needed():
 
 def test_the_groups_of_parallel_state_are_asked_for_by_valid_names():
     with pytest.raises(ValueError, match=r"Invalid process groups requested: \['tpp'\]"):
-        ProcessGroups.use_mpu_process_groups(["tp", "tpp"])
+        parallel_state.ProcessGroupCollection.use_mpu_process_groups(["tp", "tpp"])
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ parallel_state .groups initialize_model_parallel is_unitialized get_data_paralle
     get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group
     get_expert_data_parallel_world_size get_expert_data_parallel_rank .hyper_comm_grid RankGenerator
     core.parallel_state * get_nccl_options default_embedding_ranks default_position_embedding_ranks
-process_groups_config core.groups.process_groups ProcessGroupCollection
+process_groups_config core.parallel_state ProcessGroupCollection
 hyper_comm_grid .hyper_comm_grid HyperCommGrid
 model_parallel_config .configs ModelParallelConfig
 

@@ -21,9 +21,9 @@ import torch
 
 import benchmarks
 from benchmarks import gpu
-from benchmarks.gpu_optimizer import NAMES, TRITON, AdamNumbers, checked, makers, problem_of
+from benchmarks.gpu_optimizer import NAMES, TRITON, checked, makers, problem_of
 from benchmarks.gpu_steps import MODELS
-from benchmarks.optimizer_arms import WrongWeights
+from benchmarks.optimizer_arms import AdamNumbers, WrongWeights
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from torch.optim import lr_scheduler
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.groups.device_mesh import initialize_from_device_mesh
 from core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.parallel_state import initialize_from_device_mesh
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch, make_net
 

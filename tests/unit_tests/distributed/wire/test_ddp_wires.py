@@ -66,7 +66,7 @@ def test_models_wrapped_with_two_collections_of_the_same_groups_do_not_mix(rank:
     models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.weight)
-    copied = ProcessGroups.use_mpu_process_groups()
+    copied = parallel_state.ProcessGroupCollection.use_mpu_process_groups()
     wrapped = [
         wrap(models[0], overlap_grad_reduce=True),
         wrap(models[1], overlap_grad_reduce=True, pg_collection=copied),

@@ -229,12 +229,14 @@ def norm_over_tp(rank: int, optimizer_groups: list[str], model_groups: list[str]
     model = nn.Module()
     model.column = nn.Parameter(torch.ones(3, dtype=torch.float64))
     model.column.tensor_model_parallel = True
-    wrapped_with = None if model_groups is None else ProcessGroups.use_mpu_process_groups(model_groups)
+    wrapped_with = (
+        None if model_groups is None else parallel_state.ProcessGroupCollection.use_mpu_process_groups(model_groups)
+    )
     ddp = wrap(model, initial_weights="ignore", pg_collection=wrapped_with)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=1.0),
         [ddp],
-        pg_collection=ProcessGroups.use_mpu_process_groups(optimizer_groups)
+        pg_collection=parallel_state.ProcessGroupCollection.use_mpu_process_groups(optimizer_groups)
         if optimizer_groups != ["model's"]
         else None,
     )
