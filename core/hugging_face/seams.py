@@ -6,6 +6,7 @@ It stands in the module's attribute `forward`, so hooks, recomputation and adapt
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,16 @@ def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> A
     raise PlanError(f"module {module!r} gave a {type(output).__name__} that does not begin with hidden states")
 
 
+def change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], value: Tensor) -> Tensor:
+    """A change of [batch, s, h], made to an output [batch x s, h] too: experts of llama4 give one.
+
+    rows: (batch, s) of the module's input.
+    """
+    if value.dim() != 2 or len(rows) < 2 or len(value) != math.prod(rows):
+        return change(value)
+    return change(value.unflatten(0, rows)).flatten(0, -2)
+
+
 class SeamForward:
     """The forward of a module at a seam.
 
@@ -104,12 +115,16 @@ class SeamForward:
             args = (ids, *args[1:])
         elif seam.before:
             args, kwargs = on_first(partial(self._changed, seam.before), seam.module, args, kwargs)
+        change = partial(self._changed, seam.after)
+        if seam.after in OVER_SEQUENCE:
+            hidden = next((value for value in (*args, *kwargs.values()) if is_hidden(value)), None)
+            change = partial(change_by_rows, change, () if hidden is None else hidden.shape[:-1])
         with self._without_bias() as bias:
             output = self.run(*args, **kwargs)
         if elsewhere is not None:
             output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if seam.after:
-            output = on_output(partial(self._changed, seam.after), seam.module, output)
+            output = on_output(change, seam.module, output)
         elif seam.before == "copy" and self.watch is not None:
             self.watch.leave_split(output)
         return output if bias is None else output + bias.to(output.dtype)

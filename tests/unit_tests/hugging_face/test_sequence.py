@@ -46,6 +46,7 @@ def verdict_on(family: str, tp: int = 1, pp: int = 1, sp: str = "split_gather", 
         ("gpt2", 2, "split_gather"),
         ("deepseek_v3", 2, "split_gather"),
         ("bert", 2, "split_gather"),
+        ("llama4_text", 2, "split_gather"),  # its experts give [batch x sequence, hidden]
         ("qwen3", 1, "all_to_all"),
         ("gpt2", 1, "all_to_all"),
         ("qwen2_moe", 1, "ring_attn"),  # makes a mask that no layer uses
