@@ -20,13 +20,18 @@ from torch import Tensor, nn
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
+from core.hugging_face.counted_positions import CountedPositions
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
-from core.hugging_face.parallel_loss import use_parallel_loss, why_logits_stay_whole, with_whole_logits
+from core.hugging_face.parallel_loss import (
+    use_parallel_loss,
+    why_logits_stay_whole,
+    with_whole_logits,
+)
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.seams import SeamForward
-from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence
+from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
 from core.hugging_face.slices import slice_of
 from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
@@ -156,7 +161,9 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         plan = use_parallel_loss(model, plan, groups.tp, sequence)
         place_seams(modules, plan, groups)
     if sequence is not None:
-        with refusing_failures(plan, *ONCE_SPLIT):
+        counted, counted_of_parts = CountedPositions(), CountedPositions()
+        inner = [model.get_submodule(place) for place in present_layers(model, layers)]
+        with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
             before = output_of(model, arguments)  # over tensor parallelism alone
         if mode in OVER_TENSOR:
             plan = over_sequence(model, plan, layers)
@@ -166,16 +173,25 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         report = declare_whole(model, plan, groups, arguments, [parameters[n] for n in parameters if n in plan.splits])
     if sequence is not None:
         sequence.attach(model, layers)
-        with refusing_failures(plan, f"with {mode!r}"):
+        with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
             after = _output_over_sequence(model, arguments, sequence, before.shape)
         refuse_other_output(plan, before, after, f"under {mode!r}", OTHER_TOKENS)
-    if tp * plan.ep > 1 or sequence is not None or "forward" in vars(model):  # a stage has a forward of its own
-        refuse_whole_methods(model, plan.family, parallel_output=parallel_output)
+        for place in counted.of_parts(counted_of_parts):
+            raise PlanError(
+                f"{plan.family}: under {mode!r} a layer counts the positions of its tokens itself (torch.arange in "
+                f"{place}), from 0 on every rank; use 'split_gather'. {AGAIN}"
+            )
+    is_stage = isinstance(vars(model).get("forward"), StageForward)
+    if tp * plan.ep > 1 or sequence is not None or is_stage:
+        parts = sequence is not None or is_stage
+        refuse_whole_methods(model, plan.family, **({"generate": IN_PARTS} if parts else {}))
+        if not parts and hasattr(model, "generate"):
+            model.generate = partial(generate_alike, model.generate)
     if tp > 1:
         refuse_partial_outputs(model, plan.family, f"over tp {tp}", SPLIT_HEADS)
-    if isinstance(vars(model).get("forward"), StageForward):
+    if is_stage:
         refuse_partial_outputs(model, plan.family, "in stages", IN_STAGES)
-    if tp > 1 or sequence is not None or isinstance(vars(model).get("forward"), StageForward):
+    if tp * plan.ep > 1 or sequence is not None or is_stage:
         model.forward_stream = ForwardStream(groups)
         model.forward_stream.attach(model)
     setattr(model, REPORT, report)

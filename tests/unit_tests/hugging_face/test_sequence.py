@@ -361,6 +361,17 @@ def test_a_family_that_has_no_form_for_it_is_refused(rank: int, world: int, fami
     assert verdict.answer == "refused", verdict
 
 
+@ranks(2)
+@pytest.mark.parametrize("sp", OVER_CONTEXT)
+@pytest.mark.in_suite(1)
+def test_a_layer_that_counts_positions_itself_is_refused_though_the_example_is_short(
+    rank: int, world: int, sp: str
+) -> None:
+    """llama4 takes the logarithm of a position's 8,192nds, which is that of 0 for all tokens of the example."""
+    verdict = verdict_on("llama4_text", sp=sp, floor_scale=8192)
+    assert verdict.answer == "refused" and "counts the positions of its tokens itself (torch.arange in" in verdict.why
+
+
 @pytest.mark.nightly
 @ranks(2, timeout_s=3600.0)
 @pytest.mark.parametrize("sp", ["split_gather", "all_to_all", "ring_attn"])
