@@ -1,17 +1,20 @@
 """check: a tiny random copy of a family, split over tp, against one process that splits nothing. All in fp64.
 
-Output and every gradient are compared, after DistributedDataParallel and finalize_model_grads, so the contracts are
-checked too. Families cast to fp32 inside; here such casts give fp64, so that equal means 1e-9.
+Both make three steps of SGD. Outputs and losses of each step, every gradient of the first and every weight after the
+last are compared, by DistributedDataParallel and finalize_model_grads, so the contracts are checked too. Families cast
+to fp32 inside; here such casts give fp64, so that equal means 1e-9.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,6 +36,8 @@ from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
 
 TOLERANCE = 1e-9
+STEPS, MOVES = 3, 0.02  # of SGD; the learning rate moves the weight with the largest gradient by so much in the first
+WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # endings of classes
 Answer = Literal["equal", "refused", "wrong", "not built"]
 
 
@@ -79,13 +84,13 @@ def check_on_rank(
                 model = tiny_model(tiny_config(kind, overrides))
                 inputs = tiny_inputs(model)
                 reference = copy.deepcopy(model)
-                microbatches = [_microbatch(inputs, number) for number in range(batches)]
-                expected = [_backward(reference, each, number, batches) for number, each in enumerate(microbatches)]
+                microbatches = [_microbatch(model, inputs, number) for number in range(batches)]
+                expected, grads, rate = _reference_steps(reference, microbatches)
             except Exception as error:
                 text = (str(error).strip().splitlines() or [""])[0]
                 return Verdict(name, "not built", f"{type(error).__name__}: {text}")
-            grads = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
-            if not all(bool(tensor.isfinite().all()) for tensor in (*expected, *grads)):
+            values = [*grads.values(), *(tensor for step in expected for batch in step for tensor in batch)]
+            if not all(value is None or bool(value.isfinite().all()) for value in values):
                 return Verdict(name, "not built", "the tiny copy's own output or gradients are not finite")
             if not parallel_state.model_parallel_is_initialized():
                 cp = 2 if sp in OVER_CONTEXT else 1
@@ -94,20 +99,35 @@ def check_on_rank(
                 )
             try:
                 if pp > 1:
-                    model, found = _pipeline(model, microbatches, inputs, pp, sp)
+                    run, chunks = _pipeline(model, microbatches, inputs, pp, sp)
+                    model = chunks[0].module
                 else:
                     split_model(model, example=inputs, sequence_parallel=sp)
+                    wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
+                    mine = parallel_state.get_process_groups().rank("dp")
+                    run, chunks = partial(_data_parallel_step, wrapped, microbatches[mine], mine), [wrapped]
+                    expected = [step[mine : mine + 1] for step in expected]
             except PlanError as error:
                 return Verdict(name, "refused", str(error))
-            if pp == 1:
-                wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
-                mine = parallel_state.get_process_groups().rank("dp")
-                found, expected = [_backward(wrapped, microbatches[mine], mine)], [expected[mine]]
-                finalize_model_grads([wrapped])
+            plan = getattr(model, REPORT).plan
+            differences = [(0.0, "")]
+            for step, wanted in enumerate(expected, start=1):
+                for batch, wanted_batch in zip(run(), wanted, strict=False):  # the first stages have no output
+                    for found, value, what in zip(batch, wanted_batch, ("output", "loss"), strict=True):
+                        differences.append(_off(found, value, float(value.abs().max()), f"the {what} of step {step}"))
+                if step == 1:
+                    mine_now = {n: p.grad for n, p in model.named_parameters()}
+                    differences += _differences("the gradient of", mine_now, grads, plan)
+                sgd_step(model, rate)
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
     finally:
         torch.set_default_dtype(torch.float32)
+    weights = {name: p.detach() for name, p in reference.named_parameters(remove_duplicate=False)}
+    mine_now = {name: p.detach() for name, p in model.named_parameters()}
+    differences += _differences(f"after {STEPS} steps", mine_now, weights, plan)
+    worst = max(agree.gather(max(differences), None, "the verdict").values())
     report = getattr(model, REPORT)
-    worst = max(agree.gather(_worst(found, expected, model, reference, report.plan), None, "the verdict").values())
     summed = len(report.partial), len(report.partial - report.plan.partial)
     answer: Answer = "equal" if worst[0] <= TOLERANCE else "wrong"
     why = "" if answer == "equal" else f"{worst[1]} is {worst[0]:.2g} off"
@@ -153,70 +173,126 @@ def ranks_of(tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> int:
     return tp * pp * ep * (2 if sp in OVER_CONTEXT else 1)
 
 
-def _microbatch(inputs: dict[str, Any], number: int) -> dict[str, Any]:
-    """The inputs with other tokens for each microbatch."""
+def _microbatch(model: Any, inputs: dict[str, Any], number: int) -> dict[str, Any]:
+    """The inputs with other tokens for each microbatch, and labels."""
     ids = ("input_ids", "decoder_input_ids")
-    return {name: value.roll(number, -1) if name in ids else value for name, value in inputs.items()}
+    return with_labels(
+        model, {name: value.roll(number, -1) if name in ids else value for name, value in inputs.items()}
+    )
+
+
+def with_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, and labels where the model takes the loss of tokens; some do not count."""
+    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    takes = inspect.signature(type(model).forward).parameters
+    if tokens is None or "labels" not in takes or not type(model).__name__.endswith(WITH_LABELS):
+        return inputs
+    return {**inputs, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
+
+
+def _reference_steps(
+    model: Any, microbatches: list[dict[str, Any]]
+) -> tuple[list[list[list[Tensor]]], dict[str, Tensor | None], float]:
+    """(output and loss of each microbatch of each step, the first step's gradients, the learning rate)."""
+    expected, grads, rate = [], dict[str, Tensor | None](), 0.0
+    for step in range(STEPS):
+        count = len(microbatches)
+        expected.append([_backward(model, each, number, count) for number, each in enumerate(microbatches)])
+        if step == 0:
+            grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+            rate = MOVES / max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
+        sgd_step(model, rate)
+        model.zero_grad(set_to_none=True)
+    return expected, grads, rate
+
+
+@torch.no_grad()
+def sgd_step(model: Any, rate: float) -> None:
+    """A step of SGD."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.sub_(rate * parameter.grad)
+
+
+def _data_parallel_step(wrapped: Any, batch: dict[str, Any], number: int) -> list[list[Tensor]]:
+    """Output and loss of a batch, whose gradients are finalized then."""
+    found = [_backward(wrapped, batch, number)]
+    finalize_model_grads([wrapped])
+    return found
 
 
 def _pipeline(
     model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int, sp: str | None
-) -> tuple[Any, Any]:
-    """This rank's stage after a step, and on the last stage what each microbatch gave."""
+) -> tuple[Callable[[], list[list[Tensor]]], list[Any]]:
+    """What makes a step and gives output and loss of each microbatch on the last stage, and this rank's stages."""
     layers = find_cut(model).count
     layout = PipelineLayout(tuple(layers // pp + (stage < layers % pp) for stage in range(pp)), pp)
     (stage,) = split_stages(model, layout, example=inputs, sequence_parallel=sp)
-    found: list[Tensor] = []
+    found: list[list[Tensor]] = []
 
     def forward_step(chunk: Any, number: int, hidden: Tensor | None) -> Tensor:
         output = chunk(received=hidden, **microbatches[number])
         if isinstance(output, Tensor):
             return output
-        value, loss = _projected(output, number)
-        found.append(value.detach())
+        value, loss = projected(output, number)
+        found.append([value.detach(), loss.detach()])
         return loss
 
     chunks = wrap_stages(stages_config(layout), DistributedDataParallelConfig(), [stage])
-    shape = stage_activations(stage, *inputs["input_ids"].shape)
-    PipelineRunner(chunks, layout, forward_step, shape).step(range(pp))
-    return stage, found
+    runner = PipelineRunner(chunks, layout, forward_step, stage_activations(stage, *inputs["input_ids"].shape))
+
+    def step() -> list[list[Tensor]]:
+        found.clear()
+        runner.step(range(pp))
+        return list(found)
+
+    return step, chunks
 
 
-def _backward(call: Any, inputs: dict[str, Any], number: int = 0, share: int = 1) -> Tensor:
-    """Backward from a random projection of the output, so that every element of it counts; the output."""
-    value, loss = _projected(call(**inputs), number)
+def _backward(call: Any, inputs: dict[str, Any], number: int = 0, share: int = 1) -> list[Tensor]:
+    """Backward from the loss; the output and the loss."""
+    value, loss = projected(call(**inputs), number)
     (loss / share).backward()
-    return value.detach()
+    return [value.detach(), loss.detach()]
 
 
-def _projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
-    """The output, and a mean of it with random weights, which are others for each microbatch."""
+def projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
+    """The output, and a mean of it with random weights, others for each microbatch, added to the model's own loss.
+
+    So every element of the output counts.
+    """
     named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
+    own = output.get("loss")
     value = next(value for value in [*named, *output.values()] if isinstance(value, Tensor))
     generator = torch.Generator("cpu").manual_seed(11 + number)
     weights = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return value, (value * weights.to(value.device)).mean()
+    loss = (value * weights.to(value.device)).mean()
+    return value, loss if own is None else loss + own
 
 
-def _worst(found: list[Tensor], expected: list[Tensor], model: Any, reference: Any, plan: Plan) -> tuple[float, str]:
-    """(largest relative difference, where): of the output, and of each gradient beside the model's largest one."""
-    references = dict(reference.named_parameters(remove_duplicate=False))
-    largest = max(float(p.grad.abs().max()) for p in references.values() if p.grad is not None)
-    differences = [(0.0, "")]
-    for output, wanted_output in zip(found, expected, strict=False):  # the first stages have no output
-        differences.append((float((output - wanted_output).abs().max() / wanted_output.abs().max()), "the output"))
-    for name, parameter in model.named_parameters():
-        grad, wanted = whole_gradient(name, parameter, plan), references[name].grad
-        if grad is None or wanted is None:
-            if (grad is None or not grad.any()) and (wanted is None or not wanted.any()):
-                continue
-            return math.inf, f"the gradient of {name!r}, which only one of the two has,"
-        off = float((grad - wanted).abs().max()) / largest
-        differences.append((off if math.isfinite(off) else math.inf, f"the gradient of {name!r}"))
-    return max(differences)
+def _off(found: Tensor, wanted: Tensor, scale: float, what: str) -> tuple[float, str]:
+    """(the largest difference beside a scale, of what)"""
+    off = float((found - wanted).abs().max()) / scale
+    return off if math.isfinite(off) else math.inf, what
 
 
-def whole_gradient(name: str, parameter: torch.nn.Parameter, plan: Plan) -> Tensor | None:
-    """A finalized gradient in the shape of the whole model. Collective over the groups that a slice is cut over."""
-    grad, groups = parameter.grad, parallel_state.get_process_groups()
-    return None if grad is None else whole_of(grad, plan.splits.get(name), groups)
+def _differences(
+    what: str, found: dict[str, Tensor | None], wanted: Mapping[str, Tensor | None], plan: Plan
+) -> Iterator[tuple[float, str]]:
+    """What `_off` gives for each tensor of this rank, beside the largest of the whole model's.
+
+    found: slices. Collective over the groups that they are cut over.
+    """
+    largest = max(float(value.abs().max()) for value in wanted.values() if value is not None)
+    for name, piece in found.items():
+        value, expected = whole_tensor(name, piece, plan), wanted[name]
+        if value is not None and expected is not None:
+            yield _off(value, expected, largest, f"{what} {name!r}")
+        elif (value is not None and value.any()) or (expected is not None and expected.any()):
+            yield math.inf, f"{what} {name!r}, which only one of the two has,"
+
+
+def whole_tensor(name: str, piece: Tensor | None, plan: Plan) -> Tensor | None:
+    """A slice in the shape of the whole model. Collective over the groups that it is cut over."""
+    groups = parallel_state.get_process_groups()
+    return None if piece is None else whole_of(piece, plan.splits.get(name), groups)

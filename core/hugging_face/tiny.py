@@ -19,7 +19,7 @@ from core.hugging_face.policies import POLICIES
 from core.hugging_face.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
-BATCH, TOKENS = 2, 12
+BATCH, TOKENS = 3, 12
 BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the tokenizer of bytes
 # Value -> names in configurations that get it. A name that a class does not have is left out.
 SMALL: dict[str, Any] = {
@@ -47,6 +47,8 @@ SMALL: dict[str, Any] = {
         (HEADS, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
         (HEAD, "linear_key_head_dim linear_value_head_dim linear_head_dim ssm_state_size mamba_d_state mamba_head_dim"),
         (4, "chunk_size mamba_chunk_size n_groups o_groups index_topk"),
+        (5, "sliding_window sliding_window_size attention_chunk_size"),  # less than TOKENS, so that each is met
+        (3, "floor_scale log_scaling_n_floor index_block_size"),
         (0, "num_kv_shared_layers pad_token_id zero_expert_num"),
     )
     for name in names.split()

@@ -22,7 +22,7 @@ from core.hugging_face import (
     stage_forward_step,
     stages_config,
 )
-from core.hugging_face.check import check_on_rank, whole_gradient
+from core.hugging_face.check import check_on_rank, whole_tensor
 from core.hugging_face.experts import ExpertsForward
 from core.hugging_face.slices import whole_of
 from core.hugging_face.tiny import families
@@ -71,7 +71,7 @@ def compare(model: Any, groups: Any, length: int = 11) -> None:
     largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
     assert largest > 1e-3
     for name, parameter in model.named_parameters():
-        found = whole_gradient(name, parameter, report.plan)
+        found = whole_tensor(name, parameter.grad, report.plan)
         assert found is not None, name
         assert float((found - reference.get_parameter(name).grad).abs().max()) < 1e-10 * largest, name
 
@@ -127,7 +127,7 @@ def test_experts_under_a_pipeline_are_one_process(rank: int, world: int) -> None
         PipelineRunner(wrapped, layout, stage_forward_step, shape).step(mine)
         largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
         for name, parameter in stages[0].named_parameters():
-            found = whole_gradient(name, parameter, stages[0].split_report.plan)
+            found = whole_tensor(name, parameter.grad, stages[0].split_report.plan)
             assert found is not None, name
             assert float((found - reference.get_parameter(name).grad).abs().max()) < 1e-10 * largest, name
 
