@@ -6,6 +6,7 @@ role `assistant`. A token is learned if any character of it is.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from core.training.hub import how_to_download
 from core.training.text import open_text
 
 SPACE = "Ġ"  # as tokenizers of GPT-2's kind spell it
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 STANDARD_LIBRARY_FILES = 100  # enough to see a loss fall, and tokenized in a second
 
 
@@ -66,7 +68,9 @@ def read_records(
             if line.strip():
                 count += 1
                 where = f"{file}, line {number}"
-                record = _record(line, where)
+                if number == 1 and line[:2] in UTF_16:
+                    raise ConfigError(f"{where} begins as UTF-16 text does; write the file in UTF-8")
+                record = _record(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, where)
                 checked(record, where)
                 yield where, record
     if count == 0:

@@ -225,7 +225,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         tomllib = require("tomli", "reading TOML on Python 3.10")
     try:
-        return tomllib.loads(read_bytes(path, LONGEST_TOML).decode())
+        return tomllib.loads(read_bytes(path, LONGEST_TOML).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path} (working directory {Path.cwd()})") from None
     except OSError as error:

@@ -137,6 +137,15 @@ def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
         list(read_records(file, None))
 
 
+def test_a_mark_of_utf_8_in_front_is_left_out_and_one_of_utf_16_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n', encoding="utf-8-sig")  # as Windows' editors write it
+    assert [record for _, record in read_records(file, None)] == [{"text": "fine"}]
+    file.write_text('{"text": "fine"}\n', encoding="utf-16")
+    with pytest.raises(ConfigError, match="data.jsonl, line 1 begins as UTF-16 text does; write the file in UTF-8"):
+        list(read_records(file, None))
+
+
 def test_a_null_is_the_same_as_absent(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     file = tmp_path / "data.jsonl"
