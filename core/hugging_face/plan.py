@@ -107,8 +107,9 @@ class Split:
     padded: True if a length that does not divide is padded with zeros at its end (a vocabulary).
     heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
     groups, queries: the attribute that says how many heads of queries share one of these heads of keys or values, and
-    how many queries there are. Where they are known, fewer heads than ranks are computed whole on every rank, which
-    then takes its own. axes: the groups that it is cut over: "tp" along `dim`, "ep" along dimension 0, of experts.
+    how many queries there are. Where they are known, heads that do not divide are computed whole on every rank, which
+    then takes those of its queries. axes: the groups that it is cut over: "tp" along `dim`, "ep" along dimension 0, of
+    experts.
     """
 
     parameter: str
@@ -150,8 +151,8 @@ class Split:
         return None
 
     def is_shared(self, tp: int) -> bool:
-        """True if each of its heads is used by several ranks of `tp`."""
-        return bool(self.groups) and self.heads < tp and tp % self.heads == 0
+        """True if some of its heads are used by several ranks of `tp`."""
+        return bool(self.groups) and self.heads % tp > 0 and self.queries % tp == 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Seam:
     """What happens to the input and the output of one module.
 
     tail: the number of last features of `copy tail`, or of those that every rank takes under `select`. heads: how many
-    heads the rest is in the whole model. arguments: the names of what `heads` cuts.
+    heads the rest is in the whole model. copies: of how many queries in the whole model each gets a head of its own
+    under `select`; 0 if all queries of a rank share its heads. arguments: the names of what `heads` cuts.
     """
 
     module: str
@@ -168,6 +170,7 @@ class Seam:
     after: After = ""
     tail: int = 0
     heads: int = 0
+    copies: int = 0
     arguments: tuple[str, ...] = ()
 
 
@@ -190,7 +193,7 @@ class Plan:
     ep: int = 1
 
     def at(self, tp: int) -> Plan:
-        """The plan for `tp` ranks: heads of keys and values that several ranks use stay whole, with partial gradients.
+        """The plan for `tp` ranks: heads of keys and values that do not divide stay whole, with partial gradients.
 
         PlanError, with the sizes that fit, if the model cannot be cut into so many equal parts.
         """
@@ -199,8 +202,9 @@ class Plan:
         seams, numbers = dict(self.seams), dict(self.numbers)
         for name, split in shared.items():
             module = name.rpartition(".")[0]
-            seams[module] = replace(seams[module], after="select", heads=split.heads)
-            numbers[split.groups] = split.queries
+            copies = split.queries if tp % split.heads else 0
+            seams[module] = replace(seams[module], after="select", heads=split.heads, copies=copies)
+            numbers[split.groups] = tp if copies else split.queries  # queries that share a head: 1, or all of a rank
         return replace(
             self,
             splits={name: split for name, split in self.splits.items() if name not in shared},

@@ -170,8 +170,14 @@ class SeamForward:
     def _selected(self, output: Tensor) -> Tensor:
         """Of [..., heads + shared ones], what this rank's queries use: its heads, or the one that it shares."""
         own, shared = output.split([output.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
-        own = own.unflatten(-1, (self.seam.heads, -1)).narrow(-2, *self._rank_heads()).flatten(-2)
-        return torch.cat([own, shared], dim=-1)
+        own = own.unflatten(-1, (self.seam.heads, -1))
+        if self.seam.copies:
+            tp, queries = group_size(self.group), torch.arange(self.seam.copies, device=own.device)
+            mine = queries.chunk(tp)[group_rank(self.group)]
+            own = own.index_select(-2, mine * self.seam.heads // self.seam.copies)
+        else:
+            own = own.narrow(-2, *self._rank_heads())
+        return torch.cat([own.flatten(-2), shared], dim=-1)
 
     def _rank_heads(self) -> tuple[int, int]:
         """(first, number) of this rank's heads; of fewer heads than ranks, the one that it shares with others."""

@@ -66,13 +66,14 @@ def test_tied_embeddings_are_cut_alike_also_where_one_has_a_rule_only() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit() -> None:
-    plan = read_plan(model_of("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48))
-    with pytest.raises(PlanError, match=r"k_proj.weight' \[24, 48\] holds 3 heads .* not divisible by 2.*fit.*: 1$"):
+    plan = read_plan(model_of("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48))
+    with pytest.raises(PlanError, match=r"q_proj.weight' \[48, 48\] holds 3 heads .* not divisible by 2.*fit.*: 1$"):
         plan.check_size(2)
     plan = read_plan(
         model_of("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48, intermediate_size=66)
     )
-    assert plan.sizes() == [1, 3, 6]  # over 6 ranks each head of keys is used by two
+    # Over 6 ranks each head of keys is used by two; over 2 ranks one is used by both, which have copies.
+    assert plan.sizes() == [1, 2, 3, 6]
     plan.check_size(3)
 
 

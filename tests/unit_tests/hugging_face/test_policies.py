@@ -79,12 +79,20 @@ def test_two_heads_of_keys_on_four_ranks_are_shared_by_pairs(rank: int, world: i
     assert "model.layers.0.self_attn.v_proj.weight" in report.partial
 
 
-def test_heads_of_keys_that_neither_divide_nor_are_divided_are_refused_with_the_sizes_that_fit() -> None:
+@ranks(2)
+def test_heads_of_keys_that_do_not_divide_are_copied_for_their_queries(rank: int, world: int) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3}  # a rank's three queries use two heads of keys
+    verdict = check_on_rank("qwen3", families()["qwen3/Qwen3Config"], world, sizes)
+    assert verdict.answer == "equal", verdict
+    assert verdict.summed[0] == 4 * 4  # of four layers: keys, values and both norms
+
+
+def test_heads_of_keys_fit_every_size_that_their_queries_fit() -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
     plan = read_plan(small("llama", **sizes))
-    assert plan.sizes() == [1, 2, 3, 6, 12]
-    with pytest.raises(PlanError, match=r"k_proj.weight' .* holds 6 heads.* fit this model: 1, 2, 3, 6, 12"):
-        plan.at(4)
+    assert plan.sizes() == [1, 2, 3, 4, 6, 12]
+    with pytest.raises(PlanError, match=r"q_proj.weight' .* holds 12 heads.* fit this model: 1, 2, 3, 4, 6, 12"):
+        plan.at(8)
 
 
 @ranks(2)

@@ -205,9 +205,9 @@ def test_a_split_model_is_refused_again_and_can_be_copied(rank: int, world: int)
 
 @ranks(2)
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_cut(rank: int, world: int) -> None:
-    model = small("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    model = small("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    with pytest.raises(PlanError, match=r"k_proj.weight' \[24, 48\] holds 3 heads"):
+    with pytest.raises(PlanError, match=r"q_proj.weight' \[24, 48\] holds 3 heads"):
         split_model(model)
     assert model.model.layers[0].self_attn.k_proj.weight.shape == (24, 48)
 
