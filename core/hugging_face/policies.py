@@ -69,6 +69,15 @@ _BERT = Policy(
         rowwise="attention.output.dense output.dense crossattention.output.dense",
     )
 )
+_ROBERTA = Policy({**_BERT.rules, **_rules(colwise_gather_output="lm_head.decoder", colwise="lm_head.bias")})
+_ALBERT = Policy(
+    _rules(
+        embedding_rowwise="embeddings.word_embeddings",
+        colwise_gather_output="predictions.decoder",
+        colwise="predictions.bias attention.query attention.key attention.value albert_layers.*.ffn",
+        rowwise="attention.dense albert_layers.*.ffn_output",
+    )
+)
 _VIT = Policy(
     _rules(colwise="attention.q_proj attention.k_proj attention.v_proj mlp.fc1", rowwise="attention.o_proj mlp.fc2")
 )
@@ -113,6 +122,7 @@ _FALCON_MULTI_QUERY = Policy(
     _FALCON.per_head,
 )
 _ENCODER_DECODER = _rules(
+    embedding_rowwise="shared encoder.embed_tokens",
     colwise_gather_output="proj_out",
     colwise="encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj",
     rowwise="encoder_attn.out_proj",
@@ -143,13 +153,15 @@ POLICIES: dict[str, Policy] = {
     "gpt2": _GPT2,
     "gptj": _GPTJ,
     "bert": _BERT,
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _ROBERTA),
+    "albert": _ALBERT,
     "vit": _VIT,
     "t5": _T5,
     "opt": _OPT,
     "bloom": _BLOOM,
     "falcon": _FALCON,
     "falcon, multi-query": _FALCON_MULTI_QUERY,
-    "whisper": _WHISPER,
+    **dict.fromkeys(("whisper", "bart", "mbart", "pegasus"), _WHISPER),  # encoders and decoders alike
     "sam": _SAM,
     "blip-2": _BLIP_2,
 }

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
         (HIDDEN, "expert_ffn_hidden_size projector_hidden_size projector_input_dim projector_output_dim"),
         (2 * HIDDEN, "intermediate_size ffn_dim d_ff dense_intermediate_size intermediate_size_mlp ffn_hidden_size"),
         (2 * HIDDEN, "encoder_ffn_dim decoder_ffn_dim mlp_dim"),
-        (LAYERS, "num_hidden_layers n_layer num_layers depth decoder_layers"),
+        (LAYERS, "num_hidden_layers n_layer num_layers depth encoder_layers decoder_layers"),
         (HEADS, "num_attention_heads n_head num_heads swa_num_attention_heads"),
         (HEADS, "encoder_attention_heads decoder_attention_heads"),
         (KEY_VALUE_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
@@ -255,7 +255,10 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
 }
 ENDINGS = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"]
-FIRST = {"WhisperConfig": ("ForConditionalGeneration",)}  # the causal one is a part: the decoder
+# Of these the causal model is a part, the decoder.
+FIRST = dict.fromkeys(("WhisperConfig", "BartConfig", "MBartConfig", "PegasusConfig"), ("ForConditionalGeneration",))
+# Of these the causal model is a decoder, which masks nothing unless its config says so.
+FIRST |= dict.fromkeys(("RobertaConfig", "XLMRobertaConfig", "CamembertConfig"), ("ForMaskedLM",))
 # What the table cannot say for a class: sizes that hang together, and lists of kinds of layers.
 SPECIAL: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 4, "image_token_index": 2},
