@@ -147,8 +147,11 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
     place_seams(modules, plan, groups)
     parallel_output = how.parallel_output is not False and (tp > 1 or mode is not None)
     if parallel_output:
-        with refusing_failures(plan, "with labels", "Leave the logits whole (parallel_output=False). "):
-            why = why_logits_stay_whole(model, plan, arguments, tp, cuts_sequence=mode in OVER_CONTEXT)
+        try:
+            with refusing_failures(plan, "with labels", again=""):
+                why = why_logits_stay_whole(model, plan, arguments, tp, cuts_sequence=mode in OVER_CONTEXT)
+        except PlanError as error:
+            why = str(error).strip().removeprefix(f"{plan.family}: ")
         if why is not None and how.parallel_output is True:
             raise PlanError(f"{plan.family}: {why}; leave the logits whole (parallel_output=False)")
         if why is not None:
