@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.groups import agree
@@ -62,13 +63,29 @@ class ForwardStream:
         if self._forks:
             self._forks.pop().close()
 
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Inside, ranks of tp and cp draw what the lowest of them would draw alone. Collective over these ranks."""
+        own = current_state()
+        states = agree.gather(own, self._groups_alike(), "the random numbers of generate")
+        first = min(states)
+        install_state(states[first])
+        try:
+            yield
+        finally:
+            if first != dist.get_rank():
+                install_state(own)
+
+    def _groups_alike(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self.groups.tp, self.groups.cp) if group is not None]
+
     def _begin(self) -> None:
         if self._has_begun or not ForwardStream.meets_ranks:
             return
         self._has_begun = True
         tracker = get_rng_tracker()
-        alike = [group for group in (self.groups.tp, self.groups.cp) if group is not None]
-        told = agree.gather((torch.initial_seed(), SEQUENCE_DROPOUT_STREAM in tracker), alike, "the seed of dropout")
+        mine = torch.initial_seed(), SEQUENCE_DROPOUT_STREAM in tracker
+        told = agree.gather(mine, self._groups_alike(), "the seed of dropout")
         seeded = [rank for rank, (_, has_stream) in told.items() if has_stream]
         if not seeded:
             seed, _ = told[min(told)]

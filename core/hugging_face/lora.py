@@ -110,7 +110,7 @@ def finish_adapters(
         arguments.update(received_example(model, arguments))
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
     setattr(adapted, REPORT, declare_whole(adapted, plan, groups, arguments, split_ones))
-    refuse_whole_methods(adapted, plan.family, parallel_output=False)
+    refuse_whole_methods(adapted, plan.family)
 
 
 def with_adapters(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,21 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
     if seam is None:
         return plan
     return replace(plan, seams={**plan.seams, seam.module: replace(seam, after="")})
+
+
+@contextmanager
+def gathering_logits(model: Any) -> Iterator[None]:
+    """Inside, logits that stay split over tensor parallelism are gathered by the output layer."""
+    head: Any = _output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
+    seam = getattr(getattr(head, "forward", None), "seam", None)
+    if seam is None:
+        yield
+        return
+    head.forward.seam = replace(seam, after="gather")
+    try:
+        yield
+    finally:
+        head.forward.seam = seam
 
 
 def _output_layer(model: Any) -> tuple[str, Any]:

@@ -24,6 +24,7 @@ from core.hugging_face.counted_positions import CountedPositions
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import (
+    gathering_logits,
     use_parallel_loss,
     why_logits_stay_whole,
     with_whole_logits,
@@ -40,6 +41,7 @@ from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 AGAIN = "The model has been cut; make it anew"
+IN_PARTS = "would choose a token from a part of the layers or of the sequence; generate with the model saved"
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
 OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
@@ -110,14 +112,20 @@ def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: 
     return method(*args, **kwargs)
 
 
-def refuse_whole_methods(model: Any, family: str, *, parallel_output: bool) -> None:
-    """Refuse what would save, resize or sample from a rank's part as if it were the model."""
+def generate_alike(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A split model's `generate`: of whole logits, with the same numbers drawn on all ranks of its group."""
+    model: Any = getattr(method, "__self__")  # noqa: B009
+    with gathering_logits(model), model.forward_stream.alike():
+        return method(*args, **kwargs)
+
+
+def refuse_whole_methods(model: Any, family: str, **more: str) -> None:
+    """Refuse what would save or resize a rank's part as if it were the model. more: other methods, and why."""
     refused = {
         "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
         "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
+        **more,
     }
-    if parallel_output:
-        refused["generate"] = "would choose among this rank's part of the vocabulary; split with parallel_output=False"
     for name, why in refused.items():
         if not isinstance(getattr(model, name, None), (partial, type(None))):
             setattr(model, name, partial(whole_only, getattr(model, name), f"{family} is split: {name} {why}"))

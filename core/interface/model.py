@@ -25,6 +25,11 @@ class ModelWrapper(nn.Module):
         """The module's forward."""
         return self.module(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What a transformers model's own `generate` gives. Every rank calls it; data ranks may have other prompts."""
+        model: Any = self.unwrap()
+        return model.generate(*args, **kwargs)
+
 
 class AMPModelMixin:
     """A model whose optimizer keeps master weights of its own."""

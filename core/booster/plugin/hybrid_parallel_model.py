@@ -94,6 +94,22 @@ class HybridParallelModel(LowLevelZeroModel):
                 output = self._with_whole_loss(output, count, total)
         return refuse_use_of_split_logits(self.unwrap(), output)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` gives, on this rank's slices; ranks of tp draw the same tokens.
+
+        Experts over ranks compute together, so data ranks whose texts have ended go on until all have (synced_gpus).
+        """
+        if self.layout is not None:
+            raise RuntimeError(
+                f"the model is cut into {self.layout.num_stages} pipeline stages, and each makes a part of a token; "
+                "generate with the model saved: booster.save_model, then transformers or core.generate"
+            )
+        self.expect_values()
+        if self.groups.size("ep") > 1:
+            kwargs.setdefault("synced_gpus", True)
+        with self.failures_told():
+            return super().generate(*args, **kwargs)
+
     @cached_property
     def _positional(self) -> list[str]:
         """Names of the arguments of the model's forward."""

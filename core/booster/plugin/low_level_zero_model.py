@@ -56,6 +56,13 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         return self.module(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What a transformers model's own `generate` gives. Sharded parameters are whole meanwhile, on each rank."""
+        if self.cast_to is not None:
+            args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        with self.gathered():
+            return super().generate(*args, **kwargs)
+
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.cast_to) if value.is_floating_point() else value
 

@@ -48,6 +48,11 @@ from core.optimizer.loss_scaler import DynamicLossScaler
 class TorchFSDPModel(ModelWrapper):
     """A model whose units are sharded; `module` is the user's own module, its parameters are DTensors now."""
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` gives. Each forward gathers, so ranks go on until all texts have ended."""
+        kwargs.setdefault("synced_gpus", True)
+        return super().generate(*args, **kwargs)
+
 
 class FSDPOptimizerWrapper(OptimizerWrapper):
     """An optimizer over shards: norms, limits and overflows are those of the whole gradient. All are collective.
