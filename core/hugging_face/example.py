@@ -30,7 +30,8 @@ def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | N
     made = _main_input(model, length)
     if model.config.is_encoder_decoder or "decoder_input_ids" in takes:
         made["decoder_input_ids"] = _ids(model, length)
-    if "use_cache" in takes:
+    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    if "use_cache" in takes or (passes_on and hasattr(model.config.get_text_config(), "use_cache")):
         made["use_cache"] = False  # layers of other kinds than attention have no such cache
     return made
 
