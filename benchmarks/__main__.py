@@ -9,6 +9,10 @@ import sys
 BENCHMARKS = {
     "collectives": ("benchmarks.collectives", "ways to reduce and gather on CPU, and which one is taken"),
     "communication": ("benchmarks.communication", "bytes sent and collectives a step, counted, against theory"),
+    "families": (
+        "benchmarks.families",
+        "every family of Transformers with a plan, through HybridParallelPlugin at its defaults: equal or refused",
+    ),
     "first_steps": ("benchmarks.first_steps", "what the watch of the first two steps costs in them, and later"),
     "gpu": (
         "benchmarks.gpu",
