@@ -45,6 +45,7 @@ IN_PARTS = "would choose a token from a part of the layers or of the sequence; g
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
 OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
+IN_16_BITS, TIMES = 0.1, 3.0  # what rounding may do in any case, and of what it does to the whole model
 EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
 REPORT = "split_report"  # the attribute of a split model that says how it was split
 
@@ -176,6 +177,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         inner = [model.get_submodule(place) for place in present_layers(model, layers)]
         with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
             before = output_of(model, arguments)  # over tensor parallelism alone
+            limit = rounding_of(model, arguments, before)
         if mode in OVER_TENSOR:
             plan = over_sequence(model, plan, layers)
             place_seams(modules, plan, groups)
@@ -186,7 +188,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         sequence.attach(model, layers)
         with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
             after = _output_over_sequence(model, arguments, sequence, before.shape)
-        refuse_other_output(plan, before, after, f"under {mode!r}", OTHER_TOKENS)
+        refuse_other_output(plan, before, after, limit, f"under {mode!r}", OTHER_TOKENS)
         for place in counted.of_parts(counted_of_parts):
             raise PlanError(
                 f"{plan.family}: under {mode!r} a layer counts the positions of its tokens itself (torch.arange in "
@@ -294,17 +296,52 @@ def first_tensor(output: Any) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor))
 
 
+def rounding_of(model: Any, arguments: Mapping[str, Any], before: Tensor) -> float:
+    """How far rounding may move the output `before` of the example, relative to its norm.
+
+    In 16 bits a router may choose another expert after it. So the example runs once more, with embeddings that are off
+    by as much as they are rounded.
+    """
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    if eps <= torch.finfo(torch.float32).eps:
+        return ROUNDING.get(before.dtype, IN_16_BITS)
+    embedding = model.get_input_embeddings() if "input_ids" in arguments else None
+    if not isinstance(embedding, nn.Module):
+        return IN_16_BITS
+    generator = torch.Generator("cpu").manual_seed(3)
+
+    def move(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        noise = torch.randn(output.shape, generator=generator, device="cpu").to(output.device, output.dtype)
+        return output * (1 + eps * noise)
+
+    handle = embedding.register_forward_hook(move)
+    try:
+        return max(IN_16_BITS, TIMES * distance_of(output_of(model, arguments), before))
+    finally:
+        handle.remove()
+
+
+def distance_of(after: Tensor, before: Tensor) -> float:
+    """The norm of a difference, relative to that of `before`."""
+    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
+
+
 def refuse_other_output(
-    plan: Plan, before: Tensor, after: Tensor, how: str = "split over tp", why: str = "its plan is wrong"
+    plan: Plan,
+    before: Tensor,
+    after: Tensor,
+    limit: float,
+    how: str = "split over tp",
+    why: str = "its plan is wrong",
 ) -> None:
-    """The split model computes what the whole one did, up to rounding, or its plan is wrong."""
+    """The split model computes what the whole one did, up to rounding (`limit`), or its plan is wrong."""
     if after.shape != before.shape:
         raise PlanError(
             f"{plan.family}: {how}, its output for the example is {list(after.shape)} and that of the whole model "
             f"{list(before.shape)}, so {why}. {AGAIN}"
         )
-    off = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
-    if not off <= ROUNDING.get(before.dtype, 0.1):
+    off = distance_of(after, before)
+    if not off <= limit:
         raise PlanError(
             f"{plan.family}: {how}, its output for the example is {off:.2g} away from that of the whole model "
             f"(relative to its norm), so {why}. {AGAIN}"

@@ -30,6 +30,7 @@ from core.hugging_face.split import (
     refuse_other_output,
     refusing_failures,
     refusing_together,
+    rounding_of,
 )
 from core.hugging_face.stages import (
     ModelCut,
@@ -107,6 +108,7 @@ def split_stages(
 def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
     layout, groups = how.layout, how.groups
     before: Tensor | None = None
+    limit = 0.0
     with refusing_together(CUT, ValueError, alone=layout is None):
         plan = prepare(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -120,10 +122,12 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
         elif groups.size("tp") * plan.ep > 1:
             with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
                 before = output_of(model, arguments)
+        if before is not None:
+            limit = rounding_of(model, arguments, before)
         parts = _cut(model, order, plan, how)
     finish_parts(parts, plan, arguments, how)
     if before is not None:
-        _compare_output(parts, plan, arguments, before, how)
+        _compare_output(parts, plan, arguments, (before, limit), how)
     return parts
 
 
@@ -282,12 +286,15 @@ def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
 
 
 def _compare_output(
-    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], before: Tensor, how: Splitting
+    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Tensor, float], how: Splitting
 ) -> None:
-    """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world."""
-    layout = how.layout
+    """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world.
+
+    whole: the whole model's output, and how far rounding may move it.
+    """
+    layout, (before, limit) = how.layout, whole
     if layout is None:
-        refuse_other_output(plan, before, output_of(parts[0], arguments, whole=True))
+        refuse_other_output(plan, before, output_of(parts[0], arguments, whole=True), limit)
         return
     outputs: list[Tensor] = []
 
@@ -302,4 +309,4 @@ def _compare_output(
     forward_only(layout, runs, 1, lambda stage: sent, group, before.device)
     with refusing_together(CUT):
         for after in outputs:
-            refuse_other_output(plan, before, after, "as a pipeline", ORDER)
+            refuse_other_output(plan, before, after, limit, "as a pipeline", ORDER)

@@ -16,7 +16,7 @@ from core.distributed.contract.gradient_contract import declare_gradient
 from core.distributed.guard.finite import ReplicaDriftError
 from core.hugging_face import PlanError, read_plan, save_split, split_model
 from core.hugging_face.check import check_on_rank
-from core.hugging_face.tiny import families
+from core.hugging_face.tiny import families, tiny_config, tiny_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
@@ -210,6 +210,15 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_cut(rank: int, wor
     with pytest.raises(PlanError, match=r"q_proj.weight' \[24, 48\] holds 3 heads"):
         split_model(model)
     assert model.model.layers[0].self_attn.k_proj.weight.shape == (24, 48)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["beam/BeamConfig", "bailing_hybrid/BailingHybridConfig"])
+def test_rounding_to_16_bits_is_no_wrong_plan(rank: int, world: int, name: str) -> None:
+    """beam gives logits in fp32; a router of bailing_hybrid chooses another expert after another rounding."""
+    model = tiny_model(tiny_config(families()[name])).bfloat16()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    split_model(model)
 
 
 @ranks(2)
