@@ -109,6 +109,18 @@ def test_heads_without_a_rule_and_layers_without_a_cache_are_boosted_by_default(
 
 
 @ranks(2)
+def test_labels_of_which_a_model_makes_no_loss_change_nothing(rank: int, world: int) -> None:
+    """higgs_audio_v2 without a head for text has no loss of text."""
+    model = tiny_model(tiny_config(all_families()["higgs_audio_v2/HiggsAudioV2Config"])).eval()
+    reference = copy.deepcopy(model)
+    _, boosted, _ = boosted_over_tp(model)
+    inputs = tiny_inputs(model)
+    found = boosted.eval()(**inputs, labels=inputs["input_ids"])
+    assert found.get("loss") is None
+    torch.testing.assert_close(gather_logits(found.logits), reference(**inputs).logits, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
 def test_logits_of_a_causal_model_stay_split_by_default(rank: int, world: int) -> None:
     model = small("llama")
     reference = copy.deepcopy(model)
