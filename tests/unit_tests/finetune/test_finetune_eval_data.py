@@ -11,12 +11,13 @@ pytest.importorskip("tyro")
 
 import torch.nn.functional as F
 
-from core import convert, parallel_state
+from core import parallel_state
 from core.checkpoint import list_steps
 from core.finetune.config import TunedData
 from core.finetune.main import main
 from core.finetune.model import byte_tokenizer, directory_of
 from core.finetune.windows import open_windows, prepare_windows
+from core.jobs import convert
 from core.training.errors import ConfigError
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
 from tests.unit_tests.ranks import ranks

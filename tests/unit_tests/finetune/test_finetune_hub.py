@@ -12,13 +12,13 @@ pytest.importorskip("tyro")
 
 import huggingface_hub
 
-from core import convert, generate
 from core.finetune.config import load_config
 from core.finetune.job import tune
 from core.finetune.main import main
 from core.finetune.model import check_model, directory_of
 from core.finetune.plan import plan_tuning
 from core.finetune.windows import read_documents
+from core.jobs import convert, generate
 from tests.unit_tests.finetune.test_finetune_job import CPU, config_in
 from tests.unit_tests.ranks import ranks
 
