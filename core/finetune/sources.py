@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from core.bounded_read import read_bytes
+from core.checkpoint.bounded_read import read_bytes
 from core.training.errors import ConfigError
 from core.training.extras import require
 from core.training.hub import cached_data, how_to_download

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
 from core.training.hub import cached_model, how_to_download
 from core.training.job import on_started_ranks
-from core.training.launch import Launch, find_launch
+from core.training.launch import Launch, find_launch, say_once
 from core.training.model_config import transformer_config
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION
@@ -292,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.place = Path(cached_model(str(options.place)))
         return _run(options)
     except (ConfigError, CheckpointError, MissingExtra, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        launch = find_launch(os.environ) if "RANK" in os.environ else None
+        say_once(f"error: {error}", launch, os.environ)
         return 2
 
 
