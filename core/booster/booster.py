@@ -120,10 +120,7 @@ class Booster:
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Accumulate the gradient of `loss` as the optimizer needs it (a loss scale, say)."""
-        if self.plugin is None:
-            optimizer.backward(loss)
-        else:
-            self.plugin.backward(loss, optimizer)
+        optimizer.backward(loss)
 
     def execute_pipeline(
         self,

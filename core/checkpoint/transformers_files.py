@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.pieces import MODEL
 from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
 from core.checkpoint.tied_tensors import names_apart
@@ -35,7 +36,10 @@ FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "at
 
 def is_of_transformers(place: Path) -> bool:
     """True for a directory whose config.json tells a model_type."""
-    return (place / CONFIG).is_file() and "model_type" in json.loads((place / CONFIG).read_text())
+    if not (place / CONFIG).is_file():
+        return False
+    content = parse_json(read_bytes(place / CONFIG))
+    return isinstance(content, dict) and "model_type" in content
 
 
 class Weights:
@@ -81,6 +85,12 @@ def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor
     config = config_from_transformers(json.loads((source / CONFIG).read_text()))
     files = SafetensorsFiles(source)
     given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
+    for name, tensor in given.items():
+        if name.endswith(".weight") and not tensor.is_floating_point():  # a mask may be of whole numbers
+            raise ValueError(
+                f"{source}: {name!r} is {tensor.dtype} in its files; only numbers with a point are read, so write the "
+                "model without its quantization first"
+            )
     if config.share_embeddings_and_output_weights:
         pairs = names_apart({(EMBEDDINGS[layout_of(config)], HEAD): config.params_dtype}, given)
         for first, other in pairs:

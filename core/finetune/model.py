@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.booster import Booster
@@ -29,7 +30,7 @@ from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, 
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan
-from core.hugging_face.configuration import read_configuration
+from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.precision import cast_model
 from core.hugging_face.stages import find_cut
@@ -40,7 +41,7 @@ from core.optimizer.algorithms.lion import Lion
 from core.optimizer.groups.param_key import decays_by_default
 from core.training.config import OptimizerOptions
 from core.training.errors import ConfigError
-from core.training.hub import cached_model, how_to_download, is_hub_name
+from core.training.hub import how_to_download
 from core.training.model_config import DTYPES
 
 CHAT = (
@@ -51,12 +52,12 @@ MARKS = BYTE_MARKS
 
 
 def directory_of(config: TuneConfig) -> Path:
-    """Where the model lies: in the cache of huggingface_hub too, and a tiny one where `make_tiny` makes it."""
+    """Where the model lies; a tiny one is made there by `make_tiny`."""
     path = config.model.path
     if path.startswith(TINY):
         name = path.removeprefix(TINY)
         return config.run.directory / "tiny" / f"{name}-{config.model.sequence_length}-{config.run.seed}"
-    return Path(cached_model(path))
+    return Path(path)
 
 
 def causal_class(config: Any, path: str) -> Any:
@@ -76,7 +77,7 @@ def check_model(config: TuneConfig) -> None:
     path = config.model.path
     if path.startswith(TINY):
         make_tiny(config)
-    elif not (directory_of(config) / "config.json").is_file():
+    elif not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"--model.path {path} holds no config.json; give a checkpoint directory, or {TINY}FAMILY for a small "
             f"random model{how_to_download(path, 'model')}"
@@ -132,7 +133,7 @@ def load_tokenizer(config: TuneConfig) -> Any:
     """The tokenizer beside the model. ConfigError where there is none."""
     directory = directory_of(config)
     try:
-        return transformers_package().AutoTokenizer.from_pretrained(directory)
+        return transformers_package().AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever is missing or broken
         told = one_line(error)
         raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {told}") from error
@@ -241,7 +242,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
     booster = Booster(plugin=plugin)
     in_slices = config.parallel.plugin == "hybrid" or config.parallel.tp > 1
     try:
-        configuration = transformers_package().AutoConfig.from_pretrained(directory)
+        configuration = read_configuration(directory)
         kind = causal_class(configuration, config.model.path)
         dtype = DTYPES[config.model.dtype]
         if in_slices:
@@ -250,14 +251,13 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             model = model.float() if dtype is torch.float32 else cast_model(model, dtype)
             untie_by_files(model, directory, weight_files(directory))
         else:
+            check_files(directory, dist.get_rank(), dist.get_world_size())
             model, told = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
             if told["missing_keys"]:
                 refuse_missing(directory, sorted(told["missing_keys"]))
             model.train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
             checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
-        if is_hub_name(config.model.path):  # which adapters name as their base: the cache is of this machine alone
-            model.name_or_path = config.model.path
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)

@@ -40,10 +40,13 @@ def check_weights(directory: Path, model: Any) -> None:
         raise ConfigError(f"--model.path {directory}: {one_line(error)}") from error
     files = [file for file in files if file.suffix == ".safetensors"]
     sizes: dict[str, list[int]] = {}
+    kinds: dict[str, str] = {}
     for file in files:
         try:
             with open_safetensors(file, verify=False) as opened:
-                sizes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118  it is no dictionary
+                    found = opened.get_slice(name)
+                    sizes[name], kinds[name] = found.get_shape(), found.get_dtype()
         except (OSError, CheckpointError) as error:
             raise ConfigError(
                 f"--model.path {directory}: {file.name} has {file.stat().st_size:,} bytes and is no whole safetensors "
@@ -55,6 +58,11 @@ def check_weights(directory: Path, model: Any) -> None:
             raise ConfigError(
                 f"--model.path {directory}: {name!r} has shape {sizes[name]} in its file, and "
                 f"{list(param.shape)} by config.json; one of the two belongs to another model"
+            )
+        if kinds.get(name, "F").startswith(("I", "U", "BOOL")):
+            raise ConfigError(
+                f"--model.path {directory}: {name!r} is {kinds[name]} in its file, and only numbers with a point "
+                "are trained; give the model without its quantization"
             )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     lacking = sorted(params.keys() - sizes.keys() - tied.keys() - set(tied.values()))

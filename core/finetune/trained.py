@@ -17,13 +17,12 @@ from core.checkpoint.transformers_files import is_of_transformers
 from core.finetune.config import LoraOptions, TuneConfig, TunedModel
 from core.finetune.model import causal_class, directory_of, lora_config_of
 from core.finetune.model_files import ADAPTER
-from core.hugging_face.configuration import read_configuration
+from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
 from core.training.config_file import saved_options
 from core.training.errors import ConfigError
 from core.training.extras import require_installed
-from core.training.hub import cached_model, how_to_download
 from core.training.model_config import DTYPES
 
 # Folders in the run's directory: what is trained, and the adapter where that is merged into a model.
@@ -62,22 +61,28 @@ def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     ConfigError for an adapter whose base model is not where the adapter's configuration says.
     """
     transformers = transformers_package()
-    kind = transformers.AutoModelForCausalLM
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if not (directory / ADAPTER).is_file():
-        return Tuned(kind.from_pretrained(directory, dtype=dtype).eval(), tokenizer)
+        return Tuned(_loaded(directory, dtype).eval(), tokenizer)
     require_installed("peft", "an adapter", "peft")
     import peft
 
     base = json.loads((directory / ADAPTER).read_text()).get("base_model_name_or_path")
-    found = cached_model(str(base or ""))
-    if not is_of_transformers(Path(found)):
+    if not base or not is_of_transformers(Path(base)):
         raise ConfigError(
             f"{directory / ADAPTER} names the base model {base!r}, which is no model's directory (from {Path.cwd()}); "
-            f"start where it was trained, or write the right path there{how_to_download(found, 'model')}"
+            "start where it was trained, or write the right path there"
         )
-    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(found, dtype=dtype), directory)
+    adapted = peft.PeftModel.from_pretrained(_loaded(Path(base), dtype), directory)
     return Tuned(adapted.eval(), tokenizer)
+
+
+def _loaded(directory: Path, dtype: torch.dtype | str) -> Any:
+    """The whole model of a directory, whose files are those that were saved."""
+    look_at(directory)
+    check_files(directory)
+    kind = transformers_package().AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
 
 
 def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
@@ -104,8 +109,6 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
         require_installed("peft", "an adapter", "peft")
         import peft
 
-        model = peft.get_peft_model(
-            transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype), lora_config_of(config)
-        )
+        model = peft.get_peft_model(_loaded(base, dtype), lora_config_of(config))
     load_checkpoint(root, [model], step=found.step)
-    return Tuned(model.eval(), transformers.AutoTokenizer.from_pretrained(base))
+    return Tuned(model.eval(), transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False))

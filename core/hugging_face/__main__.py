@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.hugging_face.check import check_families, table
-from core.hugging_face.configuration import read_configuration
+from core.hugging_face.directory import read_configuration
 from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import all_families
 

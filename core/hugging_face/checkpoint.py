@@ -10,6 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from core.checkpoint.tied_tensors import refuse_apart
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.configuration import read_configuration
+from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.policies import Policy
@@ -72,30 +73,43 @@ def load_split(
     of which no part can be read.
     """
     groups = resolve_groups(pg_collection)
-    kind = _class_of(directory, kind)
     how = Splitting(groups, layout, parallel_output, sequence_parallel)
+    options = {"trust_remote_code": False, **options}
     parts: list[Any] = []
-    with refusing_together(f"loading {os.fspath(directory)!r}", *FAILURES, alone=layout is None):
+    # Any error: what is wrong with a file on one rank, transformers says by errors of many kinds.
+    with refusing_together(f"loading {os.fspath(directory)!r}", Exception, groups=how.ranks):
+        kind = _class_of(directory, kind, options["trust_remote_code"])
+        checked = _checked_files(directory, groups, layout)
         stages: Sequence[int | None] = [None]
         if layout is not None:
             layout.check_ranks(groups)
             stages = layout.stages_of(groups.rank("pp"))
         for stage in stages:
-            model, plan, _ = _load(directory, kind, policy, stage, how, options)
+            model, plan, _ = _load(directory, kind, policy, stage, how, options, checked)
             parts.append(model.to(device))
     finish_parts(parts, plan, example_of(parts[0], groups, example), how)
     return parts[0] if layout is None else parts
 
 
-def _class_of(directory: str | os.PathLike[str], kind: Any) -> Any:
+def _checked_files(
+    directory: str | os.PathLike[str], groups: ProcessGroups, layout: PipelineLayout | None
+) -> set[Path]:
+    """The directory's files, whose checksums are shared out among the ranks that load them together."""
+    if layout is None:
+        return check_files(directory, groups.rank("tp"), groups.size("tp"))
+    return check_files(directory, dist.get_rank(), dist.get_world_size())
+
+
+def _class_of(directory: str | os.PathLike[str], kind: Any, trust_remote_code: bool) -> Any:
     """The class of models: the one that is given, of an auto class the one for the directory's config.json.
 
     Without a class it is what config.json names, or else the family's causal language model. PlanError for none.
     """
     transformers = transformers_package()
     if kind is not None and not hasattr(kind, AUTO):
+        look_at(directory, trust_remote_code=True)  # the caller has the code
         return kind
-    configuration = read_configuration(directory)
+    configuration = read_configuration(directory, trust_remote_code=trust_remote_code)
     where = f"{os.fspath(directory)!r}: its config.json"
     names = configuration.architectures
     if kind is None and names:
@@ -115,7 +129,13 @@ def _class_of(directory: str | os.PathLike[str], kind: Any) -> Any:
 
 
 def _load(
-    directory: str | os.PathLike[str], kind: Any, policy: Policy | None, stage: int | None, how: Splitting, options: Any
+    directory: str | os.PathLike[str],
+    kind: Any,
+    policy: Policy | None,
+    stage: int | None,
+    how: Splitting,
+    options: Any,
+    checked: Collection[Path],
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
     """A model, or one stage of it, with this rank's slices; tags and seams are still to come. The plan of the whole
     model; what loading has told: `missing_keys` and `unexpected_keys`, and which names were `untied` by the files."""
@@ -125,7 +145,7 @@ def _load(
     untied: list[str] = []
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
-        stored = _stored(model, files, config)
+        stored = _stored(model, files, config, Path(directory), checked)
         untied.extend(untie_as_stored(model, stored, os.fspath(directory)))
         chosen = None if policy is None else read_plan(model, policy)
         cut, plan = None, prepare(model, chosen, groups)
@@ -170,7 +190,8 @@ def read_slices(
     slices go. Not collective. Raises PlanError as `load_split` does, and ValueError where the files lack a weight of
     the model, have another one, or have different values for the names of one.
     """
-    model, _, told = _load(directory, kind, policy, stage, Splitting(groups, layout), options)
+    checked = _checked_files(directory, groups, layout)
+    model, _, told = _load(directory, kind, policy, stage, Splitting(groups, layout), options, checked)
     refuse_apart([(n[0], name) for name in told["untied"] for n in tied if name in n], os.fspath(directory))
     lacking = sorted(told["missing_keys"])
     unknown = sorted(told["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
@@ -181,12 +202,29 @@ def read_slices(
     return dict(model.state_dict(keep_vars=True)), model.bytes_read
 
 
-def _stored(model: Any, files: list[str], config: Any) -> Stored:
-    """The tensors of the files by the parameters that they become. PlanError for files that are no safetensors."""
+def _stored(model: Any, files: list[str], config: Any, directory: Path, checked: Collection[Path]) -> Stored:
+    """The tensors of the files by the parameters that they become.
+
+    checked: files whose checksums have been compared. PlanError for files that are no safetensors or lie outside of the
+    directory, and for whole numbers in place of a weight.
+    """
     for file in files:
         if not file.endswith(".safetensors"):
             raise PlanError(f"{family_of(model)}: {file!r} is no safetensors file, so no part of it can be read alone")
-    return stored_tensors(model, files, config.weight_mapping or [])
+        path = Path(file)
+        if directory.is_dir() and (directory not in path.parents or ".." in path.relative_to(directory).parts):
+            raise PlanError(f"{family_of(model)}: its config.json names {file!r}, which is outside of {directory}")
+    stored = stored_tensors(model, {file: Path(file) not in checked for file in files}, config.weight_mapping or [])
+    weights = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    for (name, _), keys in stored.items() if getattr(model.config, "quantization_config", None) is None else ():
+        for key, opened in keys.items() if name in weights else ():
+            kind = opened.get_slice(key).get_dtype()
+            if kind.startswith(("I", "U", "BOOL")):
+                raise PlanError(
+                    f"{family_of(model)}: {key!r} is {kind} in the files, and the model has numbers with a "
+                    "point there; config.json says nothing of a quantization"
+                )
+    return stored
 
 
 def _sliced(

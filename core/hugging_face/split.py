@@ -39,6 +39,7 @@ from core.hugging_face.transformers_plans import read_plan
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from core.watch.waiting import is_peers
 
 AGAIN = "The model has been cut; make it anew"
 IN_PARTS = "would choose a token from a part of the layers or of the sequence; generate with the model saved"
@@ -140,6 +141,14 @@ class Splitting:
     layout: PipelineLayout | None = None
     parallel_output: bool | Literal["where possible"] = False
     sequence_parallel: str | None = None
+
+    @property
+    def ranks(self) -> agree.Groups:
+        """The groups over which a call is collective. With stages these are all ranks."""
+        if self.layout is not None:
+            return None
+        axes = ["tp", "ep", *(["cp"] if self.sequence_parallel in OVER_CONTEXT else [])]
+        return [self.groups.require(axis) for axis in axes if self.groups.size(axis) > 1]
 
 
 def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
@@ -356,6 +365,8 @@ def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAI
     except PlanError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        if is_peers(error):  # another rank has ended, and the model's code is not to blame
+            raise
         text = str(error).strip().splitlines() or [""]
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         where = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, nn.Module)), "")
@@ -366,16 +377,15 @@ def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAI
 
 
 @contextmanager
-def refusing_together(what: str, *kinds: type[Exception], alone: bool = False) -> Iterator[None]:
-    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds. Collective.
+def refusing_together(what: str, *kinds: type[Exception], groups: agree.Groups = None) -> Iterator[None]:
+    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds.
 
-    alone: True for a model whose ranks outside the tensor-parallel group do something else, perhaps.
+    Collective over `groups`, or else the world.
     """
     failure: Exception | None = None
-    caught: tuple[type[Exception], ...] = () if alone else (PlanError, *kinds)
+    kinds = (PlanError, *kinds)
     try:
         yield
-    except caught as error:
+    except kinds as error:
         failure = error
-    if not alone:
-        agree.refuse(failure, None, what, PlanError)
+    agree.refuse(failure, groups, what, PlanError)

@@ -109,7 +109,7 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
     layout, groups = how.layout, how.groups
     before: Tensor | None = None
     limit = 0.0
-    with refusing_together(CUT, ValueError, alone=layout is None):
+    with refusing_together(CUT, ValueError, groups=how.ranks):
         plan = prepare(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")

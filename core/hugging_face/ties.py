@@ -18,11 +18,11 @@ from core.checkpoint.weights.one_file import SAFE_SUFFIX, open_safetensors
 Stored = dict[tuple[str, str | None], dict[str, Any]]
 
 
-def stored_tensors(model: Any, files: Iterable[str | Path], mapping: Sequence[Any]) -> Stored:
+def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]) -> Stored:
     """The tensors of safetensors files by the parameter that they become, or a part of: {key: open file}.
 
-    mapping: transformers' conversions of the model. The pattern of a conversion is a part of the key here; None where a
-    tensor becomes a parameter alone.
+    files: with True the checksum of a file is compared. mapping: transformers' conversions of the model. The pattern of
+    a conversion is a part of the key here; None where a tensor becomes a parameter alone.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -30,8 +30,8 @@ def stored_tensors(model: Any, files: Iterable[str | Path], mapping: Sequence[An
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = model.state_dict()
     stored: Stored = {}
-    for file in files:
-        opened = open_safetensors(Path(file), verify=False)  # the load compares checksums
+    for file, verify in files.items():
+        opened = open_safetensors(Path(file), verify=verify)
         for key in opened.keys():  # noqa: SIM118  it is no mapping
             target = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
             stored.setdefault(target, {})[key] = opened
@@ -48,7 +48,8 @@ def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[s
 
     if not ties_of(model) or any(file.suffix != SAFE_SUFFIX for file in files):
         return []
-    return untie_as_stored(model, stored_tensors(model, files, get_model_conversion_mapping(model)), directory)
+    unread = {str(file): False for file in files}  # the load compares checksums
+    return untie_as_stored(model, stored_tensors(model, unread, get_model_conversion_mapping(model)), directory)
 
 
 def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint import CheckpointError, save_checkpoint
+from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
 from core.finetune.trained import Tuned
-from core.hugging_face.configuration import check_layers
+from core.hugging_face.directory import look_at
 from core.jobs.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra
-from core.training.hub import cached_model
 from core.training.model_config import transformer_config
 from core.training.run_directory import CHECKPOINTS
 from core.training.token_file import TOKENIZER
@@ -60,18 +60,32 @@ def export_tuned(tuned: Tuned, target: Path, *, shard_bytes: int) -> str:
 
 def bring_in(place: Path, target: Path) -> str:
     """Write a model of transformers as a checkpoint of step 0; what was written, in a sentence."""
-    check_layers(place)
     theirs, state = read_transformers(place)
     options = options_for(theirs)
     model = GPTModel(dataclasses.replace(theirs, perform_initialization=False))
     model.load_state_dict(state)
-    has_tokenizer = (place / TOKENIZER).is_file()
-    tokenizer = TOKENIZER if has_tokenizer else "bytes" if theirs.vocab_size == BYTES else UNKNOWN
+    words = tokenizer_in(place)
+    tokenizer = TOKENIZER if words is not None else "bytes" if theirs.vocab_size == BYTES else UNKNOWN
     configuration = {"model": dataclasses.asdict(options), "data": {"tokenizer": tokenizer}}
     report = save_checkpoint(target / CHECKPOINTS, 0, [model], configuration=configuration)
-    if has_tokenizer:
-        (target / TOKENIZER).write_bytes((place / TOKENIZER).read_bytes())
+    if words is not None:
+        (target / TOKENIZER).write_bytes(words)
     return f"{report.directory}: {len(state)} tensors"
+
+
+def tokenizer_in(place: Path) -> bytes | None:
+    """The bytes of a tokenizer's file, if there is one. ConfigError for another file under its name, or by a link."""
+    file = place / TOKENIZER
+    if not file.exists():
+        return None
+    try:
+        words = read_bytes(file)
+        found = parse_json(words)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or "model" not in found:
+        raise ConfigError(f"{file} holds no tokenizer, which is a JSON object with a 'model'; it is not copied")
+    return words
 
 
 def options_for(config: TransformerConfig) -> ModelOptions:
@@ -127,9 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(options: Any) -> str:
     """What was written, in a sentence."""
-    source, target = Path(cached_model(str(options.source))), options.target
+    source, target = options.source, options.target
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; choose another target, or move it away")
+    if (source / CONFIG).exists():
+        look_at(source)
     if not is_of_transformers(source):
         tuned = load_tuned(source, options.step)
         if tuned is not None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from core.hugging_face.configuration import MOST_LAYERS, read_configuration
+from core.hugging_face.directory import MOST_LAYERS, read_configuration
 from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
 from core.pipeline_parallel.schedules import plan_pipeline
