@@ -10,12 +10,15 @@ from core.plan.plan_run import RunPlan
 from core.plan.report import KINDS
 from core.plan.step_time import flops_of, model_flops
 from core.training.extras import require
-from core.training.plots import figure
+from core.training.plots import SPAN_COLORS, figure
 
 GIB = 1 << 30
 COLORS = ("#2e6da4", "#7fb3d5", "#82c99d", "#c7e9b4", "#f0b27a", "#f7dc6f", "#bb8fce", "#d98880", "#aab7b8", "#76448a")
-ACTIONS = {"F": ("forward", "#7fb3d5"), "B": ("backward", "#5499c7")}
-ACTIONS |= {"I": ("input gradients", "#5499c7"), "W": ("weight gradients", "#2e6da4")}
+ACTIONS = {"F": ("forward", SPAN_COLORS["forward"]), "B": ("backward", SPAN_COLORS["backward"])}
+ACTIONS |= {
+    "I": ("input gradients", SPAN_COLORS["input gradient"]),
+    "W": ("weight gradients", SPAN_COLORS["weight gradient"]),
+}
 
 
 def draw_memory(path: Path, plan: RunPlan) -> None:
@@ -63,7 +66,10 @@ def draw_time_line(path: Path, plan: RunPlan) -> None:
                 )
                 label = None
     end = max(span.end_s for span in time.spans)
-    for name, seconds, color in (("gradients", time.gradients, "#f0b27a"), ("optimizer", time.optimizer, "#82c99d")):
+    for name, seconds, color in (
+        ("gradients", time.gradients, SPAN_COLORS["finalize"]),
+        ("optimizer", time.optimizer, SPAN_COLORS["optimizer"]),
+    ):
         axes.broken_barh([(end, seconds)], (-0.35, places - 0.3), facecolors=color, label=name)
         end += seconds
     axes.set_yticks(range(places), [f"rank {memory.rank}" for memory in plan.memories])

@@ -10,16 +10,18 @@ from core.training.extras import require
 from core.training.step_log import StepRecord
 from core.training.step_trace import StepTrace
 
+# Okabe and Ito's, which people who are blind to a colour can tell apart too.
 SPAN_COLORS = {
-    "data": "#bbbbbb",
-    "forward": "#7fb3d5",
-    "backward": "#5499c7",
-    "input gradient": "#5499c7",
-    "weight gradient": "#2e6da4",
-    "finalize": "#f0b27a",
-    "optimizer": "#82c99d",
-    "loss": "#cccccc",
+    "data": "#dddddd",
+    "forward": "#56b4e9",
+    "backward": "#d55e00",
+    "input gradient": "#d55e00",
+    "weight gradient": "#0072b2",
+    "finalize": "#f0e442",
+    "optimizer": "#009e73",
+    "loss": "#dddddd",
 }
+IN_FLIGHT, EXPOSED = "#cc79a7", "#222222"
 
 
 def figure(width: float, height: float) -> Any:
@@ -74,9 +76,9 @@ def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
         bar(0, span.start_s, span.end_s, color=SPAN_COLORS.get(span.name, "#999999"), label=label)
     for row, event in enumerate(buckets, start=1):
         first = row == 1
-        bar(row, event.launched_s, event.done_s, color="#bb8fce", label="in flight" if first else None)
+        bar(row, event.launched_s, event.done_s, color=IN_FLIGHT, label="in flight" if first else None)
         label = "exposed" if first else None
-        bar(row, event.wait_start_s, event.wait_end_s, color="#e74c3c", alpha=0.8, label=label)
+        bar(row, event.wait_start_s, event.wait_end_s, color=EXPOSED, alpha=0.8, label=label)
     axes.set_yticks(range(len(buckets) + 1), ["main thread", *(event.label for event in buckets)])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the step began")
@@ -108,7 +110,7 @@ def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
             bar(row - 0.12, 0.55, span.start_s, span.end_s, span.name, SPAN_COLORS.get(span.name, "#999999"))
         for event in trace.buckets:
             if event.launched_s is not None and event.done_s is not None:
-                bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", "#bb8fce")
+                bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", IN_FLIGHT)
     axes.set_yticks(range(len(step)), [f"rank {trace.rank}" for trace in step])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the step began")
