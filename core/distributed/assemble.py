@@ -160,7 +160,7 @@ def assemble(
         files if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
-        BufferSync.of(module, plan.contracts, groups) if ddp_config.broadcast_buffers else None,
+        BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers),
         watch,
         functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, own_part),
     )

@@ -121,8 +121,8 @@ class DistributedDataParallelConfig:
     broadcast_buffers: torch DDP's option of this name. True: a forward begins with the first data rank's buffers of
         modules, such as a BatchNorm's statistics, if the forward before it recorded gradients outside no_sync; in one
         broadcast, and in none where there are no buffers. Where gradients are sharded, once a step. All ranks then run
-        equally many forwards of the wrapper. False: each rank keeps its own. None: False, but True in
-        core.integrations, as with torch's DDP.
+        equally many forwards of the wrapper. False: each rank keeps its own. None: False, with a warning where there
+        are BatchNorms, but True in core.integrations, as with torch's DDP.
     """
 
     grad_reduce_in_fp32: bool = False

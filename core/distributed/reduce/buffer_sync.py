@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 
 Named = dict[str, torch.Tensor]
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is none of these
 
 
 class BufferSync:
@@ -53,6 +55,24 @@ class BufferSync:
         made = cls(module, contracts, groups)
         return made if made.lanes else None
 
+    @classmethod
+    def chosen(
+        cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups, asked: bool | None
+    ) -> BufferSync | None:
+        """As `of`, where it is asked for. Where nothing is said the first data rank warns of BatchNorm. Collective."""
+        if asked:
+            return cls.of(module, contracts, groups)
+        own = [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS) and _moves(part)]
+        if asked is None and own and groups.size(DATA_KINDS[0]) > 1 and groups.rank(DATA_KINDS[0]) == 0:
+            warnings.warn(
+                f"{len(own)} layers of BatchNorm, the first {own[0]!r}, keep statistics of each rank's own data: ranks "
+                "would evaluate and save different models. Set broadcast_buffers=True in "
+                "DistributedDataParallelConfig, which torch's DDP does by default, or use torch.nn.SyncBatchNorm; "
+                "broadcast_buffers=False says that it is meant",
+                stacklevel=2,
+            )
+        return None
+
     def before_forward(self, steps: int, *, syncs: bool, once_a_step: bool) -> None:
         """Broadcast if one is due. steps: finalized so far. syncs: True if this forward's gradients will be reduced."""
         was_due, self.is_due = self.is_due, syncs
@@ -82,6 +102,11 @@ class BufferSync:
             for name, buffer in self.module.named_buffers()
             if buffer.numel() and buffer.layout is torch.strided and (name in self.of_experts) == wants_experts
         }
+
+
+def _moves(part: nn.Module) -> bool:
+    """True for a BatchNorm in training with statistics of its own."""
+    return part.training and getattr(part, "running_mean", None) is not None
 
 
 def _unpack(packed: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from core import parallel_state
-from core.distributed import LayoutMismatch, finalize_model_grads
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    LayoutMismatch,
+    finalize_model_grads,
+)
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net, wrap
 
@@ -150,3 +156,31 @@ def test_buffers_of_experts_stay_with_their_experts(rank: int, world: int) -> No
     assert ours.module[0].running_mean.tolist() == [1.0, 1.0]
     assert ours.module[1].running_mean.tolist() == [rank + 1.0] * 2
     assert ours.module[1].below.running_mean.tolist() == [rank + 1.0] * 2
+
+
+@ranks(2)
+def test_batch_norm_whose_statistics_stay_each_ranks_own_is_warned_of_once(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+
+    def said(module: nn.Module, broadcast: bool | None = None) -> list[str]:
+        config = DistributedDataParallelConfig(broadcast_buffers=broadcast)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DistributedDataParallel(None, config, module)
+        return [str(each.message) for each in caught]
+
+    def new() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3))
+
+    found = said(new())
+    assert len(found) == (rank == 0)  # by the first rank for all
+    if found:
+        assert found[0].startswith("2 layers of BatchNorm, the first '1', keep statistics of each rank's own data")
+    assert said(new(), True) == said(new(), False) == []
+    assert said(nn.SyncBatchNorm.convert_sync_batchnorm(new())) == []
+    assert said(nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3, track_running_stats=False))) == []
+    frozen = new()
+    frozen[1].eval()
+    frozen[3].eval()
+    assert said(frozen) == []
