@@ -33,7 +33,7 @@ FREE_MODEL_OPTIONS = frozenset(
         *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
         "logits_chunk",
-        *("gradient_checkpointing",),  # of the fine-tuning job
+        *("gradient_checkpointing", "merge"),  # of the fine-tuning job
     )
 )
 
