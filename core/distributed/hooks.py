@@ -82,6 +82,8 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         engine.reducer.note_forward()
         if engine.first_steps.active:
             engine.first_steps.note_forward(args, kwargs, trains=module.training)
+    elif module.training:
+        engine.first_steps.note_evaluation()
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:

@@ -9,11 +9,14 @@ What is looked at, where several ranks train a model and `first_steps` is not 'i
 | both steps | what `core.context_parallel` has cut are parts of one batch | an error |
 | both steps | the first and the last pipeline stage have the same microbatch | an error |
 | the first step | gradients of copies are equal over every group that holds them, data groups apart | an error |
+| the first step | parameters of two stages, rows of split tables: see `guard.places` | an error; a warning |
 | the second step | the data ranks were not given one batch in both steps | a warning |
 | the second step | every trained parameter has had a gradient on some rank | a warning |
 | the second step | every parameter that had one has moved, or an optimizer holds it | a warning |
 | the second step | gradients of the step before were zeroed | a warning |
 | the second step | not only vectors are trained, of a model with matrices | a warning |
+| the second step | gradients of outputs, inputs of recomputed modules: see `guard.outputs` | a warning |
+| at any time | the first forward without gradients in training mode drops nothing out | a warning |
 
 An error is raised in `finalize_model_grads`, on all ranks alike, before the optimizer steps. With 'warn' it is a
 warning too. Warnings are given by the first rank of a stage. A first step in which a gradient is not finite, as with
@@ -43,7 +46,9 @@ from torch import nn
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding, ReplicaDriftError, all_finite, unequal_gradients
-from core.distributed.guard.inputs import Inputs, Leaf
+from core.distributed.guard.inputs import Inputs, Leaf, whole_numbers
+from core.distributed.guard.outputs import Outputs
+from core.distributed.guard.places import Tables, held_twice
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
@@ -84,6 +89,7 @@ class FirstSteps:
     ) -> None:
         several = any(groups.size(name) > 1 for name in world_chain(groups))
         self.active = several and ddp_config.first_steps != "ignore"
+        self.groups = groups
         self.warns = ddp_config.first_steps == "warn"
         self.compares_weights = ddp_config.initial_weights != "ignore"
         self.module, self.plan, self.buckets, self.own_part = module, plan, list(buckets), own_part
@@ -92,12 +98,16 @@ class FirstSteps:
         self.seen = 0  # steps that count
         self.tries = 0  # steps that do not
         self.inputs, self.microbatches = Inputs(), Inputs()
+        self.outputs = Outputs(module, sees_evaluation=ddp_config.first_steps != "ignore")
+        self.tables = Tables(self.buckets, groups)
         self.batch: list[Leaf] | None = None  # of the first step, if all data ranks were given the same
         self.used = [bytearray(len(bucket.params)) for bucket in self.buckets]
         self.samples: list[Sample] = []
         self.stepped = 0  # optimizers' steps on these parameters until the first finalize
         self.left: list[torch.Tensor] = []  # 0-dim, by sample: its gradient when the second step begins
-        if not self.active:
+        if self.active:
+            self.outputs.start()
+        else:
             self.stop()
 
     def note_forward(self, args: Sequence[Any], kwargs: dict[str, Any], *, trains: bool) -> None:
@@ -107,6 +117,20 @@ class FirstSteps:
         self.computes_in_16_bits |= torch.is_autocast_enabled(kind) or lower
         if trains:
             self.inputs.note({**dict(enumerate(args)), **kwargs})
+            self.outputs.begin_forward()
+            for tokens in whole_numbers((args, kwargs)) if self.seen == 0 else ():
+                self.tables.note(tokens)
+
+    @property
+    def speaks(self) -> bool:
+        """True on the first rank of a stage."""
+        return all(self.groups.rank(name) == 0 for name in ("dp_cp", "tp"))
+
+    def note_evaluation(self) -> None:
+        """A forward begins in training mode that records no gradients. The first one is looked at, in any step."""
+        text = self.outputs.random_evaluation()
+        if text is not None and self.speaks:
+            warnings.warn(f"rank {dist.get_rank()}: {text}", stacklevel=4)
 
     def cuts_inputs(self) -> bool:
         """True if ranks of tensor parallelism may be given parts of a sequence or of a batch."""
@@ -124,6 +148,8 @@ class FirstSteps:
         self.active = False
         self.inputs.stop()
         self.microbatches.stop()
+        self.outputs.stop()
+        self.tables.stop()
         self.samples, self.left, self.batch = [], [], None
 
 
@@ -163,7 +189,8 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
         coarse = any(watch.computes_in_16_bits for watch in watches)
         buckets = [bucket for watch in watches for bucket in watch.buckets]
         drift = unequal_gradients(buckets, groups, coarse=coarse)  # all ranks of a group make its collective
-        found = found or drift
+        untied = held_twice([(watch.module, watch.plan) for watch in watches], groups)
+        found = found or untied or drift
     overflows = first.seen == 0 and not _finite([bucket for watch in watches for bucket in watch.buckets])
     same = _same_on_data_ranks(inputs, groups)
     chain = world_groups(groups)
@@ -171,8 +198,8 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
     if told[0]:
         everyone = agree.gather(found, chain, "what is wrong in the first steps").values()
         _report(min(finding for finding in everyone if finding is not None), first)
-    speaks = all(groups.rank(name) == 0 for name in ("dp_cp", "tp"))
-    if doubt and speaks:
+    unmasked = [text for watch in watches if first.seen == 0 for text in watch.tables.unmasked()]
+    if doubt and first.speaks:
         _warn(f"{doubt[2]}. This is right only if each rank is meant to have a part of a batch")
     if told[1]:
         _count_for_nothing(watches)
@@ -184,17 +211,21 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
         for watch in watches:
             watch.samples = _samples(watch)
             watch.seen = 1
+            watch.outputs.end_step(counts=True, is_second=False)
         first.batch, first.stepped = inputs if same else None, optimizer_steps
+        for text in unmasked if groups.rank("dp_cp") == 0 else ():
+            _warn(text)
         return
     texts = [
         *_same_data_twice(first.batch, inputs if same else None),
+        *(text for watch in watches for text in watch.outputs.end_step(counts=True, is_second=True)),
         *(text for watch in watches for text in (*_without_gradient(watch), *_only_vectors(watch))),
         *_not_moved(watches),
         *(_not_zeroed(watches) if optimizer_steps > first.stepped else ()),
     ]
     for watch in watches:
         watch.stop()
-    for text in texts if speaks else ():
+    for text in texts if first.speaks else ():
         _warn(text)
 
 
@@ -213,6 +244,7 @@ def _warn(text: str) -> None:
 def _count_for_nothing(watches: Sequence[FirstSteps]) -> None:
     for watch in watches:
         watch.tries += 1
+        watch.outputs.end_step(counts=False, is_second=False)
         if watch.tries >= MOST_TRIES:
             watch.stop()
 

@@ -79,6 +79,13 @@ class Inputs:
         self.noted = []
 
 
+def whole_numbers(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors of whole numbers among the inputs of a forward."""
+    for _, tensor in _leaves(given, "", MOST_DEPTH):
+        if _is_readable(tensor) and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            yield tensor
+
+
 def _leaves(given: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(given, torch.Tensor):
         yield path, given
