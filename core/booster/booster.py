@@ -120,7 +120,10 @@ class Booster:
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Accumulate the gradient of `loss` as the optimizer needs it (a loss scale, say)."""
-        optimizer.backward(loss)
+        if self.plugin is None:
+            optimizer.backward(loss)
+        else:
+            self.plugin.backward(loss, optimizer)
 
     def execute_pipeline(
         self,

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 if TYPE_CHECKING:
     from core.booster.checkpoint_io import CheckpointIO
+    from core.interface import OptimizerWrapper
 
 Boosted = tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]
 
@@ -104,6 +106,10 @@ class Plugin(ABC):
     ) -> nn.Module:
         """The model with LoRA adapters, new or from a directory. Called before `configure`."""
         raise NotImplementedError(f"{type(self).__name__} does not support LoRA; use TorchDDPPlugin")
+
+    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
+        """Accumulate the gradient of a loss as the optimizer needs it."""
+        optimizer.backward(loss)
 
 
 class PipelinePluginBase(Plugin):

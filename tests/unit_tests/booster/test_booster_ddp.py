@@ -165,3 +165,45 @@ def test_batch_norm_becomes_common_to_all_ranks_off_the_cpu() -> None:
 def test_batch_norm_on_cpus_is_left_alone_with_a_warning(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match="no SyncBatchNorm for CPUs"):
         boosted(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(5, 4), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return [head(hidden) for head in self.heads]
+
+
+@ranks(2)
+def test_a_second_loss_of_one_forward_is_refused_because_torch_leaves_it_local(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(TwoHeads())
+    x, _ = batch(rank, 0, torch.float32)
+    first, second = (out.sum() for out in model(x))
+    booster.backward(first + 0 * second, optimizer)
+    first, second = (out.sum() for out in model(x))  # another forward, and both outputs in one loss
+    torch.autograd.grad(first, model.unwrap().body.weight, retain_graph=True)
+    (first + second).backward(retain_graph=True)  # without the booster nothing is looked at
+    first, second = (out.sum() for out in model(x))
+    booster.backward(first + 0 * second, optimizer)
+    with pytest.raises(RuntimeError, match="backward 3 .* reduced in backward 2 already: .*Add the losses"):
+        booster.backward(second, optimizer)
+
+
+@ranks(2)
+def test_two_forwards_and_two_losses_are_right(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    booster, model, optimizer = boosted(TwoHeads(), find_unused_parameters=True)
+    whole = TwoHeads()
+    whole.load_state_dict(model.unwrap().state_dict())
+    for number in range(2):
+        with booster.no_sync(model, optimizer):
+            booster.backward(model(batch(rank, number, torch.float32)[0])[number].sum(), optimizer)
+        booster.backward(model(batch(rank, number, torch.float32)[0])[number].sum(), optimizer)
+        for other in range(2):
+            whole(batch(other, number, torch.float32)[0])[number].sum().backward()
+    for name, param in whole.named_parameters():
+        got = dict(model.unwrap().named_parameters())[name].grad
+        torch.testing.assert_close(got, param.grad)
