@@ -6,7 +6,8 @@ here uses our layers: a user has written it all, collectives included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
-from core.distributed import DistributedDataParallelConfig, declare_gradient
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    declare_gradient,
+    finalize_model_grads,
+)
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
 from core.verify import GradientReport, check_gradients
 
@@ -35,6 +41,7 @@ class Split:
     bug: str = ""
     layers: int = 2
     recompute: bool = False
+    words: int = VOCABULARY
 
     @property
     def world(self) -> int:
@@ -152,7 +159,7 @@ class Embedding(Part):
     def __init__(self, split: Split) -> None:
         super().__init__(split)
         generator = torch.Generator().manual_seed(3)  # copies on two stages start alike
-        self.weight = nn.Parameter(torch.randn(VOCABULARY // split.tp, HIDDEN, generator=generator))
+        self.weight = nn.Parameter(torch.randn(split.words // split.tp, HIDDEN, generator=generator))
         if split.tp > 1:
             split_param(self.weight, 0)
 
@@ -268,7 +275,7 @@ class Head(nn.Linear):
     """Logits; all ranks compute all of them."""
 
     def __init__(self, split: Split) -> None:
-        super().__init__(HIDDEN, VOCABULARY, bias=False)
+        super().__init__(HIDDEN, split.words, bias=False)
         self.low = split.bug == "cast"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -324,7 +331,7 @@ class Decoder(Part):
         return loss
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
+# --- training and the check -------------------------------------------------------------------------------------------
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -332,8 +339,8 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def batch_of(samples: int = SAMPLES) -> dict[str, Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+def batch_of(samples: int = SAMPLES, words: int = VOCABULARY, seed: int = 7) -> dict[str, Tensor]:
+    tokens = torch.randint(0, words, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
@@ -347,7 +354,7 @@ def stages_of(split: Split, dtype: torch.dtype) -> PipelineRunner:
     layout = plan_pipeline(split.layers, split.pp, microbatches=2)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     count = split.layers // split.pp
-    numbers = tuple(range(rank * count, (rank + 1) * count))
+    numbers = tuple(range(rank * count - (split.bug == "a layer on two stages" and rank > 0), (rank + 1) * count))
     stage = Decoder(split, numbers).to(dtype)
     if split.bug == "stage division" and rank == 1:  # one layer of the stage before runs here again
         stage.layers[0].forward = twice(stage.layers[0].forward)
@@ -364,11 +371,43 @@ def twice(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: forward(forward(x))
 
 
+def train(
+    split: Split,
+    dtype: torch.dtype = torch.float32,
+    optimizer_of: Callable[[nn.Module], Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+) -> Iterator[None]:
+    """A user's loop with no option set; yields after `finalize_model_grads`. Groups are up already."""
+
+    def microbatches(step: int) -> list[dict[str, Tensor]]:
+        data_rank = parallel_state.get_data_parallel_rank()
+        halves = [batch_of(SAMPLES // 2, split.words, 100 * step + 10 * data_rank + number) for number in range(2)]
+        return [positions_of_this_rank(half) for half in halves]
+
+    runner = stages_of(split, dtype) if split.pp > 1 else None
+    if runner is not None:
+        model = runner.chunks[0]
+    else:
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(), Decoder(split).to(dtype))
+    optimizer = optimizer_of(model)
+    for step in range(10):
+        if runner is not None:
+            runner.step(microbatches(step))
+        else:
+            for number, part in enumerate(microbatches(step)):
+                with nullcontext() if number else model.no_sync():
+                    (loss_of(model, part) / 2).backward()
+            finalize_model_grads([model])
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def check(split: Split, dtype: torch.dtype = torch.float64, **options: Any) -> GradientReport:
     """The report on one split. Collective over `split.world` ranks."""
     # In the reference a mistake of the layout has nothing to be wrong about, except one that one process makes too.
     shared = split.bug in ("untied", "stale input")
-    whole = Split(layers=split.layers, recompute=split.recompute, bug=split.bug if shared else "")
+    shared_bug = split.bug if shared else ""
+    whole = Split(layers=split.layers, recompute=split.recompute, words=split.words, bug=shared_bug)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=split.tp,
         context_parallel_size=split.cp,
@@ -378,7 +417,7 @@ def check(split: Split, dtype: torch.dtype = torch.float64, **options: Any) -> G
         return check_gradients(
             lambda: stages_of(split, dtype) if split.pp > 1 else Decoder(split),
             loss_of,
-            batch_of(),
+            batch_of(words=split.words),
             reference_fn=lambda: Decoder(whole),
             dtype=dtype,
             split_fn=positions_of_this_rank if split.cp > 1 else None,
