@@ -195,6 +195,20 @@ def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -
     return {entry.ours: entry.join([theirs[name] for name in entry.theirs]).contiguous() for entry in entries}
 
 
+def paths_of(config: TransformerConfig) -> dict[str, str]:
+    """Our modules, and those there that give the same output, by name: all but mixed products."""
+    found = {}
+    for entry in _entries(config):
+        ours, (theirs, *more) = entry.ours, entry.theirs
+        if ours.endswith(".weight") and not more and not ours.endswith(("linear_qkv.weight", "embeddings.weight")):
+            found[ours.removesuffix(".weight")] = theirs.removesuffix(".weight")
+    layers, attention = ("transformer.h", "attn") if layout_of(config) == "gpt2" else ("model.layers", "self_attn")
+    for number in range(config.num_layers):
+        found[f"decoder.layers.{number}"] = f"{layers}.{number}"
+        found[f"decoder.layers.{number}.self_attention"] = f"{layers}.{number}.{attention}"
+    return found
+
+
 def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
     if missing or unknown:
