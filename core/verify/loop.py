@@ -18,41 +18,45 @@ from core.distributed import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.distributed.guard.first_steps import paused
 from core.groups import agree
+from core.pipeline_parallel import PipelineRunner
 from core.verify.check import NOISE, compare
 from core.verify.gathered import cast, first_tensor, on_tensors
-from core.verify.job import PlainJob
+from core.verify.job import Job, PipelineJob, PlainJob
+from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, whole_batch
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
 
-Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
-
-_CHECKS: dict[int, LoopCheck] = {}  # by the identity of the wrapped module
+_CHECKS: dict[int, StepCheck] = {}  # by the identity of the wrapped module
 
 
 def verify_with(
-    model: nn.Module,
+    model: nn.Module | PipelineRunner,
     build_whole: ModelFn,
     loss_fn: Callable[..., Any],
     *,
     bound: float | None = None,
     reference_dtype: torch.dtype = torch.float64,
-) -> LoopCheck:
+    join_fn: JoinFn | None = None,
+) -> StepCheck:
     """Check the first step of a loop: its data, its accumulation and its loss, which check_gradients does not see.
 
     Call it once, right before the first step, after weights are loaded. The inputs of each forward in training mode
     are kept until `finalize_model_grads`. Then the unsplit model runs over the microbatches of all data ranks, and
     every reduced gradient of the layout is compared with the mean over all microbatches.
 
-    model: wrapped in DistributedDataParallel. build_whole: builds the same model without any splitting; it gets the
+    model: wrapped in DistributedDataParallel, or the PipelineRunner of a pipeline, of which the microbatches of the
+    first step are kept: loss_fn(whole, microbatch). What the first stage is not given, such as labels, is taken from
+    the last one. build_whole: builds the same model without any splitting; it gets the
     layout's weights as they are now. loss_fn(whole, *args, **kwargs): the mean loss of one microbatch, not divided by
     anything, from the arguments of the forward; with `config.calculate_per_token_loss` (sum of losses, number of
     tokens). If labels are not among these arguments, the loop passes them: see `LoopCheck.note`. With a loss scale,
-    loss_fn multiplies by it. bound, reference_dtype: as for check_gradients.
+    loss_fn multiplies by it. bound, reference_dtype: as for check_gradients. join_fn: under context parallelism, the
+    parts that its ranks have of a tensor, in order -> the whole; by default a head and a tail chunk of dim 1, as of
+    get_batch_on_this_cp_rank. Tensors that are equal on all these ranks are whole.
 
     Raises WrongGradientError in the first `finalize_model_grads`, on all ranks alike, if a gradient is wrong. Raises
-    MemoryError on all ranks, before anything is built, if the unsplit model does not fit on rank 0. Pipelines and
-    context parallelism are refused with ValueError: check_gradients checks these. The model must be deterministic.
-    Collective over the default process group.
+    MemoryError on all ranks, before anything is built, if the unsplit model does not fit on rank 0. The model must be
+    deterministic. Collective over the default process group.
 
         verify_with(model, build_whole, lambda whole, *given: whole(*given).mean())
         for tokens, labels in batches:
@@ -60,16 +64,20 @@ def verify_with(
             finalize_model_grads([model])
             optimizer.step()
     """
-    (ddp, *more) = wrapped_chunks(model, "verify_with(model, build_whole, loss_fn)")
-    for axis, size in (("pp", ddp.groups.size("pp") + len(more)), ("cp", ddp.groups.size("cp"))):
-        if size > 1:
+    if isinstance(model, PipelineRunner):
+        chunks = wrapped_chunks(model.chunks, "verify_with(PipelineRunner(chunks, ...), build_whole, loss_fn)")
+    else:
+        chunks = wrapped_chunks(model, "verify_with(model, build_whole, loss_fn)")
+        if len(chunks) > 1 or chunks[0].groups.size("pp") > 1:
             raise ValueError(
-                f"verify_with compares a whole model of a rank, and {axis} has {size} parts here: a rank's inputs are "
-                "not those of the whole model. Use check_gradients, which is given the whole batch"
+                "verify_with was given a stage of a pipeline, whose inputs are activations; pass the PipelineRunner "
+                "that runs the stages"
             )
-    if id(ddp.module) in _CHECKS:
+    if any(id(chunk.module) in _CHECKS for chunk in chunks):
         raise ValueError("this model is being verified already; call verify_with once, before the first step")
-    return LoopCheck(ddp, build_whole, loss_fn, bound, reference_dtype)
+    if isinstance(model, PipelineRunner):
+        return PipelineCheck(model, build_whole, loss_fn, bound, reference_dtype, join_fn)
+    return LoopCheck(chunks[0], build_whole, loss_fn, bound, reference_dtype, join_fn)
 
 
 def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch], Any]:
@@ -90,11 +98,12 @@ class StepCheck:
 
     def __init__(
         self,
-        job: LoopJob,
+        job: RanJob,
         build_whole: ModelFn,
         bound: float | None = None,
         reference_dtype: torch.dtype = torch.float64,
         conclude: Callable[[GradientReport], None] = GradientReport.raise_if_wrong,
+        join_fn: JoinFn | None = None,
     ) -> None:
         self.report: GradientReport | None = None
         self.job = job
@@ -102,6 +111,7 @@ class StepCheck:
         self.bound = bound
         self.reference_dtype = reference_dtype
         self.conclude = conclude
+        self.join_fn = join_fn
         self.reference: _LoopReference | None = None
         self.listens = True  # until the step is over
         self.forwards: list[Microbatch] = []
@@ -154,20 +164,21 @@ class StepCheck:
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
         job, groups, reference = self.job, self.job.groups, self.reference
         assert reference is not None, "prepared"
-        axis = "dp" if groups.dp is not None else "dp_cp"
-        told = agree.gather(
-            (groups.rank(axis), [_digests(part) for part in mine], _on_cpu(mine) if groups.rank("tp") == 0 else None),
-            None,
-            "the microbatches of the first step",
+        axis, stage = "dp" if groups.dp is not None else "dp_cp", groups.rank("pp")
+        end = 0 if stage == 0 else -1 if stage == groups.size("pp") - 1 else None
+        parts = _on_cpu(mine) if groups.rank("tp") == 0 and end is not None else None
+        given = Given(
+            groups.rank(axis), groups.rank("cp"), groups.rank("tp"), end, [_digests(part) for part in mine], parts
         )
-        counts = {rank: len(digests) for rank, (_, digests, _) in told.items()}
+        told = agree.gather(given, None, "the microbatches of the first step")
+        counts = {rank: len(given.digests) for rank, given in told.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
             raise ValueError(
                 f"the forwards of the first step in training mode, or calls of note, are by rank {counts}; verify_with "
                 "expects one for each microbatch, as many on every rank. Call the wrapped model, and note once for "
                 "each microbatch"
             )
-        batch = [parts for _, parts in sorted((place, parts) for place, _, parts in told.values() if parts is not None)]
+        batch = whole_batch(told, self.join_fn)
         job.mine = mine
         job.microbatches = reference.microbatches = len(mine)
         compute = self.autocast or job.model.dtype
@@ -181,7 +192,7 @@ class StepCheck:
                 steps=1,
                 title=f"first step of the loop, {dist.get_world_size()} ranks, {len(mine)} microbatches each",
             )
-        other = _other_inputs({rank: (place, digests) for rank, (place, digests, _) in told.items()})
+        other = other_inputs(told)
         return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
 
 
@@ -195,41 +206,66 @@ class LoopCheck(StepCheck):
         loss_fn: Callable[..., Any],
         bound: float | None,
         reference_dtype: torch.dtype,
+        join_fn: JoinFn | None = None,
     ) -> None:
-        super().__init__(LoopJob(ddp, loss_of_call(loss_fn)), build_whole, bound, reference_dtype)
+        job = LoopJob(ddp, loss_of_call(loss_fn))
+        super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
         self.prepare()
         self.until_over.callback(ddp.module.register_forward_pre_hook(_note_forward, with_kwargs=True).remove)
         _CHECKS[id(ddp.module)] = self
         self.until_over.callback(_CHECKS.pop, id(ddp.module))
 
 
-class LoopJob(PlainJob):
-    """The step that a loop has run already; the batch is a list of microbatches for each data rank."""
+class PipelineCheck(StepCheck):
+    """The check that verify_with makes of a pipeline: of the microbatches of its first step."""
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        build_whole: ModelFn,
+        loss_fn: Callable[..., Any],
+        bound: float | None,
+        reference_dtype: torch.dtype,
+        join_fn: JoinFn | None = None,
+    ) -> None:
+        job = PipelineLoopJob(runner, loss_of_call(loss_fn))
+        super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
+        self.prepare()
+        step = runner.step
+
+        def kept_step(microbatches: Sequence[Any], **options: Any) -> Any:
+            for microbatch in microbatches if self.listens else ():
+                self.note_forward((microbatch,), {})
+            job.ran = job.ran or [args[0] for args, _ in self.forwards]
+            return step(microbatches, **options)
+
+        vars(runner)["step"] = kept_step
+        self.until_over.callback(vars(runner).pop, "step")
+        for chunk in runner.chunks:
+            _CHECKS[id(chunk.module)] = self
+            self.until_over.callback(_CHECKS.pop, id(chunk.module))
+
+
+class RanJob(Job):
+    """A step that a loop has run already; the batch is a list of microbatches for each data rank."""
 
     sees_loss = False
     mine: list[Microbatch]
-
-    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
-        super().__init__(ddp, loss_fn, 1)
-        self.before = super().biases()
+    loss_fn: Any
 
     @contextmanager
     def watched(self, finish: Callable[[], None]) -> Iterator[None]:
         """Call `finish` when the step's gradients are reduced, on all ranks. The watch of first steps waits."""
-        with paused([self.ddp.engine.first_steps]):
-            self.ddp.reducer.at_end = finish
+        with paused([chunk.engine.first_steps for chunk in self.model.chunks]):
+            self.model.chunks[-1].reducer.at_end = finish
             try:
                 yield
             finally:
-                self.ddp.reducer.at_end = None
+                self.model.chunks[-1].reducer.at_end = None
 
     def step(self, batch: Any) -> float:
         """See Job; the loop has run it."""
         return math.nan
-
-    def biases(self) -> dict[tuple[int, str], Tensor]:
-        """See Job."""
-        return self.before
 
     def parts(self, batch: Any) -> list[Any]:
         """See Job; what this rank was given, which may not be what its tensor-parallel group was given."""
@@ -239,6 +275,36 @@ class LoopJob(PlainJob):
         """See Job."""
         tensor = first_tensor(batch)
         return tensor.shape[0] if tensor.dim() else 1
+
+    def biases(self) -> dict[tuple[int, str], Tensor]:
+        """See Job."""
+        return self.before
+
+    def keep_biases(self) -> None:
+        """Before the step."""
+        self.before = super().biases()
+
+
+class LoopJob(RanJob, PlainJob):
+    """Forwards and backwards of one wrapped model."""
+
+    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
+        PlainJob.__init__(self, ddp, loss_fn, 1)
+        self.keep_biases()
+
+
+class PipelineLoopJob(RanJob, PipelineJob):
+    """A step of a pipeline. ran: the microbatches as the runner was given them."""
+
+    def __init__(self, runner: PipelineRunner, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
+        PipelineJob.__init__(self, runner, 1)
+        self.loss_fn = loss_fn
+        self.ran: list[Any] = []
+        self.keep_biases()
+
+    def parts(self, batch: Any) -> list[Any]:
+        """See Job."""
+        return self.ran
 
 
 class _LoopReference(Reference):
@@ -263,7 +329,7 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         check.note_forward(args, kwargs)
 
 
-def _refuse_what_does_not_fit(job: LoopJob, dtype: torch.dtype) -> None:
+def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
     """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
     mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
     told = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
@@ -317,19 +383,3 @@ def _digests(microbatch: Microbatch) -> list[str]:
 
     on_tensors(note, microbatch)
     return found
-
-
-def _other_inputs(told: dict[int, tuple[int, list[list[str]]]]) -> str:
-    """Which ranks of one place in the data group were given other microbatches, in words. Pure.
-
-    Told only beside a wrong gradient: ranks of sequence parallelism may rightly be given parts.
-    """
-    firsts: dict[int, tuple[int, list[list[str]]]] = {}
-    for rank, (place, digests) in told.items():
-        first, expected = firsts.setdefault(place, (rank, digests))
-        if digests != expected:
-            return (
-                f"ranks {first} and {rank} share one part of the data and were given different inputs: choose data by "
-                "parallel_state.get_data_parallel_rank(), and draw it from one seed in a tensor-parallel group"
-            )
-    return ""

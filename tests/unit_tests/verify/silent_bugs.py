@@ -375,8 +375,12 @@ def train(
     split: Split,
     dtype: torch.dtype = torch.float32,
     optimizer_of: Callable[[nn.Module], Any] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    before: Callable[[Any], None] = lambda model: None,
 ) -> Iterator[None]:
-    """A user's loop with no option set; yields after `finalize_model_grads`. Groups are up already."""
+    """A user's loop with no option set; yields after `finalize_model_grads`. Groups are up already.
+
+    before: called with the wrapped model or the PipelineRunner right before the first step.
+    """
 
     def microbatches(step: int) -> list[dict[str, Tensor]]:
         data_rank = parallel_state.get_data_parallel_rank()
@@ -389,6 +393,7 @@ def train(
     else:
         model = DistributedDataParallel(None, DistributedDataParallelConfig(), Decoder(split).to(dtype))
     optimizer = optimizer_of(model)
+    before(runner or model)
     for step in range(10):
         if runner is not None:
             runner.step(microbatches(step))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.model_parallel_config import ModelParallelConfig
+from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import mappings
 from core.verify import Layout, LoopCheck, WrongGradientError, gpt, loop, verify_with
+from core.verify.job import PipelineJob
+from core.verify.microbatches import Given, whole_batch
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import program_of
+from tests.unit_tests.verify.silent_bugs import Decoder, Split, train
 
 PAGE = Path(__file__).parents[3] / "docs" / "source" / "verify.md"
 MICROBATCHES, SAMPLES = 2, 3
@@ -241,12 +246,10 @@ def test_a_reference_that_does_not_fit_is_refused_by_its_size(rank: int, world: 
 
 @ranks(2)
 def test_layouts_and_loops_that_cannot_be_compared_are_refused(rank: int, world: int) -> None:
-    for axis in ("pipeline", "context"):
-        sizes: dict[str, int] = {f"{axis}_{'model_' if axis == 'pipeline' else ''}parallel_size": 2}
-        with groups(1, **sizes):
-            model = DistributedDataParallel(None, DistributedDataParallelConfig(initial_weights="ignore"), Mlp(1))
-            with pytest.raises(ValueError, match="Use check_gradients"):
-                verify_with(model, build_whole, loss_of)
+    with groups(1, pipeline_model_parallel_size=2):
+        model = DistributedDataParallel(None, DistributedDataParallelConfig(initial_weights="ignore"), Mlp(1))
+        with pytest.raises(ValueError, match="a stage of a pipeline.*pass the PipelineRunner"):
+            verify_with(model, build_whole, loss_of)
     with wrapped(1) as model:
         check = verify_with(model, build_whole, loss_of)
         tokens = torch.arange(3)
@@ -257,27 +260,117 @@ def test_layouts_and_loops_that_cannot_be_compared_are_refused(rank: int, world:
             finalize_model_grads([model])
 
 
-@ranks(2)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sp=True, model="modern", microbatches=2),
-        Layout(dp=2, ep=2, experts="alltoall", aux="aux_loss", expert_bias=True, strategy="optim", overlap=True),
-        Layout(dp=2, microbatches=2, per_token=True, overlap=True, strategy="optim_grads"),
-    ],
-    ids=str,
-)
-def test_our_gpt_is_right_in_a_loop(rank: int, world: int, layout: Layout) -> None:
+MOE = Layout(dp=2, ep=2, experts="alltoall", aux="aux_loss", expert_bias=True, strategy="optim", overlap=True)
+IN_LOOPS = [
+    Layout(tp=2, sp=True, model="modern", microbatches=2),
+    MOE,
+    Layout(dp=2, microbatches=2, per_token=True, overlap=True, strategy="optim_grads"),
+    Layout(cp=2, cp_comm="p2p", microbatches=2),
+    Layout(cp=2, cp_comm="p2p", per_token=True, model="modern"),
+    Layout(pp=2, schedule="1F1B", microbatches=3),
+    Layout(pp=2, schedule="Interleaved1F1B", vpp=2, microbatches=2, per_token=True),
+    Layout(dp=2, cp=2, cp_comm="a2a", microbatches=2),
+    Layout(pp=2, schedule="ZBVZeroBubble", vpp=2, dp=2, microbatches=4, strategy="optim_grads"),
+    Layout(pp=2, schedule="1F1B", cp=2, cp_comm="p2p", microbatches=2),
+    Layout(pp=2, schedule="1F1B", tp=2, sp=True, experts="alltoall", aux="aux_loss", etp=1, microbatches=2),
+]
+
+
+def loop_of_our_gpt(layout: Layout) -> str:
+    """The report of a right loop, or of a wrong one."""
     loss_fn = gpt.token_sum if layout.per_token else gpt.token_mean
     with gpt.groups_of(layout) as process_groups:
         job = gpt.job_of(layout, "fp64", process_groups, gpt.wrapper_config(layout))
-        check = verify_with(job.model.chunks[0], lambda: gpt.build_whole(layout), loss_fn)
+        model = job.runner if isinstance(job, PipelineJob) else job.model.chunks[0]
+        check = verify_with(model, lambda: gpt.build_whole(layout), loss_fn)
         batch = gpt.global_batch(layout)
-        for part in job.parts(batch):
+        for part in () if isinstance(job, PipelineJob) else job.parts(batch):
             check.note(part)
         job.step(batch)
         assert check.report is not None and check.report.parameters > 15
         assert check.report.bound == 1e-10
+        job.step(batch)  # not looked at
+        return str(check.report)
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [layout for layout in IN_LOOPS if layout.world == 2], ids=str)
+def test_our_gpt_is_right_in_a_loop(rank: int, world: int, layout: Layout) -> None:
+    assert " gradients right" in loop_of_our_gpt(layout)
+
+
+@pytest.mark.nightly
+@ranks(4)
+@pytest.mark.parametrize("layout", [layout for layout in IN_LOOPS if layout.world == 4], ids=str)
+def test_our_gpt_is_right_in_a_loop_of_four_ranks(rank: int, world: int, layout: Layout) -> None:
+    assert " gradients right" in loop_of_our_gpt(layout)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A user's decoder in a loop, with a mistake, and what the error must say."""
+
+    split: Split
+    words: tuple[str, ...]
+
+
+WRONG = [
+    Wrong(Split(cp=2, bug="loss over cp"), ("cp times too small (cp is 2): 1/n twice",)),
+    Wrong(Split(cp=2, bug="gather of keys"), ("q_norm` and wrong at that of `linear_qkv`",)),
+    Wrong(Split(pp=2, bug="stage division"), ("calls: `layers.1.norm_1` runs 4 times on rank [1]",)),
+    Wrong(Split(pp=2, bug="untied"), ("wrong: embedding; right: 31 of 32", "not reduced over pp")),
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.split.bug.replace(" ", "_"))
+def test_a_wrong_loop_over_pipeline_or_context_ranks_is_found(rank: int, world: int, wrong: Wrong) -> None:
+    """The right one is right."""
+    for split in (wrong.split, replace(wrong.split, bug="")):
+        if not split.bug and wrong is not WRONG[0] and wrong is not WRONG[2]:
+            continue
+        sizes = {"context_parallel_size": split.cp, "pipeline_model_parallel_size": split.pp}
+        with groups(1, **sizes):
+            whole = Split(bug=split.bug if split.bug == "untied" else "")
+            checks: list[Any] = []
+
+            def start(model: Any, whole: Split = whole, checks: list[Any] = checks) -> None:
+                loss = batch_loss if isinstance(model, PipelineRunner) else loss_of_inputs
+                checks.append(verify_with(model, lambda: Decoder(whole), loss, join_fn=in_order))
+
+            program = train(split, torch.float64, before=start)
+            with pytest.raises(WrongGradientError) if split.bug else nullcontext() as caught:
+                next(program)
+            (check,) = checks
+            assert check.report is not None and check.report.ok == (not split.bug)
+            for word in wrong.words if split.bug else ():
+                assert word in str(caught.value)
+
+
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=1)
+
+
+def loss_of_inputs(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return model(tokens, labels)
+
+
+def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["tokens"], batch["labels"])
+
+
+def test_parts_of_a_sequence_are_put_together() -> None:
+    """A mask of ones is cut like the tokens; what the first stage lacks the last one has; numbers stay."""
+    tokens, mask = torch.arange(16).view(2, 8), torch.ones(2, 8)
+    told: dict[int, Given] = {}
+    for rank, (cp, stage) in enumerate([(0, 0), (1, 0), (0, -1), (1, -1)]):
+        chosen = [0, 1, 6, 7] if cp == 0 else [2, 3, 4, 5]
+        part = {"tokens": tokens[:, chosen] if stage == 0 else None, "mask": mask[:, chosen], "scale": torch.tensor(3)}
+        labels = None if stage == 0 else 100 + tokens[:, chosen]
+        told[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})])
+    ((whole, rest),) = whole_batch(told, None)[0]
+    assert torch.equal(whole[0]["tokens"], tokens) and torch.equal(whole[0]["mask"], mask)
+    assert torch.equal(rest["labels"], 100 + tokens) and whole[0]["scale"] == 3
 
 
 @ranks(2)

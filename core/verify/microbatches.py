@@ -1,0 +1,115 @@
+"""Microbatches: what the ranks of a step were given, put together to what the whole model would be given. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.context_parallel.sequence_split import join_sequence
+
+Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
+JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel group's ranks, in order -> the whole
+
+
+class Given(NamedTuple):
+    """What one rank was given. stage: 0 for the first, -1 for the last of several, None for one between."""
+
+    data_rank: int
+    cp: int
+    tp: int
+    stage: int | None
+    digests: list[list[str]]  # of the tensors of each microbatch
+    parts: list[Microbatch] | None  # None where another rank has the same
+
+
+def whole_batch(told: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
+    """The microbatches of each data rank, whole. told: by rank. join: None for a head and a tail chunk in dim 1."""
+    data_ranks = 1 + max(given.data_rank for given in told.values())
+    return [_of_data_rank([g for g in told.values() if g.data_rank == number], join) for number in range(data_ranks)]
+
+
+def _of_data_rank(given: Sequence[Given], join: JoinFn | None) -> list[Microbatch]:
+    by_place = {(each.cp, each.stage): each.parts for each in given if each.parts is not None}
+    cp = 1 + max(each.cp for each in given)
+    of_cp = [_both_ends(by_place[rank, 0], by_place.get((rank, -1))) for rank in range(cp)]
+    return [_joined(list(parts), join) for parts in zip(*of_cp, strict=True)]
+
+
+def _both_ends(first: list[Microbatch], last: list[Microbatch] | None) -> list[Microbatch]:
+    """What the first stage was given; where that has nothing, such as labels, what the last one was."""
+    return first if last is None else [_filled(a, b) for a, b in zip(first, last, strict=True)]
+
+
+def _filled(first: Any, last: Any) -> Any:
+    if first is None:
+        return last
+    if isinstance(first, dict) and isinstance(last, dict):
+        return {**last, **{key: _filled(value, last.get(key)) for key, value in first.items()}}
+    if isinstance(first, (tuple, list)) and isinstance(last, (tuple, list)) and len(first) == len(last):
+        return type(first)(_filled(a, b) for a, b in zip(first, last, strict=True))
+    return first
+
+
+def _joined(parts: list[Microbatch], join: JoinFn | None) -> Microbatch:
+    """One microbatch of the parts that a context-parallel group's ranks have of it."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = list(zip(*(_tensors(part) for part in parts), strict=True))
+    lengths = {_length(column[0]) for column in columns if not all(map(column[0].equal, column[1:]))}
+    whole: Microbatch = _with_tensors(parts[0], iter([_join(column, lengths, join) for column in columns]))
+    return whole
+
+
+def _join(column: Sequence[Tensor], lengths: set[int], join: JoinFn | None) -> Tensor:
+    """A tensor that differs between ranks, or is as long as such a one (a mask of ones), is a part of a sequence."""
+    if _length(column[0]) not in lengths:
+        return column[0]
+    if join is not None:
+        return join(column)
+    if column[0].dim() < 2:
+        raise ValueError(
+            f"tensors of shape {list(column[0].shape)} differ between the ranks of a context-parallel group, and a "
+            "sequence is expected in dim 1; pass join_fn, which makes the whole of the ranks' parts"
+        )
+    return join_sequence(torch.cat(list(column), dim=1), 1, len(column))
+
+
+def _length(tensor: Tensor) -> int:
+    return tensor.shape[1] if tensor.dim() > 1 else -1 - tensor.dim()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def _with_tensors(value: Any, new: Any) -> Any:
+    """The same containers with other tensors, in their order."""
+    if isinstance(value, Tensor):
+        return next(new)
+    if isinstance(value, Mapping):
+        return {key: _with_tensors(each, new) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_tensors(each, new) for each in value)
+    return value
+
+
+def other_inputs(told: Mapping[int, Given]) -> str:
+    """Ranks of one place that were given other microbatches, in words.
+
+    Named only where a gradient is wrong: ranks of sequence parallelism may rightly be given parts.
+    """
+    firsts: dict[tuple[int, int, int | None], tuple[int, list[list[str]]]] = {}
+    for rank, given in told.items():
+        first, expected = firsts.setdefault((given.data_rank, given.cp, given.stage), (rank, given.digests))
+        if given.digests != expected:
+            return (
+                f"ranks {first} and {rank} share one part of the data and were given different inputs: choose data by "
+                "parallel_state.get_data_parallel_rank(), and draw it from one seed in a tensor-parallel group"
+            )
+    return ""
