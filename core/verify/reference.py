@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from core.distributed.contract.global_names import namer
 from core.groups import agree
-from core.moe import auxiliary_loss_scale
+from core.moe import TopKRouter, auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, split_loss
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
@@ -229,10 +231,16 @@ class Reference:
         batch = self._cast(model, batch)
         weight = 1.0 if self.per_token else 1.0 / self.microbatches
         first = data_rank * self.microbatches
-        with Recorder() as recorder, auxiliary_loss_scale(weight):
+        loads = _GlobalLoads(model)
+        if getattr(self.config, "moe_router_load_balancing_type", "") == "global_aux_loss":
+            for number in range(self.data_ranks * self.microbatches):
+                with loads.added(number % self.microbatches):
+                    self.loss_fn(model, self.piece(batch, number))
+        with Recorder() as recorder, auxiliary_loss_scale(weight), loads:
             recorder.in_backward = False
             recorder.add(model, namer(model))
             for number in range(first, first + self.microbatches):
+                loads.number = number - first
                 piece = self.piece(batch, number)
                 loss, _ = split_loss(self.loss_fn(model, piece), self.per_token)
                 with recorder.backward():
@@ -281,6 +289,48 @@ class Reference:
             dist.broadcast(grad, src=0)
             grads[name] = grad.cpu()
         return replace(rest, grads=grads)
+
+
+class _GlobalLoads:
+    """Loads of experts over all data ranks, by router and microbatch, in place of one data rank's own.
+
+    A context manager: inside, routers of a model that splits nothing balance these loads, as the layout's do. Without
+    any loads it does nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+        self.loads: dict[tuple[int, int], Tensor] = {}
+        self.number = 0  # of the microbatch
+
+    @contextmanager
+    def added(self, number: int) -> Iterator[None]:
+        """Inside, the loads of one data rank's microbatch are added."""
+
+        def add(router: int, counts: Tensor, _: str) -> Tensor:
+            self.loads[router, number] = self.loads.get((router, number), 0) + counts
+            return counts
+
+        with self._instead(add):
+            yield
+
+    @contextmanager
+    def _instead(self, total: Callable[[int, Tensor, str], Tensor]) -> Iterator[None]:
+        for place, router in enumerate(self.routers):
+            object.__setattr__(router, "_total", partial(total, place))
+        try:
+            yield
+        finally:
+            for router in self.routers:
+                object.__delattr__(router, "_total")
+
+    def __enter__(self) -> None:
+        self.until = ExitStack()
+        if self.loads:
+            self.until.enter_context(self._instead(lambda router, counts, _: self.loads[router, self.number]))
+
+    def __exit__(self, *_: object) -> None:
+        self.until.close()
 
 
 def _joined(parts: list[Any]) -> Any:
