@@ -24,6 +24,7 @@ DATA_AXES = (
     *("optimizer instances", "dp inside an instance", "expert dp inside an instance"),
 )
 SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
+NO_SUM = "the gradient is no sum of the ranks' gradients"
 NO_SIZE = "which is no size of this layout"
 
 
@@ -106,8 +107,7 @@ def explain(
         found = _fit(matrix, part.reduced[part.valid])
         if found is None or isinstance(found, str):
             return Explanation(
-                "the gradient is no sum of the ranks' gradients: memory was overwritten, a slice lies elsewhere, or "
-                "another step's gradients were mixed in"
+                f"{NO_SUM}: memory was overwritten, a slice lies elsewhere, or another step's gradients were mixed in"
             )
         strange = [
             rank

@@ -20,11 +20,17 @@ from core.distributed.guard.first_steps import paused
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.check import NOISE, compare
+from core.verify.diagnosis import NO_SUM
 from core.verify.gathered import cast, first_tensor, on_tensors
 from core.verify.job import Job, PipelineJob, PlainJob
 from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, whole_batch
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
+
+OTHER_BACKWARDS = (
+    "the loop does something else than one backward of loss_fn for each microbatch: one is left out or runs twice, its "
+    "labels are other ones, or gradients are changed (clipped, scaled, zeroed) before finalize_model_grads"
+)
 
 _CHECKS: dict[int, StepCheck] = {}  # by the identity of the wrapped module
 
@@ -192,7 +198,7 @@ class StepCheck:
                 steps=1,
                 title=f"first step of the loop, {dist.get_world_size()} ranks, {len(mine)} microbatches each",
             )
-        other = other_inputs(told)
+        other = other_inputs(told) or (OTHER_BACKWARDS if report.cause.startswith(NO_SUM) else "")
         return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
 
 

@@ -348,5 +348,5 @@ PLACES = {
     "experts: other ranks' rows not added": ("forward", "decoder.layers.0.mlp"),
     "router declared whole under tp": ("backward", "decoder.layers.0.mlp.router"),
     "experts: tokens gathered, gradients added": ("backward", "decoder.layers.0.mlp.router"),
-    "norm of queries declared whole": ("backward", "decoder.layers.1.self_attention.q_layernorm"),
+    "norm of queries declared whole": ("backward", "decoder.layers.1.self_attention.k_layernorm"),
 }
