@@ -113,7 +113,7 @@ class GptSource:
         shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
         experts = config.num_moe_experts
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
-        with WithoutValues() as mode, stand_ins(chosen):
+        with WithoutValues() as mode, stand_ins(chosen, on_cpu=groups.ledger.over_gloo):
             numbers = [kind.number for kind in kinds]
             model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * recomputed])
             if recomputed:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32

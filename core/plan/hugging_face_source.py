@@ -347,7 +347,7 @@ class HuggingFaceSource:
         mode = WithoutValues()
         try:
             model, _ = self._split(model, groups, mode, later)
-            with self._without_values(mode):
+            with self._without_values(mode, groups):
                 runs = [self._run(model, groups, size, later) for size in sizes]
                 return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
         except PlanError:
@@ -383,7 +383,7 @@ class HuggingFaceSource:
         self, model: Any, groups: PlannedGroups, mode: WithoutValues, later: bool = False
     ) -> tuple[Any, SplitReport]:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
-        with self._without_values(mode):
+        with self._without_values(mode, groups):
             _take_values(model)
             plan = of_stage(self._whole_model.plan(groups), model)
             cut_parameters(model, plan, groups)
@@ -396,7 +396,7 @@ class HuggingFaceSource:
         if self.adapters is None:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
-        with self._without_values(mode):
+        with self._without_values(mode, groups):
             _take_values(adapted, self.dtype)
             finish_adapters(adapted, report, groups, arguments)
         return adapted, getattr(adapted, REPORT)
@@ -434,7 +434,7 @@ class HuggingFaceSource:
         return copy.deepcopy(self.whole, copies)
 
     @contextmanager
-    def _without_values(self, mode: WithoutValues) -> Iterator[None]:
+    def _without_values(self, mode: WithoutValues, groups: PlannedGroups) -> Iterator[None]:
         """Inside, tensors have no values, experts get as many tokens each, and masks know what no value tells."""
         import transformers.masking_utils as masks
 
@@ -442,7 +442,7 @@ class HuggingFaceSource:
         if not self.has_documents:  # else it returns a mask of documents for any positions without values
             masks.find_packed_sequence_indices = _no_documents
         try:
-            with stand_ins(self._chosen()), mode:
+            with stand_ins(self._chosen(), on_cpu=groups.ledger.over_gloo), mode:
                 yield
         finally:
             masks.find_packed_sequence_indices = found

@@ -1,6 +1,7 @@
-"""What stands in for other ranks and for the start of a run while a model runs without values.
+"""What stands in for other ranks, for a GPU and for the start of a run while a model runs without values.
 
-Experts have even loads, a ring has a neighbour, and there are random streams for dropout.
+Experts have even loads, a ring has a neighbour, and there are random streams for dropout. Tensors without values are on
+the CPU, where torch drops otherwise than on a GPU: it writes scores of attention out, and a mask in the input's dtype.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.context_parallel import ring
@@ -52,11 +54,32 @@ def pass_on(tensor: Tensor, group: Any) -> ring.Passing:
     return ring.Passing([group.send([tensor], 0)], tensor, torch.empty_like(tensor), group)
 
 
+def attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention whose kernel drops weights as it goes, which costs no memory. fp64 has no such kernel."""
+    if query.dtype != torch.float64:
+        args = (*args[:1], *(0.0 for _ in args[1:2]), *args[2:])
+        kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+    return ATTENTION(query, key, value, *args, **kwargs)
+
+
+def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout in one kernel, which keeps a byte an element for backward."""
+    if inplace or not training or p == 0:
+        return DROPOUT(input, p, training, inplace)
+    found: Tensor = torch.native_dropout(input, p, True)[0]
+    return found
+
+
+ATTENTION, DROPOUT = F.scaled_dot_product_attention, F.dropout  # torch's own
+
+
 @contextmanager
-def stand_ins(chosen: float) -> Iterator[None]:
-    """Inside, layers meet no other rank. chosen: as in EvenLoads."""
+def stand_ins(chosen: float, *, on_cpu: bool) -> Iterator[None]:
+    """Inside, layers meet no other rank, and torch drops as it does on the planned device. chosen: as in EvenLoads."""
     before = token_dispatcher.HOST_COUNTS, ring.pass_on
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    if not on_cpu:
+        F.scaled_dot_product_attention, F.dropout = attention_of_gpu, dropout_of_gpu
     ForwardStream.meets_ranks = False
     tracker = get_rng_tracker()
     streams = tracker.get_states()
@@ -68,3 +91,4 @@ def stand_ins(chosen: float) -> Iterator[None]:
         tracker.set_states(streams)
         ForwardStream.meets_ranks = True
         token_dispatcher.HOST_COUNTS, ring.pass_on = before
+        F.scaled_dot_product_attention, F.dropout = ATTENTION, DROPOUT

@@ -199,3 +199,42 @@ def test_a_model_without_experts_has_no_rows_of_them() -> None:
     assert "experts" not in plan_run(load_config([*MODEL, "--tp", "1"]), 2, "h100").describe()
     with_experts = plan_run(load_config([*MODEL, *EXPERTS, "--tp", "1"]), 2, "h100").describe()
     assert with_experts.count("\n  of experts") == 3  # of fp32 parameters, gradients and moments
+
+
+DROPS = "--model.hidden-size 64 --model.num-attention-heads 4 --model.sequence-length 256 --model.dtype bfloat16"
+
+
+def dropping(device: str, more: str) -> RankMemory:
+    flags = f"{' '.join(MODEL)} {DROPS} --tp 1 --run.micro-batch-size 4 {more}"
+    return plan_run(load_config(flags.split()), 1, device).fullest
+
+
+def saved_by_layer(memory: RankMemory) -> int:
+    (layer,) = {saved.each for saved in memory.activations if saved.part == LAYERS}
+    return layer
+
+
+def test_attention_drops_in_its_kernel_on_a_gpu_and_in_scores_on_a_cpu() -> None:
+    """On a CPU torch keeps probabilities and what is dropped of them: [4 sequences, 4 heads, 256, 256]."""
+    plain, dropped = ("", "--model.attention-dropout 0.1")
+    assert saved_by_layer(dropping("h100", dropped)) == saved_by_layer(dropping("h100", plain))
+    assert dropping("h100", dropped).peak == dropping("h100", plain).peak
+    scores = 4 * 4 * 256 * 256
+    assert saved_by_layer(dropping("laptop", dropped)) > saved_by_layer(dropping("laptop", plain)) + 2 * 2 * scores
+
+
+@pytest.mark.parametrize(("device", "bytes_of_mask"), [("h100", 1), ("laptop", 2)])
+def test_dropout_keeps_a_byte_an_element_on_a_gpu(device: str, bytes_of_mask: int) -> None:
+    """Behind attention and behind the MLP; torch's dropout on a CPU keeps its mask in bfloat16."""
+    more = saved_by_layer(dropping(device, "--model.hidden-dropout 0.1")) - saved_by_layer(dropping(device, ""))
+    assert more == 2 * bytes_of_mask * (4 * 256 * 64)
+
+
+def test_gpt2_with_its_own_dropout_needs_no_room_for_scores_on_a_gpu() -> None:
+    """A real configuration of GPT-2 says attn_pdrop 0.1."""
+    peaks = []
+    for attn_pdrop in (0.1, 0.0):
+        run = ModelRun("tiny:gpt2", dtype="bfloat16", sequence_length=512, global_batch_size=4, micro_batch_size=4)
+        run.configuration.update({"attn_pdrop": attn_pdrop, "n_positions": 512})
+        peaks.append(plan_run(run, 1, "h100").fullest.peak)
+    assert peaks[0] == peaks[1]
