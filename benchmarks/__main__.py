@@ -30,6 +30,7 @@ BENCHMARKS = {
         "benchmarks.plan",
         "planned memory and time of a step beside measured ones, on 1 to 8 ranks; with devices measured",
     ),
+    "published": ("benchmarks.published_runs", "plans beside the figures that others have published of their runs"),
     "same_bits": (
         "benchmarks.same_bits",
         "do two versions of this code train to the same bits? record one, compare the other",

@@ -19,14 +19,19 @@ LONGEST_FILE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Link:
-    """A way between ranks: seconds for no bytes, and bytes a second that one rank sends."""
+    """A way between ranks: seconds for no bytes, and bytes a second that one rank sends.
+
+    hop_s: seconds from a rank to the next one of a ring or a tree, which a collective takes on top of latency_s for
+    each hop; 0 where latency_s was measured for the number of ranks.
+    """
 
     latency_s: float
     bytes_per_s: float
+    hop_s: float = 0.0
 
     def slower(self, turns: float) -> Link:
         """The link of ranks that take turns on their cores."""
-        return Link(self.latency_s * turns, self.bytes_per_s / turns)
+        return Link(self.latency_s * turns, self.bytes_per_s / turns, self.hop_s * turns)
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,10 @@ class Device:
 
     memory_bytes: of one rank's device; of the whole machine where is_host says that ranks are processes on CPUs.
     matmul_flops: operations a second of matrix products, by dtype, as achieved. peak_flops: what MFU is a fraction of.
+    attention_flops: operations a second of attention's kernel, by dtype; without a dtype's, those of products.
     memory_bandwidth: bytes a second read and written. operator_overhead_s: the least that an operator takes. inside,
     between: links within a machine and between machines. ranks_per_machine: where one ends and the other begins.
+    overlap_slowdown: share by which arithmetic takes longer while a collective runs that it hides.
 
     What a measured file adds: matmul_sizes: by dtype, (operations of a product, operations a second). memory_sizes:
     (bytes of an operator, bytes a second). operators: of a host, by name and dtype (operations or bytes of an operator,
@@ -73,6 +80,8 @@ class Device:
     cores: int = 0
     turns: float = 1.0
     communicator_bytes: int | None = None
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
+    overlap_slowdown: float = 0.0
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
@@ -86,6 +95,10 @@ class Device:
         """Operations a second of a product of that many; fp32's for a dtype that the file does not name."""
         name = dtype if dtype in self.matmul_flops else "float32"
         return rate_at(self.matmul_sizes.get(name, ()), flops) or self.matmul_flops[name]
+
+    def attention_rate(self, dtype: str, flops: float) -> float:
+        """Operations a second of attention's kernel that does that many."""
+        return self.attention_flops.get(dtype) or self.matmul_rate(dtype, flops)
 
     def memory_rate(self, nbytes: float) -> float:
         """Bytes a second of an operator that reads and writes that many."""
@@ -170,7 +183,7 @@ def read_device(name: str) -> Device:
 
 
 LINKS = ("inside", "between", "gradients")  # the last one need not be there
-LINK = {"latency_s": NOT_NEGATIVE, "bytes_per_s": POSITIVE}
+LINK = {"latency_s": NOT_NEGATIVE, "bytes_per_s": POSITIVE, "hop_s": NOT_NEGATIVE}  # the last one need not be there
 NUMBERS = {
     "memory_bytes": COUNT,
     "memory_bandwidth": POSITIVE,
@@ -179,12 +192,13 @@ NUMBERS = {
     "optimizer_bandwidth": NOT_NEGATIVE,
     "optimizer_bucket_s": NOT_NEGATIVE,
     "step_overhead_s": NOT_NEGATIVE,
+    "overlap_slowdown": NOT_NEGATIVE,
     "ranks": whole(0),
     "cores": whole(0),
     "turns": POSITIVE,
     "communicator_bytes": whole(0),
 }
-RATES = ("matmul_flops", "peak_flops")  # by dtype
+RATES = {"matmul_flops": {"float32"}, "peak_flops": {"float32"}, "attention_flops": set()}  # by dtype; those needed
 POINT = (POSITIVE, POSITIVE)
 POINTS = {  # lists of rows; True for such lists by name. The first number of a row rises
     "matmul_sizes": (True, POINT),
@@ -203,9 +217,9 @@ def _check_file(table: Any) -> None:
     links = _table("links", own["links"])
     _check_names("links.", links, {*LINKS}, {*LINKS[:2]})
     for where, link in links.items():
-        _check_names(f"links.{where}.", _table(f"links.{where}", link), {*LINK}, {*LINK})
-        for name, allowed in LINK.items():
-            _check_number(f"links.{where}.{name}", link[name], allowed)
+        _check_names(f"links.{where}.", _table(f"links.{where}", link), {*LINK}, {*LINK} - {"hop_s"})
+        for name, value in link.items():
+            _check_number(f"links.{where}.{name}", value, LINK[name])
     for name in own.keys() - {"links"}:
         _check_value(name, own[name], is_word=known[name].type == "str", is_flag=known[name].type == "bool")
 
@@ -218,7 +232,7 @@ def _check_value(name: str, value: Any, *, is_word: bool, is_flag: bool) -> None
     if name in NUMBERS and not (value is None and name == "communicator_bytes"):
         _check_number(name, value, NUMBERS[name])
     if name in RATES:
-        _check_names(f"{name}.", _table(name, value), {*value}, {"float32"})
+        _check_names(f"{name}.", _table(name, value), {*value}, RATES[name])
         for dtype, rate in value.items():
             _check_number(f"{name}.{dtype}", rate, POSITIVE)
     if name in POINTS:

@@ -237,8 +237,9 @@ class Estimates:
                 gather_s += travel(groups, shard, "all_gather", calls * times, nbytes * times, device).seconds
         copies_s = travel(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
         behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
+        all_s = reduce_s + gather_s
         if self.device.is_host:  # a core that adds gradients does nothing else
-            return behind + reduce_s + gather_s
+            return behind + all_s
         if ddp.overlap_grad_reduce:
             last = sum(rows[n].backward_s for n in place.numbers)
             reduce_s = max(reduce_s - last, reduce_s / state.buckets)
@@ -248,7 +249,8 @@ class Estimates:
             gather_s = max(0.0, gather_s - run.microbatches * arithmetic)
         elif ddp.overlap_param_gather:
             gather_s = max(gather_s - state.update_s, gather_s / state.buckets)
-        return behind + reduce_s + gather_s
+        exposed_s = reduce_s + gather_s
+        return behind + exposed_s + self.device.overlap_slowdown * (all_s - exposed_s)
 
 
 def buckets_of(

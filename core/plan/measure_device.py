@@ -31,7 +31,9 @@ from core.training.threads import available_cores
 from core.transformer.transformer_config import TransformerConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ATTENTIVE = (torch.float32, torch.bfloat16)  # dtypes in which attention is measured
 EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # of products; True on a GPU
+ATTENDED = {True: (16, 8192, 128), False: (4, 256, 64)}  # heads, tokens and width of an attention
 MOVED = {True: (2**16, 2**20, 2**24, 2**28), False: (2**12, 2**16, 2**20, 2**23)}  # bytes
 MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, a bucket a layer: what a step, a bucket and a byte cost
 GPTS = ((1, 8, 16), (1, 64, 128), (2, 128, 256))  # rows, tokens, width: what surrounds operators of several sizes
@@ -66,6 +68,7 @@ def measure(name: str, seconds: float, links: Device | None, *, command: str) ->
         "is_host": not on_gpu,
         "matmul_flops": {dtype: points[-1][1] for dtype, points in matmul.items()},
         "peak_flops": best,
+        "attention_flops": {str(dtype).removeprefix("torch."): attention_rate(clock, dtype) for dtype in ATTENTIVE},
         "memory_bandwidth": memory[-1][1],
         "operator_overhead_s": overhead,
         "links": {"inside": inside, "between": between, **({} if on_gpu or gradients is None else gradients)},
@@ -96,6 +99,19 @@ def matmul_rates(clock: Clock, dtype: torch.dtype) -> list[list[float]]:
 
         points.append([flops, flops / clock.alone(multiply)])
     return points
+
+
+def attention_rate(clock: Clock, dtype: torch.dtype) -> float:
+    """Operations a second of causal attention, forward and backward, where what is masked does not count."""
+    heads, tokens, width = ATTENDED[clock.device.type == "cuda"]
+    made = [torch.randn(1, heads, tokens, width, dtype=dtype, device=clock.device) for _ in range(4)]
+    query, key, value, grad = (part.requires_grad_(place < 3) for place, part in enumerate(made))
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True).backward(grad)
+
+    forward = 4 * heads * tokens**2 * width / 2  # two products, half of each masked; backward has five
+    return 3.5 * forward / clock.alone(attend)
 
 
 def memory_rates(clock: Clock) -> list[list[float]]:

@@ -126,12 +126,13 @@ class PlannedGroup:
 
 class PlannedGroups(ProcessGroups):
     """All groups of one rank of a grid. ledger: what they would have sent. links: the slowest link of each kind of
-    group, by its name and the ranks of a machine, as far as somebody has asked.
+    group, by its name and the ranks of a machine, as far as known. machines: how many each spans.
     """
 
     grid: RankGrid
     ledger: Ledger
     links: dict[tuple[str, int], str]
+    machines: dict[tuple[str, int], int]
 
     def _place(self, name: str) -> tuple[int, int]:
         group: Any = self._field(name)
@@ -156,5 +157,5 @@ def planned_groups(
     members = group_ranks(grid, rank, num_instances=num_instances, embedding_ranks=embedding_ranks)
     planned: dict[str, Any] = {kind: PlannedGroup(kind, ranks, rank, ledger) for kind, ranks in members.items()}
     groups = PlannedGroups(**planned)
-    vars(groups).update(grid=grid, ledger=ledger, links={})
+    vars(groups).update(grid=grid, ledger=ledger, links={}, machines={})
     return groups

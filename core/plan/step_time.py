@@ -21,13 +21,16 @@ from core.plan.step_figures import PartFigures
 from core.plan.time_line import Span, pipeline_spans, shared_spans
 from core.plan.travels import Travel, gradient_travels, layer_travels, rule_travels, travel
 
+ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
+
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step of the slowest pipeline position. Together they are the step.
 
     compute: forwards and backwards. exchanges: of activations within layers, and between stages. bubble: waiting for
-    other stages. gradients: reductions and gathers that nothing hides. optimizer: the update.
+    other stages. gradients: reductions and gathers that nothing hides, and by how much the hidden ones slow arithmetic
+    down. optimizer: the update.
     """
 
     compute: float
@@ -56,7 +59,8 @@ def work_seconds(work: Mapping[Work, int], device: Device) -> float:
         name = dtype_name(operator.dtype)
         measured = device.operator_s(operator_key(operator), work_size(operator)) if device.operators else None
         if measured is None:
-            arithmetic = operator.flops / device.matmul_rate(name, operator.flops) if operator.flops else 0.0
+            rate = device.attention_rate if ATTENTION in operator.name else device.matmul_rate
+            arithmetic = operator.flops / rate(name, operator.flops) if operator.flops else 0.0
             measured = max(arithmetic, operator.nbytes / device.memory_rate(operator.nbytes))
         overhead = device.operator_overhead_s
         seconds += count * (measured + overhead if device.is_host else max(measured, overhead))
@@ -186,11 +190,13 @@ def _exposed(
 ) -> float:
     """Seconds of reductions and gathers that nothing hides. The last bucket has nothing behind it that could.
 
-    A core that adds gradients does nothing else, so nothing is hidden on a host.
+    Hidden ones take a part of the device, and slow down what hides them. A core that adds gradients does nothing else,
+    so nothing is hidden on a host.
     """
     reduce_s, gather_s = (sum(row.seconds for row in rows) for rows in (reductions, gathers))
+    all_s = reduce_s + gather_s
     if device.is_host:
-        return reduce_s + gather_s
+        return all_s
     buckets = max(1, buckets)
     if run.ddp.overlap_grad_reduce:
         reduce_s = max(reduce_s - last_backward, reduce_s / buckets)
@@ -198,7 +204,8 @@ def _exposed(
         gather_s = max(0.0, gather_s - arithmetic)
     elif run.ddp.overlap_param_gather:
         gather_s = max(gather_s - update, gather_s / buckets)
-    return reduce_s + gather_s
+    exposed_s = reduce_s + gather_s
+    return exposed_s + device.overlap_slowdown * (all_s - exposed_s)
 
 
 def owned_bytes(plans: Sequence[ModelPlan]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.groups.rank_grid import GRID_KINDS, RankGrid, parse_tokens
-from core.plan.device import Device
+from core.plan.device import Device, Link
 from core.plan.planned_groups import PlannedGroups
 from core.plan.step_figures import PartFigures
 
@@ -87,7 +88,38 @@ def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes
     """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
     where = link_of(groups, name, device)
     link = device.link(collective, groups.size(name)) if where == "inside" else device.between
-    return Travel(name, collective, where, calls, nbytes, calls * link.latency_s + nbytes / link.bytes_per_s)
+    if not (link.hop_s or device.inside.hop_s):
+        latency_s = link.latency_s
+    else:
+        machines = 1 if where == "inside" else machines_of(groups, name, device)
+        latency_s = link.latency_s + hops_seconds(
+            collective, groups.size(name), machines, device.inside, device.between
+        )
+    return Travel(name, collective, where, calls, nbytes, calls * latency_s + nbytes / link.bytes_per_s)
+
+
+def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
+    """The number of machines that a group spans which leaves its own; at least 2."""
+    key = name, device.ranks_per_machine
+    if key not in groups.machines:
+        groups.machines[key] = max(2, len({rank // device.ranks_per_machine for rank in groups.ranks(name)}))
+    return groups.machines[key]
+
+
+def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, between: Link) -> float:
+    """Seconds of a collective's hops, one behind another, as NCCL's tuning.cc counts them.
+
+    A ring passes once by all ranks to gather or to scatter, and twice to reduce for all. A tree goes up and down, by
+    all ranks of a machine and the logarithm of the machines; the faster one is taken. Others send to all at once.
+    """
+    far = between.hop_s if machines > 1 else inside.hop_s
+    if collective not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return far
+    ring = (ranks - machines) * inside.hop_s + (machines - 1) * between.hop_s
+    if collective != "all_reduce":
+        return ring
+    in_machine = max(0, ranks // machines - 1)
+    return 2 * min(ring, in_machine * inside.hop_s + math.ceil(math.log2(machines)) * between.hop_s)
 
 
 def layer_travels(parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device) -> list[Travel]:

@@ -19,7 +19,7 @@ from core.plan.command import main
 from core.plan.device import FILES, known_devices, rate_at
 from core.plan.live_memory import Work
 from core.plan.measure_clock import Clock
-from core.plan.measure_device import GPTS, operator_costs
+from core.plan.measure_device import GPTS, attention_rate, operator_costs
 from core.plan.measure_links import line
 from core.plan.step_time import work_seconds
 
@@ -39,7 +39,12 @@ def test_a_machine_is_measured_on_two_ranks_and_planned_with(tmp_path: Path) -> 
     assert "written to" in ended.stdout
     device = read_device(str(out))
     assert device.is_host is not torch.cuda.is_available()
-    rates = [*device.matmul_flops.values(), device.memory_bandwidth, device.optimizer_bandwidth]
+    rates = [
+        *device.matmul_flops.values(),
+        *device.attention_flops.values(),
+        device.memory_bandwidth,
+        device.optimizer_bandwidth,
+    ]
     assert all(1e6 < rate < 1e16 for rate in rates)
     assert 1e-7 <= device.inside.latency_s < 1 and 1e4 < device.inside.bytes_per_s < 1e13
     assert 0 <= device.operator_overhead_s < 1e-2 and 0 < device.step_overhead_s < 10
@@ -72,6 +77,14 @@ def test_a_rate_lies_between_those_of_the_sizes_around_it() -> None:
     assert [rate_at(points, size) for size in (0.5, 1.0, 100.0, 1e9)] == [10.0, 10.0, 1000.0, 1000.0]
     assert rate_at(points, 10.0) == pytest.approx(100.0)
     assert rate_at([], 10.0) == 0.0
+
+
+def test_attention_is_measured_by_what_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products forward and five backward of 4 heads, [256, 64] and [256, 256], of which half is masked."""
+    clock = Clock(0.01)
+    monkeypatch.setattr(clock, "device", torch.device("cpu"))
+    monkeypatch.setattr(clock, "alone", lambda run: (run(), 0.5)[1])
+    assert attention_rate(clock, torch.float32) == 7 * 4 * 2 * 256 * 256 * 64 / 2 / 0.5
 
 
 def test_a_line_finds_latency_and_speed() -> None:
@@ -151,6 +164,11 @@ LINK = {"latency_s": 1e-5, "bytes_per_s": 1e9}
         ),
         ({**H100, "matmul_flops": {"float32": -1.0}}, "matmul_flops.float32 must be a finite number above 0, got -1.0"),
         ({**H100, "matmul_flops": {"bfloat16": 1e12}}, "matmul_flops.float32 is missing"),
+        ({**H100, "attention_flops": {"bfloat16": 0}}, "attention_flops.bfloat16 must be a finite number above 0"),
+        (
+            {**H100, "links": {"inside": {**LINK, "hop_s": -1}, "between": LINK}},
+            "links.inside.hop_s must be a finite number of at least 0, got -1",
+        ),
         ({**H100, "peak_flops": 3}, "peak_flops must be a table of names, got 3"),
         ({**H100, "ranks_per_machine": 0}, "ranks_per_machine must be a whole number of at least 1, got 0"),
         ({**H100, "is_host": "no"}, "is_host must be true or false, got 'no'"),

@@ -272,7 +272,7 @@ def test_a_plan_of_sixteen_thousand_ranks_takes_seconds_and_little_memory() -> N
     ("given", "kept"),
     [
         ("--ddp.data-parallel-sharding-strategy optim_grads", "zero 2"),
-        ("--ddp.no-use-distributed-optimizer", "zero 0"),
+        ("--ddp.use-distributed-optimizer", "zero 1"),
         ("--model.recompute-granularity full", "recompute"),
     ],
 )

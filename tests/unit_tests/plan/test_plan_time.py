@@ -8,13 +8,13 @@ import torch
 
 from core.groups.rank_grid import DATA_KINDS, GRID_KINDS
 from core.pipeline_parallel import PipelineLayout
-from core.plan import plan_run, read_device
+from core.plan import Link, plan_run, read_device
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import Work
 from core.plan.schedule_order import Action, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
-from core.plan.travels import link_of
+from core.plan.travels import hops_seconds, link_of
 from core.training.config_file import load_config
 
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
@@ -75,6 +75,39 @@ def test_an_operator_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
     )
     counted = {Work(1000, 10, torch.float32): 2, Work(0, 100, torch.float32): 1, Work(0, 1, torch.float32): 3}
     assert work_seconds(counted, device) == 2 * 10.0 + 10.0 + 3 * 0.5
+
+
+def test_attention_runs_at_its_own_speed() -> None:
+    device = replace(read_device("h100"), matmul_flops={"float32": 100.0}, attention_flops={"bfloat16": 50.0})
+    kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
+    works = [Work(1000, 10, dtype, name) for dtype in (torch.bfloat16, torch.float32) for name in (kernel, "aten.mm")]
+    assert [work_seconds({work: 1}, device) for work in works] == [20.0, 10.0, 10.0, 10.0]
+
+
+def test_latency_grows_with_the_ranks_of_a_ring_and_the_logarithm_of_a_tree() -> None:
+    """2,048 ranks on 256 machines: a ring has 1,792 hops inside machines and 255 between them."""
+    inside, between = Link(0.0, 1.0, 3.0), Link(0.0, 1.0, 14.0)
+    ring = 1792 * 3.0 + 255 * 14.0
+    assert hops_seconds("all_gather", 2048, 256, inside, between) == ring
+    assert hops_seconds("reduce_scatter", 8, 1, inside, between) == 7 * 3.0
+    assert hops_seconds("all_reduce", 2048, 256, inside, between) == 2 * (7 * 3.0 + 8 * 14.0)  # the tree
+    assert hops_seconds("all_reduce", 2, 1, inside, between) == 2 * 3.0
+    assert hops_seconds("all_to_all", 8, 1, inside, between) == 3.0
+    assert hops_seconds("send", 8, 2, inside, between) == 14.0
+    flags = "--tp 1 --ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather"
+    waits = [
+        sum(row.seconds / row.calls for row in plan(f"{flags} --run.global-batch-size {ranks}", ranks).time.travels)
+        for ranks in (64, 1024)
+    ]
+    assert waits[1] > 10 * waits[0]
+
+
+def test_a_hidden_reduction_slows_down_what_hides_it() -> None:
+    flags = load_config([*TINY.split(), *["--tp", "1", "--run.global-batch-size", "8"]])
+    device = replace(read_device("h100"), operator_overhead_s=1e-3)  # a backward that hides nearly all
+    free, slowed = (plan_run(flags, 4, replace(device, overlap_slowdown=share)).time for share in (0.0, 0.25))
+    hidden = sum(row.seconds for row in free.travels) - free.gradients
+    assert hidden > 0 and slowed.gradients == pytest.approx(free.gradients + 0.25 * hidden)
 
 
 def test_gradients_and_parameters_travel_once() -> None:
